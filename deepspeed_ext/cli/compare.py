@@ -183,11 +183,8 @@ def _take_turn(
     turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
     launcher = Launcher(arguments.launcher, arguments.turn_ranks, arguments.hostfile, arguments.launch)
     command = launcher.command(script, arguments.configs[index].absolute())
-    env_file = folder / "environment"
-    try:
-        run(command, environment(turn, env_file), log, arguments.timeout)
-    finally:
-        env_file.unlink(missing_ok=True)
+    with environment(turn) as env:
+        run(command, env, log, arguments.timeout)
     if not report.is_file():
         raise RunFailed(
             f"{tail(log)}\n\nthe script ended without a report in {report}: no DeepSpeed engine was made where "

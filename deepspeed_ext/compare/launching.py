@@ -5,17 +5,25 @@
 Note [Variables on other nodes]
     torchrun and srun run where the variables are. DeepSpeed's runner starts ranks on other nodes by ssh, and exports
     variables of some prefixes, and the lines of the file ``.deepspeed_env`` in the home or the current folder, or of
-    the name in DS_ENV_FILE. So a launch gets a file that has the user's lines and ours, by its absolute path.
+    the name in DS_ENV_FILE. So a launch gets a file that has the user's lines and ours, by its absolute path. They
+    may be secrets: only the user can read the file, and it is removed when the launch has ended.
+
+Note [Ranks of a launch]
+    A launcher may start ranks in sessions of their own, as torchrun does, and end before they do. So processes of a
+    launch on this machine are found by a variable that they inherit. On other nodes, the launcher ends its ranks.
 """
 
 import contextlib
 import os
+import secrets
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +34,9 @@ LAUNCHERS = ("deepspeed", "torchrun")
 MODULE = "-m"  # before the script, as for python
 _ENV_FILE = "DS_ENV_FILE"  # of DeepSpeed's runner, which looks for that name in two folders
 _DEFAULT_ENV_FILE = ".deepspeed_env"
-_GRACE = 30.0  # seconds in which a launcher that is told to end may end its ranks
+_LAUNCH = "DEEPSPEED_EXT_LAUNCH"  # one value for the processes of each launch: see Note [Ranks of a launch]
+_GRACE = 45.0  # seconds in which a launcher that is told to end may end its ranks; torchrun gives them 30 of these
+_POLL = 0.2
 _TAIL_LINES = 40
 
 
@@ -74,22 +84,24 @@ class Launcher:
         return [*command, "--master_port", str(free_port())]
 
 
-def environment(turn: Turn, env_file: Path) -> dict[str, str]:
-    """Return the environment of a launch; see Note [Variables on other nodes].
+@contextlib.contextmanager
+def environment(turn: Turn) -> Iterator[dict[str, str]]:
+    """Yield the environment of a launch; see Note [Variables on other nodes].
 
     Args:
         turn: what its ranks measure.
-        env_file: absolute path of a file to write.
     """
     name = os.environ.get(_ENV_FILE, _DEFAULT_ENV_FILE)
     theirs = [Path(folder, name) for folder in (Path.home(), Path())]
-    lines = [line for file in theirs if file.is_file() for line in file.read_text().splitlines() if line.strip()]
-    env_file.write_text("\n".join([*lines, f"{VARIABLE}={turn.encode()}", ""]))
-    return {**os.environ, VARIABLE: turn.encode(), _ENV_FILE: str(env_file)}
+    lines = [line for path in theirs if path.is_file() for line in path.read_text().splitlines() if line.strip()]
+    with tempfile.NamedTemporaryFile("w", prefix="deepspeed_env-") as file:  # mode 0600
+        file.write("\n".join([*lines, f"{VARIABLE}={turn.encode()}", ""]))
+        file.flush()
+        yield {**os.environ, VARIABLE: turn.encode(), _ENV_FILE: file.name}
 
 
 def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: float) -> None:
-    """Run a launcher to its end. None of its ranks outlives a time-out or an interrupt.
+    """Run a launcher to its end. None of its ranks outlives a time-out, an interrupt, or a failure of the launcher.
 
     Args:
         command: the launcher's.
@@ -100,6 +112,8 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: floa
     Raises:
         RunFailed: it was not found, failed, or did not end in time; with the end of the log.
     """
+    mark = secrets.token_hex(8)
+    env = {**env, _LAUNCH: mark}
     with log.open("wb") as file:
         try:
             process = subprocess.Popen(
@@ -112,23 +126,47 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: floa
                 process.wait(seconds)
         finally:
             ended = process.poll() is not None
-            if not ended:
-                stop(process)
+            if process.returncode != 0:
+                stop(process, mark)
     if process.returncode or not ended:
         why = f"exit status {process.returncode}" if ended else f"not finished after {seconds:g} s"
         raise RunFailed(f"{tail(log)}\n\n{why}\ncommand: {shlex.join(command)}\nwhole log: {log}")
 
 
-def stop(process: "subprocess.Popen[bytes]") -> None:
-    """Tell a launcher to end its ranks, on other nodes as well, and kill what is left of its process group."""
-    process.terminate()
+def stop(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Tell a launcher to end its ranks, on other nodes as well, and kill what is left of them on this machine.
+
+    Args:
+        process: the launcher's; it may have ended.
+        mark: what its processes have in ``_LAUNCH``.
+    """
+    until = time.monotonic() + _GRACE
+    if process.poll() is None:
+        process.terminate()
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE)
+        while (process.poll() is None or _left(mark)) and time.monotonic() < until:
+            time.sleep(_POLL)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        while left := _left(mark):  # again, since one may have started another
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL)
         process.wait()
+
+
+def _left(mark: str) -> list[int]:
+    """Return the processes of a launch that still run on this machine; see Note [Ranks of a launch]."""
+    import psutil  # type: ignore[import-untyped]
+
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get(_LAUNCH) == mark:
+                found.append(process.pid)
+    return found
 
 
 def tail(log: Path) -> str:

@@ -6,13 +6,13 @@ import os
 import re
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from deepspeed_ext.compare import launching
 from deepspeed_ext.compare.launching import Launcher, RunFailed, environment, run
 from deepspeed_ext.compare.turn import VARIABLE, Turn
 
@@ -69,12 +69,14 @@ def test_variables_reach_other_nodes_beside_the_users(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n\n")
     (tmp_path / "here" / ".deepspeed_env").write_text("LD_PRELOAD=/lib/a=b.so")
-    file = tmp_path / "environment"
-    found = environment(TURN, file)
-    lines = dict(line.split("=", 1) for line in file.read_text().splitlines())  # as DeepSpeed's runner reads it
+    with environment(TURN) as found:
+        file = Path(found["DS_ENV_FILE"])
+        lines = dict(line.split("=", 1) for line in file.read_text().splitlines())  # as DeepSpeed's runner reads it
+        assert file.stat().st_mode & 0o777 == 0o600  # the lines may be secrets
+    assert not file.exists()
     assert lines == {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "/lib/a=b.so", VARIABLE: TURN.encode()}
     assert Turn.decode(found[VARIABLE]) == TURN and found["PATH"] == os.environ["PATH"]
-    assert os.path.join(tmp_path, found["DS_ENV_FILE"]) == str(file)  # an absolute name, in any folder
+    assert file.is_absolute()  # so that the runner finds it in any folder
     assert not re.search(r"[^\w@%+=:,./-]", lines[VARIABLE])  # which it would quote
 
 
@@ -87,15 +89,25 @@ def is_running(process: int) -> bool:
 
 
 @pytest.mark.quick
-def test_a_launch_that_does_not_end_leaves_no_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "shell, seconds, why",
+    [
+        ("setsid sh -c 'trap : TERM; {child}' & {wait}", 3, "not finished after 3 s"),
+        ("setsid sh -c '{child}' & sleep 2; exit 7", 60, "exit status 7"),
+    ],
+    ids=["time-out", "failure"],
+)
+def test_a_launch_that_does_not_end_well_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str, seconds: float, why: str
+) -> None:
+    """Not even in a session of its own that ignores SIGTERM, as torchrun's ranks are while they handle it."""
+    monkeypatch.setattr(launching, "_GRACE", 1.0)
     log = tmp_path / "log"
-    with pytest.raises(RunFailed, match=r"last words\n\nnot finished after 1 s\ncommand: sh -c .*\nwhole log: "):
-        run(["sh", "-c", "sleep 600 & echo $!; echo last words; sleep 600"], os.environ, log, 1)
-    child = int(log.read_text().split()[0])
-    until = time.monotonic() + 60
-    while is_running(child):
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    command = shell.format(child="echo child $$; while :; do sleep 1; done", wait="echo last words; sleep 600")
+    with pytest.raises(RunFailed, match=rf"\n\n{why}\ncommand: sh -c (.|\n)*\nwhole log: "):
+        run(["sh", "-c", command], os.environ, log, seconds)
+    child = int(log.read_text().partition("child ")[2].split()[0])
+    assert not is_running(child)
 
 
 @pytest.mark.quick

@@ -109,6 +109,9 @@ UNFOUND = {
     "checkpoint/host_writer.py:HostWriter._send:record": _WRITER,
     "checkpoint/host_writer.py:HostWriter._write:synchronize": _WRITER,
     "checkpoint/files.py:CheckpointFiles.finish:finish": _WRITER,
+    "checkpoint/frameworks.py:load_state:finish": _WRITER,
+    "checkpoint/frameworks.py:save_state:finish": _WRITER,
+    "checkpoint/trainer_callback.py:FinishSaves.on_epoch_end:finish": _WRITER,
     "checkpoint/loading.py:load_checkpoint:finish": _WRITER,
     "checkpoint/saving.py:save_checkpoint:finish": _WRITER,
     "checkpoint/snapshots.py:Snapshot._copy_on_stream:wait_stream": _ASIDE,
@@ -194,7 +197,7 @@ UNFOUND = {
     ),
     **dict.fromkeys(
         (
-            *(f"compare/launching.py:{name}" for name in ("run:wait", "stop:wait", "stop:wait 2")),
+            *(f"compare/launching.py:{name}" for name in ("run:wait", "stop:wait")),
             *(f"doctor/meeting.py:{name}:wait" for name in ("Meeting.hear", "_there", "meet")),
         ),
         "for processes, or for the store",
