@@ -102,7 +102,7 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
 )
 def test_one_warning_says_what_runs(ranks: Any, name: str, group: int, meaning: str | None) -> None:
     p, g, os = name
-    zero = {"paro_strategy": name, "paro_group_size": group}
+    zero = {"stage": STRATEGIES[name].stage, "paro_strategy": name, "paro_group_size": group}
     answers = ranks(4).run(initialization_case, zero, {}, 10**9, False)
     assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
     (level, line), *_ = answers[0]
