@@ -3,17 +3,16 @@
 """``python -m deepspeed_ext``: see ``cli/main.py``."""
 
 from deepspeed_ext.cli import main as cli
-from deepspeed_ext.integration import fork, patcher, patches
+from deepspeed_ext.integration import fork, hooks, patcher, patches
 
-_EXPECTED = ("applied", "as expected")
+_EXPECTED = ("applied", "hooked", "as expected")
 
 
 def report_patches() -> None:
     """Print each symbol of DeepSpeed that we replace or rely on, and its state."""
-    if fork.is_installed():
-        print(f"\nthis DeepSpeed has these features built in ({fork.PACKAGE}): nothing is patched")
-        return
     patcher.import_all()
+    if (version := fork.version()) is not None:
+        print(f"\nthis DeepSpeed is a fork with hooks (version {version}): none of its symbols is patched at run time")
     if problem := patcher.foreign():
         print(f"\nthis DeepSpeed is not known, and our keys are refused: {problem}")
     tested = ", ".join(patches.TESTED_VERSIONS)
@@ -25,13 +24,12 @@ def report_patches() -> None:
 
 
 def patch_problems() -> list[str]:
-    """Return what of the patches is not as expected; nothing in a DeepSpeed that has these features built in."""
-    if fork.is_installed():
-        return []
+    """Return what of the patches, or of the hooks of a fork, is not as expected."""
     patcher.import_all()
     problem = patcher.foreign()
     states = [f"{patch.path}: {state}" for patch, state in patcher.status() if state not in _EXPECTED]
-    return [*([problem] if problem else []), *states, *patcher.override_problems()]
+    surplus = hooks.surplus() if fork.version() is not None else []
+    return [*([problem] if problem else []), *states, *surplus, *patcher.override_problems()]
 
 
 def main() -> None:

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from deepspeed_ext.integration import fork
-
 _WATCHED = ("deepspeed", "accelerate", "transformers")  # packages whose modules are patched when they are imported
 _INSIDE = tuple(f"{name}." for name in _WATCHED)
 _OFF_SWITCH = "DEEPSPEED_EXT_DISABLE"
@@ -66,9 +64,6 @@ def _run_after(loader: importlib.abc.Loader, name: str) -> None:
 
 def _apply(name: str) -> None:
     try:
-        if fork.is_installed():  # found on a search path that is another one than when we were imported
-            fork.stand_down()
-            return
         for module in (name, *_beside()):
             _patcher().apply(module)
     except Exception:
@@ -80,9 +75,14 @@ def _beside() -> list[str]:
     return [name for name in _patcher().modules() if not name.startswith(_INSIDE) and name in sys.modules]
 
 
+def is_off() -> bool:
+    """Whether the environment switches the package off."""
+    return _is_off(os.environ.get(_OFF_SWITCH, ""))
+
+
 @functools.cache
 def _is_off(said: str) -> bool:
-    """Whether the environment keeps us out; a word that says neither yes nor no is warned of, once."""
+    """Whether a value means yes; any value that is neither yes nor no is warned of, once."""
     word = said.strip().lower()
     if word and word not in (*_YES, *_NO):
         logger.warning(
@@ -101,12 +101,9 @@ _hook = _PostImportHook()
 def activate() -> None:
     """Patch DeepSpeed's modules, those imported already at once and the others when they are. Idempotent.
 
-    A DeepSpeed that has these features built in is left as it is.
+    Of a DeepSpeed with hooks for this package nothing is patched, only symbols of other packages.
     """
-    if _is_off(os.environ.get(_OFF_SWITCH, "")):
-        return
-    if fork.is_installed():
-        fork.stand_down()
+    if is_off():
         return
     if _hook not in sys.meta_path:
         sys.meta_path.insert(0, _hook)
@@ -119,7 +116,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Undo all patches, and patch nothing that is imported later."""
+    """Undo all patches, and patch nothing that is imported later. Hooks of DeepSpeed stay as they are."""
     if _hook in sys.meta_path:
         sys.meta_path.remove(_hook)
     if "deepspeed_ext.integration.patcher" in sys.modules:

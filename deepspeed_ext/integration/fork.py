@@ -1,82 +1,58 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Stand down in a DeepSpeed that has these features built in, by the series in ``patches/``.
+"""Recognize a DeepSpeed with hooks for this package, which the series in ``patches/`` makes.
 
-Nothing is patched, and ``deepspeed_ext.planner`` and all others, but those that patch, are the fork's own modules
-under a second name, so that a process has each of them once. Standard library only, as all that runs inside
-``import torch``.
+It is not patched at run time: each symbol in the table of patches has a decorator in DeepSpeed's source instead, which
+asks ``hooks.replaced`` for the replacement.
 """
 
-import importlib
-import importlib.abc
-import importlib.machinery
 import importlib.util
-import sys
-from collections.abc import Sequence
+import re
 from pathlib import Path
-from types import ModuleType
 
-PACKAGE = "deepspeed.runtime.paro"
-_FIRST, _LAST = "__init__.py", "__main__.py"  # files of the package: by the first and by the last patch
-_OURS = __package__.partition(".")[0]
-_STAYING = (f"{_OURS}.__main__", f"{_OURS}.integration", f"{_OURS}.overrides", f"{_OURS}.version")
-_ELSEWHERE = {f"{_OURS}.op_builder": "deepspeed.ops.op_builder.loco"}
+from deepspeed_ext.integration.symbols import Patch
+from deepspeed_ext.version import __version__
 
-
-def is_installed() -> bool:
-    """Whether the DeepSpeed that would be imported is such a fork, with all of the series; nothing is imported."""
-    return _has(_LAST)
-
-
-def is_partial() -> bool:
-    """Whether that DeepSpeed has a part of the series: then neither form has all features."""
-    return _has(_FIRST) and not _has(_LAST)
+VERSION = 1  # of the set of hooks: increase it if a hook is added, moved or removed, in patches/ as well
+MODULE = "deepspeed_ext_hooks"  # of DeepSpeed: has the version and the decorator
+MARK = "__deepspeed_ext__"  # attribute of a replacement; of the one of a hook, its label
+REMEDY = (
+    f"For hooks of version {VERSION}, install the fork that was built for deepspeed_ext {__version__}, or apply the "
+    f"whole series of its patches"
+)
 
 
-def _has(file: str) -> bool:
-    inside = Path(*PACKAGE.split(".")[1:], file)
+def version() -> int | None:
+    """Return the version of the hooks of the DeepSpeed that would be imported; None if it has none."""
     try:
         spec = importlib.util.find_spec("deepspeed")
-        places = [] if spec is None else spec.submodule_search_locations or []
-        return any((Path(place) / inside).is_file() for place in places)
-    except Exception:  # of anybody's finder: it may break the import of DeepSpeed, and not that of torch
+        folders = [] if spec is None else spec.submodule_search_locations or []
+        files = [file for folder in folders if (file := Path(folder, f"{MODULE}.py")).is_file()]
+        found = re.search(r"^VERSION = (\d+)", files[0].read_text(encoding="utf-8"), re.MULTILINE) if files else None
+    except Exception:  # of another package's finder: it may break the import of DeepSpeed, and not that of torch
+        return None
+    return int(found[1]) if found else 0 if files else None
+
+
+def problem() -> str | None:
+    """Return why this package cannot use the hooks; None if it can, or if there are none."""
+    found = version()
+    if found in (None, VERSION):
+        return None
+    return f"its hooks have version {found}, and deepspeed_ext {__version__} needs version {VERSION}"
+
+
+def label(patch: Patch) -> str:
+    """Return the name of a patch's replacement in a hook: without the package or the folder ``seams``."""
+    assert patch.replace is not None
+    path = f"{patch.replace.__module__}.{patch.replace.__name__}"
+    return path.removeprefix(f"{__package__}.seams.").removeprefix(f"{__package__.partition('.')[0]}.")
+
+
+def is_hooked(patch: Patch) -> bool:
+    """Whether the symbol of a patch is the replacement that its hook has made."""
+    try:
+        *_, value = patch.locate()
+    except AttributeError:
         return False
-
-
-def _theirs(name: str) -> str:
-    """Return the fork's name of a module of ours."""
-    return _ELSEWHERE.get(name, PACKAGE + name.removeprefix(_OURS))
-
-
-class _Loader(importlib.abc.Loader):
-    """Load the fork's module in the place of ours."""
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        module = importlib.import_module(_theirs(spec.name))
-        self._own = module.__spec__
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._own  # the import has put that of the second name there
-
-
-class _Aliases(importlib.abc.MetaPathFinder):
-    """Find modules of ours in the fork, but those that patch, which it does not have."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if not fullname.startswith(f"{_OURS}.") or fullname.startswith(_STAYING):
-            return None
-        if importlib.util.find_spec(_theirs(fullname)) is None:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, _Loader())
-
-
-_aliases = _Aliases()
-
-
-def stand_down() -> None:
-    """Make our modules the fork's. Idempotent."""
-    if _aliases not in sys.meta_path:
-        sys.meta_path.insert(0, _aliases)
+    return getattr(getattr(value, "__func__", value), MARK, None) == label(patch)

@@ -15,8 +15,6 @@ from deepspeed_ext.integration import fork, patches
 from deepspeed_ext.integration.relied_on import OVERRIDING
 from deepspeed_ext.integration.symbols import Patch
 
-_MARK = "__deepspeed_ext__"
-
 
 class _Applied(NamedTuple):
     """A patch that is in place."""
@@ -31,12 +29,13 @@ _applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several where 
 
 
 def _listed() -> tuple[Patch, ...]:
-    return patches.PATCHES + patches.BESIDE
+    """Return what may be patched: of a DeepSpeed with hooks, only symbols of other packages."""
+    return patches.BESIDE if fork.version() is not None else patches.PATCHES + patches.BESIDE
 
 
 def modules() -> frozenset[str]:
-    """Return the modules that hold a symbol to replace."""
-    return frozenset(patch.module for patch in _listed() if patch.replace)
+    """Return the modules after whose import something is patched."""
+    return frozenset({f"deepspeed.{fork.MODULE}", *(patch.module for patch in _listed() if patch.replace)})
 
 
 def foreign() -> str | None:
@@ -47,9 +46,7 @@ def foreign() -> str | None:
     said = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
     if said is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(said).base_version):
         return f"its version is {said}, supported is {patches.DEEPSPEED_VERSIONS}"
-    if fork.is_partial():
-        return f"it has a part of these features built in ({fork.PACKAGE}), and not all of them"
-    return None
+    return fork.problem()
 
 
 def _installed() -> str | None:
@@ -77,7 +74,7 @@ def apply(module: str) -> None:
             continue
         given = (require,) if patch.takes_require else ()
         replacement: Any = patch.replace(getattr(original, "__func__", original), *given)
-        setattr(replacement, _MARK, True)
+        setattr(replacement, fork.MARK, True)
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
         every = _applied.setdefault(patch.path, [])
@@ -98,7 +95,7 @@ def _is_in_place(patch: Patch) -> bool:
     function = getattr(value, "__func__", value)
     package = patch.module.partition(".")[0]
     restored = str(getattr(function, "__module__", "")).partition(".")[0] == package
-    return hasattr(function, _MARK) or (patch.path in _applied and not restored)
+    return hasattr(function, fork.MARK) or (patch.path in _applied and not restored)
 
 
 def _exists(patch: Patch) -> bool:
@@ -143,7 +140,7 @@ def import_all() -> None:
 
 
 def status() -> list[tuple[Patch, str]]:
-    """Return each patch with its state: applied, as expected, not imported, not applied, or what is wrong.
+    """Return each patch with its state: applied, hooked, as expected, not imported, or what is wrong.
 
     Nothing is imported for it.
     """
@@ -152,12 +149,23 @@ def status() -> list[tuple[Patch, str]]:
     for patch in (*patches.PATCHES, *beside):
         if patch.module not in sys.modules:
             state = "not imported"
-        elif patch.replace and _is_in_place(patch) and not patch.problem():
-            state = "applied"
+        elif problem := patch.problem():
+            state = problem
         else:
-            state = patch.problem() or ("not applied" if patch.replace else "as expected")
+            state = (_replaced_by(patch) or _unreplaced(patch)) if patch.replace else "as expected"
         rows.append((patch, state))
     return rows
+
+
+def _replaced_by(patch: Patch) -> str | None:
+    """Return how a symbol has been replaced; None if it has not been."""
+    if fork.is_hooked(patch):
+        return "hooked"
+    return "applied" if patch.path in _applied and _is_in_place(patch) else None
+
+
+def _unreplaced(patch: Patch) -> str:
+    return "not applied" if fork.version() is None else f"without its hook {fork.label(patch)}"
 
 
 def override_problems() -> list[str]:
@@ -181,18 +189,20 @@ def require() -> None:
         RuntimeError: this DeepSpeed is not one that we know, or a symbol has moved or changed.
     """
     problems = [problem for problem in [foreign()] if problem]
+    known = not problems
     for patch in patches.PATCHES:
         importlib.import_module(patch.module)
         if patch.path in _applied and not _is_in_place(patch):
             apply(patch.module)
         problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
-        if problem or (not problems and patch.replace and not _is_in_place(patch)):
-            problems.append(problem or f"{patch.path} is not patched")
+        if problem or (known and patch.replace and not _replaced_by(patch)):
+            problems.append(problem or f"{patch.path} is {_unreplaced(patch)}")
     problems += override_problems()
     if problems:
         tested = ", ".join(patches.TESTED_VERSIONS)
+        remedy = "Install one of those" if fork.version() is None else fork.REMEDY
         raise RuntimeError(
-            f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. Install "
-            f"one of those, or remove the keys of deepspeed_ext (paro_*, mics_*, zeropp_loco_param) from "
+            f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. "
+            f"{remedy}, or remove the keys of deepspeed_ext (paro_*, mics_*, zeropp_loco_param) from "
             f"zero_optimization."
         )

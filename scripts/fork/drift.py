@@ -1,12 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What of DeepSpeed that we use is otherwise in another DeepSpeed, and what of ours breaks by it.
+"""Compares another DeepSpeed with the one that the package is written for, in everything that the package uses.
 
-Both are compared as source, so nothing that fails there ends the report. Beside that, our modules are imported with
-it, in a process of their own: each one that fails is a difference, too.
+Each DeepSpeed is imported in a process of its own. A module that cannot be imported is a difference like any other.
 """
 
-import ast
 import inspect
 import json
 import os
@@ -14,38 +12,60 @@ import re
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata, util
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from deepspeed_ext.integration.symbols import Patch
 from deepspeed_ext.overrides import fits
+from scripts import ROOT
 from scripts.fork import deepspeed_source
-from scripts.fork.deepspeed_source import Failed, git, requirement
-from scripts.fork.drift_report import Difference, Report
-from scripts.fork.source_tree import Default, Found, Function, SourceTree, kind, literal, signature
-from scripts.fork.usage import OVERRIDE, ROW, Use, described, uses
+from scripts.fork.deepspeed_source import Failed, git, requirement, run
 
-_SECONDS = 600  # for importing all of ours
-# Runs beside another DeepSpeed: imports each module, and prints why some cannot be.
-_TRIAL = """
-import importlib, json, sys, traceback
-failed = {}
-for name in sys.argv[2:]:
-    try:
-        importlib.import_module(name)
-    except Exception as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-        for folder in sys.argv[1].split(","):
-            said = said.replace(folder + "/", "")
-        failed[name] = said.replace("\\n", " ")
-print(json.dumps(failed))
-"""
+_SECONDS = 600  # for importing a DeepSpeed and all modules of the package
 
 
-# Where a DeepSpeed comes from #####################################################################
+@dataclass(frozen=True)
+class Difference:
+    """A difference in a symbol that the package uses.
+
+    Attributes:
+        symbol: the dotted name; for an import that fails, the error.
+        what: missing, arguments, kind, value, new or import.
+        expected: in the DeepSpeed that we know.
+        found: in the other one.
+        breaks: modules of the package.
+        why: the feature that needs the symbol.
+        matters: whether something breaks; False if a function accepts the same calls.
+    """
+
+    symbol: str
+    what: str
+    expected: str
+    found: str
+    breaks: tuple[str, ...]
+    why: str
+    matters: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """The differences of one DeepSpeed, and the number of symbols that were compared."""
+
+    label: str
+    used: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def breaking(self) -> int:
+        """The number of differences that matter."""
+        return sum(one.matters for one in self.differences)
+
+
+# Finding a DeepSpeed ##############################################################################
 
 
 def opened(what: str, scratch: Path) -> tuple[str, Path]:
@@ -88,173 +108,219 @@ def _commit(repository: Path) -> str:
     return ", commit " + git(repository, "log", "-1", "--format=%h of %cs").strip()
 
 
-def known_tree(scratch: Path) -> SourceTree:
-    """Return the DeepSpeed that we know: the one installed, if it is of that version; otherwise fetched."""
-    version = requirement().version
-    spec = util.find_spec("deepspeed")
+def known(scratch: Path) -> Path:
+    """Return the folder of the DeepSpeed in ``patches/BASE``: the one that is installed, or a fresh one."""
+    spec, version = util.find_spec("deepspeed"), requirement().version
+    if spec is not None and spec.origin is not None and metadata.version("deepspeed") == version:
+        return Path(spec.origin).parents[1]
+    return deepspeed_source.extract(version, scratch / "base")
+
+
+def newest() -> str:
+    """Return the newest DeepSpeed on the index that pip uses.
+
+    Raises:
+        Failed: pip does not say.
+    """
     try:
-        known = spec is not None and spec.origin is not None and metadata.version("deepspeed") == version
-    except metadata.PackageNotFoundError:
-        known = False
-    if known and spec is not None and spec.origin is not None:
-        return SourceTree(Path(spec.origin).parents[1], "deepspeed")
-    return SourceTree(deepspeed_source.extract(version, scratch / "base"), "deepspeed")
+        run([sys.executable, "-m", "pip", "download", "--no-deps", "deepspeed==0"])
+    except Failed as failed:
+        found = re.search(r"from versions: .*?([\d.]+)\)", str(failed))
+        if found:
+            return found[1]
+    raise Failed("pip does not say which versions of deepspeed there are")
 
 
 # Comparing ########################################################################################
 
 
-def compare(
-    ours: SourceTree, base: SourceTree, other: SourceTree, rows: Iterable[Patch]
-) -> tuple[int, list[Difference]]:
-    """Return how many symbols we use, and what is otherwise in ``other``: what breaks something first."""
-    used = uses(ours, base, rows)
-    found = [difference for use in used for difference in _differences(use, base, other)]
-    return len(used), sorted(found, key=lambda one: (not one.matters, one.symbol))
+def uses(base: Path, ours: Path, rows: Iterable[Patch], scratch: Path) -> list[dict[str, Any]]:
+    """Return what the package uses of the DeepSpeed that we know.
+
+    Args:
+        base: the folder of that DeepSpeed.
+        ours: the folder that has the package.
+        rows: the table of patches.
+        scratch: a folder.
+
+    Raises:
+        Failed: the process did not end as it should.
+    """
+    listed = [_row(row) for row in rows]
+    targets = {use["target"] for use in listed}
+    return listed + [use for use in _beside(base, ours, scratch, "uses") if use["target"] not in targets]
 
 
-def _differences(use: Use, base: SourceTree, other: SourceTree) -> Iterator[Difference]:
-    symbol = use.target.replace(":", ".").rstrip(".")
-    made = Difference(symbol, "", "", "", use.places, use.why)
-    there, known = other.look_up(use.target), base.look_up(use.target)
-    if use.is_new:
-        if there is not None and known is None:
-            yield replace(made, what="new", expected="nothing of that name", found=described(there.node))
-    elif there is None:
-        yield replace(made, what="missing", expected=_shown(known), found=_absence(use.target, other))
-    elif use.how == ROW:
-        shown = _shown(there)
-        if shown != use.expected:
-            yield replace(made, what="arguments", expected=str(use.expected), found=shown)
-    elif use.how == OVERRIDE:
-        yield from _of_override(use, made, known, there)
-    elif known is not None:
-        yield from _of_name(use, made, known, there, base, other)
+def report(label: str, root: Path, ours: Path, used: Sequence[dict[str, Any]], scratch: Path) -> Report:
+    """Compare a DeepSpeed with the one that we know.
+
+    Args:
+        label: its description.
+        root: its folder.
+        ours: the folder that has the package.
+        used: what the package uses.
+        scratch: an empty folder.
+
+    Raises:
+        Failed: the process did not end as it should.
+    """
+    targets = scratch / "targets.json"
+    targets.write_text(json.dumps([use["target"] for use in used]), encoding="utf-8")
+    now = _beside(root, ours, scratch, "look-up", str(targets))
+    found = [one for use in used for one in _differences(use, use["was"], now["symbols"][use["target"]])]
+    by_error: dict[str, list[str]] = {}
+    for name, error in now["failures"].items():
+        by_error.setdefault(error, []).append(name)
+    imports = [
+        Difference(error, "import", "", "", tuple(names), "cannot be imported") for error, names in by_error.items()
+    ]
+    return Report(label, len(used), (*imports, *sorted(found, key=lambda one: (not one.matters, one.symbol))))
 
 
-def _absence(target: str, other: SourceTree) -> str:
-    """Return why a symbol is not there."""
-    module, _, name = target.partition(":")
-    if module in other.broken:
-        return f"{module} cannot be read: {other.broken[module]}"
-    if other.path(module) is None:
-        return f"no module {module}"
-    cls, _, member = name.partition(".")
-    return f"no class {cls}" if member and cls != "*" and other.look_up(f"{module}:{cls}") is None else "gone"
+def _row(row: Patch) -> dict[str, Any]:
+    place = row.replace.__module__ if row.replace else "deepspeed_ext.integration.relied_on"
+    return {"target": row.target, "why": row.why, "places": [place], "was": row.signature}
 
 
-def _of_override(use: Use, made: Difference, known: Found | None, there: Found) -> Iterator[Difference]:
-    assert isinstance(use.expected, inspect.Signature)
-    was = known.node if known is not None else None
-    if was is not None and there.node is not None and kind(was) != kind(there.node):
-        yield replace(made, what="kind", expected=kind(was), found=kind(there.node))
-    elif isinstance(there.node, Function) and not fits(use.expected, signature(there.node)):
-        yield replace(
-            made, what="arguments", expected=f"{_shown(known)}, ours takes {use.expected}", found=_shown(there)
-        )
+def _beside(root: Path, ours: Path, scratch: Path, *arguments: str) -> Any:
+    """Run ``usage`` in a process that imports the DeepSpeed of a folder, and return its answer."""
+    library, out = scratch / f"lib{abs(hash(root))}", scratch / "answer.json"
+    library.mkdir(exist_ok=True)  # with nothing but the package: other packages beside it would hide ours
+    if not (library / "deepspeed").is_symlink():
+        (library / "deepspeed").symlink_to(root / "deepspeed")
+    path = os.pathsep.join(map(str, (library, ours, ROOT)))
+    environment = os.environ | {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "DEEPSPEED_EXT_DISABLE": "1"}
+    command = [sys.executable, "-W", "ignore", "-m", "scripts.fork.usage", *arguments, str(out)]
+    try:
+        run(command, env=environment, cwd=scratch, timeout=_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise Failed(f"DeepSpeed and the package were not imported within {_SECONDS} s") from error
+    return json.loads(out.read_text(encoding="utf-8"))
 
 
-def _of_name(
-    use: Use, made: Difference, known: Found, there: Found, base: SourceTree, other: SourceTree
-) -> Iterator[Difference]:
-    """Compare what has no row: by what it is, the value of a constant, the arguments of what we call."""
-    if described(known.node) != described(there.node):
-        yield replace(made, what="kind", expected=described(known.node), found=described(there.node))
-        return
-    if use.called:
-        was, now = _callable(known, base), _callable(there, other)
-        if was is not None and now is not None and str(signature(was)) != str(signature(now)):
-            taken = takes(signature(now), signature(was))
-            shown = str(signature(was)), str(signature(now))
-            yield replace(made, what="arguments", expected=shown[0], found=shown[1], matters=not taken)
-    if isinstance(known.node, ast.Assign) and isinstance(there.node, ast.Assign):
-        values = literal(known.node.value), literal(there.node.value)
-        if not any(isinstance(value, Default) for value in values) and values[0] != values[1]:
-            yield replace(made, what="value", expected=repr(values[0]), found=repr(values[1]))
+def _differences(use: dict[str, Any], was: Any, now: dict[str, Any] | None) -> Iterator[Difference]:
+    """Yield the differences of a symbol; of one in the table of patches, ``was`` is the signature."""
+    rule, symbol = use.get("rule"), use["target"].replace(":", ".").rstrip(".")
+    made = Difference(symbol, "", "", "", tuple(use["places"]), use["why"])
+    if rule == "new":
+        if now is not None and was is None:
+            yield replace(made, what="new", expected="nothing of that name", found=_shown(now))
+    elif now is None or "error" in now:
+        yield replace(made, what="missing", expected=_shown(was), found=now["error"] if now else "gone")
+    elif isinstance(was, str):
+        if _shown(now) != was:
+            yield replace(made, what="arguments", expected=was, found=_shown(now))
+    elif was is not None and was["kind"] != now["kind"]:
+        yield replace(made, what="kind", expected=was["kind"], found=now["kind"])
+    elif rule == "override":
+        if use.get("arguments") and now.get("arguments") and not fits(*map(_signature, (use, now))):
+            expected = f"{_shown(was)}, ours takes {_shown(use)}"
+            yield replace(made, what="arguments", expected=expected, found=_shown(now))
+    elif was is not None and use["called"] and was.get("arguments") != now.get("arguments"):
+        matters = not (now.get("arguments") and was.get("arguments") and takes(_signature(now), _signature(was)))
+        yield replace(made, what="arguments", expected=_shown(was), found=_shown(now), matters=matters)
+    elif was is not None and was.get("value") != now.get("value") and "version" not in symbol.rpartition(".")[2]:
+        yield replace(made, what="value", expected=str(was["value"]), found=str(now["value"]))
+
+
+class _Default:
+    """A default value, of which only the text is known."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _signature(symbol: dict[str, Any]) -> inspect.Signature:
+    empty, kinds = inspect.Parameter.empty, list(inspect._ParameterKind)
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, kinds[kind], default=empty if default is None else _Default(default))
+            for name, kind, default in symbol["arguments"]
+        ]
+    )
+
+
+def _shown(symbol: Any) -> str:
+    if isinstance(symbol, str):
+        return symbol
+    if symbol is None or symbol.get("arguments") is None or symbol["kind"] == "a class":
+        return str((symbol or {"kind": "nothing"}).get("kind"))
+    return str(_signature(symbol))
 
 
 def takes(now: inspect.Signature, was: inspect.Signature) -> bool:
-    """Return whether a function takes what another takes, by position and by name, and means the same by it."""
+    """Return whether a function accepts all calls that another one accepts, with the same meaning."""
     given = [one for one in was.parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     names = {one.name: one for one in was.parameters.values() if one.kind == one.KEYWORD_ONLY}
-    least = [one.name for one in given if one.default is one.empty]
     needed = {name: name for name, one in names.items() if one.default is one.empty}
     try:
         by_position = now.bind(*(one.name for one in given), **{name: name for name in names}).arguments
-        now.bind(*least, **needed)
+        now.bind(*(one.name for one in given if one.default is one.empty), **needed)
         now.bind(**{one.name: one.name for one in given if one.kind != one.POSITIONAL_ONLY}, **needed)
     except TypeError:
         return False
     same = all(name == value for name, value in by_position.items() if isinstance(value, str))
     left = {one.kind for one in was.parameters.values()} - {one.kind for one in now.parameters.values()}
-    known = [(one, now.parameters[one.name]) for one in (*given, *names.values()) if one.name in now.parameters]
-    defaults = all(repr(one.default) == repr(other.default) for one, other in known)
+    pairs = [(one, now.parameters[one.name]) for one in (*given, *names.values()) if one.name in now.parameters]
+    defaults = all(repr(one.default) == repr(other.default) for one, other in pairs)
     return same and defaults and not left & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
-def _callable(found: Found, tree: SourceTree) -> Function | None:
-    """Return the function that a call runs: of a class, its constructor."""
-    if isinstance(found.node, ast.ClassDef):
-        member = (tree.members(found.module, found.node.name) or {}).get("__init__")
-        found = Found(member.module, member.node) if member is not None else Found(found.module, None)
-    return found.node if isinstance(found.node, Function) else None
+# Printing #########################################################################################
 
 
-def _shown(found: Found | None) -> str:
-    if found is None or not isinstance(found.node, Function):
-        return described(found.node) if found is not None else "a method"
-    return str(signature(found.node))
+def _head(one: Report) -> str:
+    rest = len(one.differences) - one.breaking
+    more = f", {rest} break nothing" if rest else ""
+    return f"{one.label}: {one.breaking} differences break something{more}; {one.used} symbols are used"
 
 
-# Importing ########################################################################################
+def _places(difference: Difference, most: int = 3) -> str:
+    shown = ", ".join(place.removeprefix("deepspeed_ext.") for place in difference.breaks[:most])
+    left = len(difference.breaks) - most
+    return shown + (f" and {left} more" if left > 0 else "")
 
 
-def import_failures(library: Path, ours: SourceTree) -> tuple[list[Difference], list[str]]:
-    """Import all modules of ours beside the DeepSpeed of a folder, in a process of their own.
-
-    Returns:
-        Errors, each with the modules that fail by it; and notes, if nothing could be tried.
-    """
-    names = [name for name in ours.modules() if not name.endswith("__main__")]
-    there = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(library), str(ours.root)]),
-        "DS_ACCELERATOR": "cpu",
-        "DEEPSPEED_EXT_DISABLE": "1",
-    }
-    command = [sys.executable, "-W", "ignore", "-c", _TRIAL, f"{library},{ours.root}", *names]
-    try:
-        done = subprocess.run(command, env=there, cwd=library, capture_output=True, text=True, timeout=_SECONDS)
-        failed = json.loads((done.stdout.splitlines() or [""])[-1])
-    except subprocess.TimeoutExpired:
-        return [], [f"our modules were not imported within {_SECONDS} s"]
-    except json.JSONDecodeError:
-        last = (done.stderr.strip().splitlines() or ["nothing was printed"])[-1]
-        return [], [f"our modules could not be imported, status {done.returncode}: {last}"]
-    by_error: dict[str, list[str]] = {}
-    for name, error in failed.items():
-        by_error.setdefault(error, []).append(name)
-    return [Difference(error, "import", "", "", tuple(by), "cannot be imported") for error, by in by_error.items()], []
+def as_text(one: Report) -> str:
+    """Return a report for people."""
+    lines = [_head(one)]
+    for each in one.differences:
+        change = f": {each.expected} -> {each.found}" if each.expected else ""
+        lines.append(f"  {each.what:<9} {each.symbol}{change}")
+        lines.append(f"            {'breaks' if each.matters else 'fits'} {_places(each)}: {each.why}")
+    return "\n".join(lines)
 
 
-# All of it ########################################################################################
+def as_markdown(one: Report) -> str:
+    """Return a report as a part of a page."""
+    lines = [f"## {one.label}", "", _head(one).partition(": ")[2] + ".", ""]
+    lines += ["| What | Symbol | Known | There | Breaks | For |", "|---|---|---|---|---|---|"]
+    for each in one.differences:
+        breaks = _places(each) if each.matters else "nothing"
+        cells = each.what, f"`{each.symbol}`", each.expected, each.found, breaks, each.why
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join([*lines, ""])
 
 
-def report(
-    what: str, base: SourceTree, ours: SourceTree, rows: Iterable[Patch], scratch: Path, do_import: bool
-) -> Report:
-    """Compare one DeepSpeed with BASE.
-
-    Raises:
-        Failed: it could not be had.
-    """
-    label, root = opened(what, scratch)
-    used, found = compare(ours, base, SourceTree(root, "deepspeed"), rows)
-    failed: list[Difference] = []
-    notes: list[str] = []
-    if do_import:
-        library = scratch / "lib"  # with nothing but the package: what is beside it would hide ours
-        library.mkdir()
-        (library / "deepspeed").symlink_to(root / "deepspeed")
-        failed, notes = import_failures(library, ours)
-    return Report(label, used, (*failed, *found), tuple(notes))
+def main(of: Sequence[str], markdown: bool, output: Path | None, rows: Sequence[Patch], ours: Path = ROOT) -> int:
+    """Report on each DeepSpeed; the status is 0 if nothing breaks, 1 if something does, 2 if one could not be read."""
+    reports, missed = [], False
+    with TemporaryDirectory() as folder:
+        used = uses(known(Path(folder)), ours, rows, Path(folder))
+        for number, what in enumerate(of or [newest()]):
+            scratch = Path(folder) / str(number)
+            scratch.mkdir()
+            try:
+                reports.append(report(*opened(what, scratch), ours, used, scratch))
+            except Failed as failed:  # the others are reported all the same
+                print(failed, file=sys.stderr)
+                missed = True
+    text = "\n".join((as_markdown if markdown else as_text)(one) for one in reports)
+    if output is None:
+        print(text)
+    else:  # pip and others print to the terminal
+        output.write_text(text + "\n", encoding="utf-8")
+    return 2 if missed else int(any(one.breaking for one in reports))

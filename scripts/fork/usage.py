@@ -1,25 +1,31 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What of DeepSpeed we use: rows of patches, overrides, attributes that our classes read, Protocols, and imports.
+"""Collects what the package uses of DeepSpeed, and looks it up in the DeepSpeed that the process imports.
 
-Read from our source beside the source of a DeepSpeed that is known to fit: what has no row counts if it is there.
+``drift.py`` runs this as a program beside each DeepSpeed, with JSON files:
+
+    python -m scripts.fork.usage uses OUT        the DeepSpeed that the package is written for
+    python -m scripts.fork.usage look-up IN OUT  any other one
 """
 
 import ast
 import functools
+import importlib
+import importlib.util
 import inspect
+import json
 import re
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import sys
+import textwrap
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from deepspeed_ext.integration.symbols import ENGINE, ZERO3, Patch
-from deepspeed_ext.overrides import purpose
-from scripts.fork.source_tree import Found, Function, Member, SourceTree, is_marked, kind, mangled, signature
-
-ROW, OVERRIDE, READ, IMPORT = "row", "override", "read", "import"
-
-# Protocols of ours, with DeepSpeed's classes that they describe; ``*`` is any object that a module sets
-# them on.
+OURS, THEIRS = "deepspeed_ext", "deepspeed"
+# Protocols of the package, and the classes of DeepSpeed that they describe; ``*`` is any object that a module sets
+# attributes of.
 PROTOCOLS: dict[str, tuple[str, ...]] = {
     "OffloadConfig": tuple(
         f"deepspeed.runtime.zero.offload_config:DeepSpeedZeroOffload{what}Config" for what in ("Optimizer", "Param")
@@ -30,199 +36,219 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "Config": ("deepspeed.runtime.config:DeepSpeedConfig",),
     "Timers": ("deepspeed.utils.timer:SynchronizedWallClockTimer",),
     "Monitor": ("deepspeed.monitor.monitor:MonitorMaster",),
-    "Engine": (ENGINE,),
-    "LeafOptimizer": (ZERO3,),
+    "Engine": ("deepspeed.runtime.engine:DeepSpeedEngine",),
+    "LeafOptimizer": ("deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3",),
     "MappedParameter": ("deepspeed.runtime.zero.stage_1_and_2:*", "deepspeed.utils.mixed_precision_linkage:*"),
     "ZeroChunk": ("deepspeed.runtime.zero.partition_parameters:*",),
     "ZeroParameter": ("deepspeed.runtime.zero.partition_parameters:*",),
 }
-# What functions return, where attributes are read of that.
-_RETURNED = {
-    "deepspeed.accelerator:get_accelerator": "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator"
-}
-# Calls that take an object and the name of its attribute.
+_RETURNED = {"get_accelerator": "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator"}
 _BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "mock.patch.object"}
-_DOTTED = re.compile(r"deepspeed(\.\w+)+")
+_KINDS = {property: "a property", staticmethod: "a static method", classmethod: "a class method"}
 
 
-class Use(NamedTuple):
-    """Something of DeepSpeed that we use.
+# Symbols ##########################################################################################
 
-    Attributes:
-        target: module and qualified name, separated by a colon; nothing after it for a module.
-        how: by a row, an override, an attribute that is read, or an import.
-        why: the feature that needs it, a clause.
-        places: modules of ours.
-        expected: of a row, the signature; of an override, ours.
-        called: whether we call it.
-        is_new: whether it must not be there: a method of ours has its name.
+
+def look_up(target: str) -> dict[str, Any] | None:
+    """Return the kind of a symbol, the arguments of a callable and the value of a constant; None if there is none.
+
+    Args:
+        target: ``module:`` for a module, ``module:name``, ``module:Class.member``, or ``module:*.attribute``.
     """
-
-    target: str
-    how: str
-    why: str
-    places: tuple[str, ...]
-    expected: str | inspect.Signature | None = None
-    called: bool = False
-    is_new: bool = False
-
-
-def uses(ours: SourceTree, base: SourceTree, rows: Iterable[Patch]) -> list[Use]:
-    """Return all of it, each symbol once: as what says most of it."""
-    found: dict[str, Use] = {}
-    listed = [_row(ours, row) for row in rows]
-    for use in [*listed, *_of_classes(ours, base), *_of_protocols(ours, base), *_of_modules(ours, base)]:
-        kept = found.setdefault(use.target, use)
-        places = tuple(dict.fromkeys(kept.places + use.places))
-        found[use.target] = kept._replace(places=places, called=kept.called or use.called)
-    return list(found.values())
+    module, _, qualified = target.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+    except Exception as error:
+        return {"error": f"{module} cannot be imported: {type(error).__name__}: {error}"}
+    if qualified.startswith("*."):
+        return {"kind": "a value"} if qualified[2:] in _set_in(value) else None
+    for name in filter(None, qualified.split(".")):
+        owner, value = value, inspect.getattr_static(value, name, None) if isinstance(value, type) else None
+        if value is None and name not in _members(owner):
+            return None
+        if not isinstance(owner, type):
+            value = getattr(owner, name)
+        elif value is None or name not in dir(owner):
+            return {"kind": "a value"}  # set by a method
+    return _description(value)
 
 
-# Rows #############################################################################################
+def _exists(target: str) -> bool:
+    return "error" not in (look_up(target) or {"error": ""})
 
 
-def _row(ours: SourceTree, row: Patch) -> Use:
-    name = row.target.rpartition(".")[2].rpartition(":")[2]
-    places = (row.replace.__module__,) if row.replace else tuple(_naming(ours, name))
-    return Use(row.target, ROW, row.why, places or (f"{ours.package}.integration.relied_on",), row.signature)
+def _description(value: Any) -> dict[str, Any]:
+    function = getattr(value, "fget", None) or getattr(value, "__func__", value)
+    if isinstance(value, ModuleType):
+        return {"kind": "a module"}
+    if isinstance(value, type):
+        return {"kind": "a class", "arguments": _arguments(value.__init__)}
+    if type(value) in _KINDS or inspect.isroutine(function):
+        return {"kind": _KINDS.get(type(value), "a function"), "arguments": _arguments(function)}
+    parts = value if isinstance(value, tuple | list) else [value]
+    is_plain = all(isinstance(part, str | int | float | bytes | None) for part in parts)
+    return {"kind": "a value", "value": repr(value) if is_plain else None}
 
 
-def _naming(ours: SourceTree, name: str) -> Iterator[str]:
-    """Yield modules of ours that read an attribute of a name, import it or have it in a string."""
-    for module, names in _names(ours).items():
-        if name in names and not module.startswith(f"{ours.package}.integration."):
-            yield module
+def _arguments(function: Any) -> list[tuple[str, int, str | None]] | None:
+    """Return name, kind and default of each argument."""
+    from deepspeed_ext.overrides import plain_signature
+
+    try:
+        signature = plain_signature(function)
+    except (TypeError, ValueError):
+        return None
+    found = signature.parameters.values()
+    return [(one.name, int(one.kind), None if one.default is one.empty else repr(one.default)) for one in found]
+
+
+def _members(owner: Any) -> set[str]:
+    """Return the names in a module; of a class also its fields, and the attributes that its methods set."""
+    return set(dir(owner)) | (_set_by_methods(owner) if isinstance(owner, type) else set())
 
 
 @functools.cache
-def _names(ours: SourceTree) -> dict[str, set[str]]:
-    found = {}
-    for module in ours.modules():
-        nodes = list(ast.walk(ours.syntax(module) or ast.Module([], [])))
-        found[module] = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-        found[module] |= {
-            node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        }
-        found[module] |= {node.name for node in nodes if isinstance(node, ast.alias)}
+def _set_by_methods(cls: type) -> set[str]:
+    found = set()
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] == THEIRS:
+            stored = {name for name, context in _of_self(_syntax_of(base)) if isinstance(context, ast.Store)}
+            found |= {_mangled(name, base.__name__) for name in (*stored, *vars(base).get("__annotations__", ()))}
     return found
 
 
-# Classes ##########################################################################################
+@functools.cache
+def _set_in(module: ModuleType) -> set[str]:
+    """Return the attributes that a module sets on any object, and its functions, which may be set as attributes."""
+    nodes = list(ast.walk(_syntax(module)))
+    functions = {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+    return functions | {n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 
 
-class _Class(NamedTuple):
-    """A class of ours: the module, its syntax, and DeepSpeed's classes among its bases, nearest first."""
-
-    module: str
-    node: ast.ClassDef
-    parents: list[Found]
+def _syntax(module: ModuleType) -> ast.Module:
+    return ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
 
 
-def _of_classes(ours: SourceTree, base: SourceTree) -> Iterator[Use]:
-    known = {(module, node.name): node for module in ours.modules() for node in _classes(ours.syntax(module))}
-    families = [_family(ours, base, module, name) for module, name in known]
-    above = {id(one.node) for family in families for one in family[1:]}  # looked at with those below
-    for family in families:
-        parents = [parent for one in family for parent in one.parents]
-        if parents and id(family[0].node) not in above:
-            yield from _of_family(base, family, parents)
+@functools.cache
+def _syntax_of(cls: type) -> ast.Module:
+    return ast.parse(textwrap.dedent(inspect.getsource(cls)))
 
 
-def _classes(tree: ast.AST | None) -> Iterator[ast.ClassDef]:
-    return (node for node in ast.walk(tree or ast.Module([], [])) if isinstance(node, ast.ClassDef))
+def _of_self(tree: ast.AST) -> Iterator[tuple[str, ast.expr_context]]:
+    """Yield the attributes of ``self`` in a class."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
+            yield node.attr, node.ctx
 
 
-def _family(ours: SourceTree, base: SourceTree, module: str, name: str) -> list[_Class]:
-    """Return a class of ours and its bases that are ours, nearest first."""
-    found = ours.find(module, name)
-    if found is None or not isinstance(found.node, ast.ClassDef):
-        return []
-    aliases, parents, above = _aliases(ours, found.module), [], []
-    for one in found.node.bases:
-        dotted = ast.unparse(one)
-        first, _, rest = dotted.partition(".")
-        if first in aliases:
-            parent = _step_all(base, aliases[first], rest.split(".") if rest else [])
-            parents += [parent] if parent is not None else []
-        else:
-            of_ours = ours.chain(found.module, dotted)
-            if of_ours is not None and isinstance(of_ours.node, ast.ClassDef):
-                above += _family(ours, base, of_ours.module, of_ours.node.name)
-    return [_Class(found.module, found.node, parents), *above]
+def _mangled(name: str, owner: str) -> str:
+    return f"_{owner.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
 
 
-def _of_family(base: SourceTree, family: list[_Class], parents: list[Found]) -> Iterator[Use]:
-    """Yield what a class of ours, with its bases that are ours, overrides and reads of DeepSpeed's class."""
-    paths = [f"{one.module}:{one.node.name}" for one in parents if isinstance(one.node, ast.ClassDef)]
-    if not paths:
+# Uses #############################################################################################
+
+
+def uses() -> list[dict[str, Any]]:
+    """Return what the package uses, each symbol once, with the reason, the modules that use it, and what it is."""
+    modules = [importlib.import_module(name) for name in our_modules()]
+    found: dict[str, dict[str, Any]] = {}
+    for use in (*_of_classes(modules), *_of_protocols(), *(use for module in modules for use in _of_module(module))):
+        known = found.setdefault(use["target"], {"places": [], "called": False, "was": look_up(use["target"]), **use})
+        known["called"] = known["called"] or use.get("called", False)
+        known["places"] = sorted({*known["places"], use["place"]})
+    return list(found.values())
+
+
+def our_modules() -> list[str]:
+    """Return the names of all modules of the package."""
+    spec = importlib.util.find_spec(OURS)
+    assert spec is not None and spec.submodule_search_locations
+    root = Path(next(iter(spec.submodule_search_locations)))
+    files = [path.relative_to(root.parent).with_suffix("") for path in sorted(root.rglob("*.py"))]
+    return [".".join(file.parts).removesuffix(".__init__") for file in files if file.name != "__main__"]
+
+
+def _summary(of: Any) -> str:
+    return " ".join((of.__doc__ or "").split("\n\n")[0].split()).partition(". ")[0].rstrip(".").replace("``", "")
+
+
+def _of_classes(modules: list[ModuleType]) -> Iterator[dict[str, Any]]:
+    """Yield overrides of methods, names that must stay free, and attributes that our classes read of themselves."""
+    classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
+    classes = {cls for cls in classes if cls.__module__.partition(".")[0] == OURS}
+    above = {base for cls in classes for base in cls.__bases__}
+    for cls in sorted(classes - above, key=lambda cls: (cls.__module__, cls.__name__)):
+        parent = next((base for base in cls.__mro__ if base.__module__.partition(".")[0] == THEIRS), None)
+        if parent is not None:
+            yield from _of_class(cls, parent)
+
+
+def _of_class(cls: type, parent: type) -> Iterator[dict[str, Any]]:
+    from deepspeed_ext.overrides import purpose
+
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == OURS]
+    path, own = f"{parent.__module__}:{parent.__qualname__}", {name for base in bases for name in vars(base)}
+    functions = [
+        (base, name, getattr(value, "fget", None) or getattr(value, "__func__", value), value)
+        for base in bases
+        for name, value in vars(base).items()
+    ]
+    is_checked = any(getattr(function, "__override__", False) for _, _, function, _ in functions)
+    for base, name, function, value in functions:
+        use = {"target": f"{path}.{name}", "place": base.__module__, "why": purpose(function.__doc__)}
+        if getattr(function, "__override__", False):
+            yield use | {"rule": "override", **_description(value)}
+        elif is_checked and inspect.isroutine(function) and not name.startswith("__"):
+            yield use | {"rule": "new"}
+    for base in bases:
+        syntax = _syntax_of(base)
+        calls = (node.func for node in ast.walk(syntax) if isinstance(node, ast.Call))
+        called = {function.attr for function in calls if isinstance(function, ast.Attribute)}
+        read = {name for name, _ in _of_self(syntax)} | set(vars(base).get("__annotations__", ()))
+        read |= {name for of, name in _by_name(syntax) if ast.unparse(of) == "self"}
+        for name in sorted(({_mangled(name, base.__name__) for name in read} & _members(parent)) - own):
+            use = {"target": f"{path}.{name}", "place": base.__module__, "why": _summary(base)}
+            yield use | {"called": name in called}
+
+
+def _of_protocols() -> Iterator[dict[str, Any]]:
+    try:
+        module = importlib.import_module(f"{OURS}.deepspeed_types")
+    except ImportError:
         return
-    # The stage's class before the base that all stages have: the one that has most.
-    path = max(paths, key=lambda one: len(_members(base, one)))
-    members = set(_members(base, path))
-    own = {name for one in family for name in _defined(one.node)}
-    for one in family:
-        yield from _of_methods(one, path, is_marked(family[0].node, "checked"))
-        called = {node.func for node in ast.walk(one.node) if isinstance(node, ast.Call)}
-        names = {node.attr for node in called if isinstance(node, ast.Attribute) and _is_own(node)}
-        for name in sorted((_read(one.node) | _declared(one.node)) & members - own):
-            yield Use(f"{path}.{name}", READ, _summary(one.node), (one.module,), called=name in names)
+    for name, targets in PROTOCOLS.items():
+        protocol = getattr(module, name)
+        names = {*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))}
+        for target in (f"{of}.{one}" for of in targets for one in sorted(names)):
+            if _exists(target):
+                yield {"target": target, "place": module.__name__, "why": f"read attributes of: {_summary(protocol)}"}
 
 
-def _of_methods(one: _Class, path: str, is_checked: bool) -> Iterator[Use]:
-    """Yield overrides; and of a class that is checked, other methods, whose names DeepSpeed's must not have."""
-    for method in _methods(one.node):
-        use = Use(f"{path}.{method.name}", OVERRIDE, purpose(ast.get_docstring(method)), (one.module,))
-        if is_marked(method):
-            yield use._replace(expected=signature(method))
-        elif is_checked and not method.name.startswith("__"):
-            yield use._replace(is_new=True)
-
-
-def _members(tree: SourceTree, path: str) -> dict[str, Member]:
-    module, _, name = path.partition(":")
-    return tree.members(module, name) or {}
-
-
-def _summary(node: ast.Module | ast.ClassDef) -> str:
-    """Return the first sentence of a docstring."""
-    text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    return text.partition(". ")[0].rstrip(".").replace("``", "")
-
-
-def _methods(cls: ast.ClassDef) -> list[Function]:
-    return [statement for statement in cls.body if isinstance(statement, Function)]
-
-
-def _defined(cls: ast.ClassDef) -> set[str]:
-    """Return names that a class of ours defines itself: methods, and class attributes with a value."""
-    names = {method.name for method in _methods(cls)}
-    for statement in cls.body:
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if isinstance(statement, ast.AnnAssign) and statement.value is not None:
-            targets = [statement.target]
-        names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return names
-
-
-def _declared(cls: ast.ClassDef) -> set[str]:
-    """Return names that a class has annotated and given no value: what DeepSpeed's class is to set."""
-    bare = [one for one in cls.body if isinstance(one, ast.AnnAssign) and one.value is None]
-    return {mangled(one.target.id, cls.name) for one in bare if isinstance(one.target, ast.Name)}
-
-
-def _is_own(node: ast.AST) -> bool:
-    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-
-
-def _read(cls: ast.ClassDef) -> set[str]:
-    """Return what is read or written of ``self``, by attribute or by name."""
-    found = {node.attr for node in ast.walk(cls) if isinstance(node, ast.Attribute) and _is_own(node)}
-    named = ((ast.unparse(one), name) for one, name in _by_name(cls))
-    return found | {name for of, name in named if of == "self"}
+def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
+    """Yield what a module imports of DeepSpeed, at any time, and what it reads of that."""
+    tree, aliases = _syntax(module), {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).partition(".")[0] == THEIRS:
+            aliases |= {one.asname or one.name: f"{node.module}:{one.name}" for one in node.names}
+        elif isinstance(node, ast.Import):
+            names = [one for one in node.names if one.name.partition(".")[0] == THEIRS]
+            aliases |= {one.asname or THEIRS: f"{one.name if one.asname else THEIRS}:" for one in names}
+            yield from ({"target": f"{one.name}:", "place": module.__name__, "why": _summary(module)} for one in names)
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    found = [(target, False) for target in aliases.values() if target != f"{THEIRS}:"]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (target := _target(node, aliases)):
+            found.append((target, id(node) in called))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"deepspeed(\.\w+)+", str(node.value)):
+            found += [(f"{node.value}:", False)] if _exists(f"{node.value}:") else []
+    found += [(step, False) for of, name in _by_name(tree) if (step := _step(_target(of, aliases), name))]
+    for target, is_called in found:
+        yield {"target": target, "place": module.__name__, "why": _summary(module), "called": is_called}
 
 
 def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield objects, with names of their attributes that are read or written by name."""
+    """Yield objects and names in calls such as ``getattr(object, name)``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in _BY_NAME:
             name = node.args[1]
@@ -230,111 +256,55 @@ def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
                 yield node.args[0], name.value
 
 
-# Protocols ########################################################################################
-
-
-def _of_protocols(ours: SourceTree, base: SourceTree) -> Iterator[Use]:
-    module = f"{ours.package}.deepspeed_types"
-    for node in _classes(ours.syntax(module)):
-        why = _summary(node)
-        for target in PROTOCOLS.get(node.name, ()):
-            of, _, name = target.partition(":")
-            found = base.set_in(of) if name == "*" else _members(base, target)
-            for attribute in sorted((_declared(node) | _defined(node)) & set(found)):
-                yield Use(f"{target}.{attribute}", READ, f"read attributes of: {why}", (module,))
-
-
-# Imports ##########################################################################################
-
-
-@functools.cache
-def _aliases(ours: SourceTree, module: str) -> dict[str, str]:
-    """Return names in a module of ours that stand for something of DeepSpeed's: targets."""
-    found = {}
-    for node in ast.walk(ours.syntax(module) or ast.Module([], [])):
-        if (
-            isinstance(node, ast.ImportFrom)
-            and (node.module or "").partition(".")[0] == "deepspeed"
-            and not node.level
-        ):
-            found.update({one.asname or one.name: f"{node.module}:{one.name}" for one in node.names})
-        elif isinstance(node, ast.Import):
-            for one in node.names:
-                if one.name.partition(".")[0] == "deepspeed":
-                    found[one.asname or "deepspeed"] = f"{one.name if one.asname else 'deepspeed'}:"
-    return found
-
-
-def _step_all(tree: SourceTree, target: str, rest: Iterable[str]) -> Found | None:
-    """Return what an alias with more names behind it stands for."""
-    found = tree.look_up(target)
-    for name in rest:
-        found = tree.find(found.module, name) if found is not None and isinstance(found.node, ast.Module) else None
-    return found
-
-
-def _of_modules(ours: SourceTree, base: SourceTree) -> Iterator[Use]:
-    for module in ours.modules():
-        tree = ours.syntax(module)
-        aliases = _aliases(ours, module)
-        if tree is None:
-            continue
-        why = _summary(tree)
-        called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-        for node in ast.walk(tree):
-            is_called = id(node) in called
-            for target in _targets(base, node, aliases):
-                yield Use(target, IMPORT, why, (module,), called=is_called)
-        for of, name in _by_name(tree):
-            at = _last(base, of, aliases)
-            found = _step(base, at, name) if at is not None else None
-            if found is not None:
-                yield Use(found, IMPORT, why, (module,))
-
-
-def _targets(base: SourceTree, node: ast.AST, aliases: dict[str, str]) -> Iterator[str]:
-    """Yield what a node names: an import, a dotted name that begins with one, or a string with a dotted name."""
-    if isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").partition(".")[0] == "deepspeed":
-        yield from (f"{node.module}:{one.name}" for one in node.names)
-    elif isinstance(node, ast.Import):
-        yield from (f"{one.name}:" for one in node.names if one.name.partition(".")[0] == "deepspeed")
-    elif isinstance(node, ast.Attribute | ast.Name):
-        target = _last(base, node, aliases)
-        if target is not None and target != "deepspeed:":
-            yield target
-    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _DOTTED.fullmatch(node.value):
-        yield from (target for target in [f"{node.value}:"] if base.look_up(target) is not None)
-
-
-def _last(base: SourceTree, node: ast.AST, aliases: dict[str, str]) -> str | None:
-    """Return what an expression stands for, if all of it is of DeepSpeed's."""
+def _target(node: ast.AST, aliases: dict[str, str]) -> str | None:
+    """Return the symbol of DeepSpeed that an expression stands for."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Call):
-        return _RETURNED.get(_last(base, node.func, aliases) or "")
-    if isinstance(node, ast.Attribute):
-        before = _last(base, node.value, aliases)
-        return _step(base, before, node.attr) if before is not None else None
-    return None
+        return _RETURNED.get((_target(node.func, aliases) or "").rpartition(":")[2])
+    return _step(_target(node.value, aliases), node.attr) if isinstance(node, ast.Attribute) else None
 
 
-def _step(base: SourceTree, target: str, name: str) -> str | None:
-    """Return the target of a name in a module or of a member of a class, if BASE has it."""
-    found = base.look_up(target)
-    if found is None:
+def _step(target: str | None, name: str) -> str | None:
+    """Return the target of a name in a module or class, if there is such a name."""
+    kind = (look_up(target) or {}).get("kind") if target else None
+    if kind not in ("a module", "a class"):
         return None
-    module, _, qualified = target.partition(":")
-    if isinstance(found.node, ast.Module):
-        longer = f"{module}.{qualified}:{name}" if qualified else f"{module}:{name}"
-    elif isinstance(found.node, ast.ClassDef):
-        longer = f"{target}.{name}"
+    module, _, qualified = str(target).partition(":")
+    if kind == "a module":
+        longer = f"{f'{module}.{qualified}'.rstrip('.')}:{name}"
+        try:
+            importlib.import_module(longer.partition(":")[0])
+        except ImportError:  # a module under another name, such as that of an attribute
+            longer = f"{getattr(importlib.import_module(module), qualified).__name__}:{name}"
     else:
-        return None
-    return longer if base.look_up(longer) is not None else None
+        longer = f"{target}.{name}"
+    return longer if _exists(longer) else None
 
 
-def described(node: ast.AST | None) -> str:
-    """Return what a symbol is, in words."""
-    if isinstance(node, Function):
-        return kind(node)
-    return "a class" if isinstance(node, ast.ClassDef) else "a module" if isinstance(node, ast.Module) else "a value"
+def failures() -> dict[str, str]:
+    """Return the modules of the package that cannot be imported, with the error."""
+    found = {}
+    for name in our_modules():
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            file = re.sub(r"^.*/(?=deepspeed(_ext)?/)", "", last.filename)
+            text = f"{type(error).__name__}: {error} ({file}, line {last.lineno})"
+            found[name] = re.sub(r" \(/\S*?/(?=deepspeed/)", " (", " ".join(text.split()))
+    return found
+
+
+def main() -> None:
+    command, *given, out = sys.argv[1:]
+    if command == "uses":
+        answer: Any = uses()
+    else:
+        targets = json.loads(Path(*given).read_text(encoding="utf-8"))
+        answer = {"symbols": {target: look_up(target) for target in targets}, "failures": failures()}
+    Path(out).write_text(json.dumps(answer), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,7 @@ def _python(*arguments: str) -> tuple[str, ...]:
 
 PARTS = {
     "rows": Part("all rows of tables, and all cases that another case stands for", _python("pytest", "-m", "deep")),
-    "fork": Part("all that concerns a fork, inside one", _python("scripts.fork.series", "test")),
+    "fork": Part("the quick tests on the fork, in a new environment", _python("scripts.fork.series", "test")),
     "fuzz": Part("ten minutes of the fuzzer", _python("tests.campaigns.fuzz", "--minutes", "10")),
     "mixtures": Part("mixtures of experts that people train, beside stock", _python("tests.campaigns.mixtures")),
     "kills": Part("40 kills of ranks that save", _python("tests.campaigns.killed_saves")),

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains with each feature on four ranks, and prints the weights' digests.
 
-Two interpreters run it, one with the extension and one with the fork; both must print the same:
+Two interpreters run it, one with the package and stock DeepSpeed and one with the fork; both must print the same:
 
     python -m tests.harness.digests save FOLDER     trains a job, too, and saves on the way
     python -m tests.harness.digests resume FOLDER   continues it from there, and must end at the same weights
@@ -24,7 +24,6 @@ def digest(tensors: list[Any]) -> str:
 def digest_case() -> dict[str, str]:
     """A digest for each feature, and where the code of the optimizer comes from."""
     import torch
-    from deepspeed import comm as dist
 
     from tests.harness import mixtures, pipelines, training
     from tests.harness.training import Job, placed
@@ -56,7 +55,6 @@ def digest_case() -> dict[str, str]:
     for stage in (2, 3):
         piped = pipelines.train_pipeline(pipelines.Pipe(zero=SMALL), {"stage": stage})
         found[f"pipeline with ZeRO-{stage}"] = digest(list(piped.weights.values()))
-    found["mean in 4 bits"] = quantized_mean(dist.get_rank(), dist.get_world_size())
     return found
 
 
@@ -80,28 +78,6 @@ def resumed_case(folder: str, resume: bool) -> str:
     weights = training.whole_weights(model)
     engine.destroy()
     return digest([weights])
-
-
-def quantized_mean(rank: int, world: int) -> str:
-    """Of what the fork's ``zero_quantized_gradients`` makes of a tensor on two nodes; without a fork, of the function
-    that the fork has it from."""
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.runtime.zero import stage3
-
-    from deepspeed_ext.integration import fork
-    from deepspeed_ext.loco import qgz
-
-    local = 2
-    groups = {f"local_{i}": dist.new_group([2 * i, 2 * i + 1]) for i in range(world // local)}
-    groups |= {f"global_{i}": dist.new_group([i, i + 2]) for i in range(local)}
-    tensor = torch.randn(48, 72, generator=torch.Generator().manual_seed(rank))
-    with mock.patch.object(get_accelerator(), "device_count", lambda: local):
-        reduce = (stage3 if fork.is_installed() else qgz).all_to_all_quant_reduce
-        return digest(reduce([tensor], groups))
 
 
 def main() -> None:

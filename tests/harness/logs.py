@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 
 def is_ours(line: str) -> bool:
-    """Whether a line says who has written it, and it was us: as an extension, or inside a fork."""
-    return "deepspeed_ext" in line or "deepspeed.runtime.paro" in line
+    """Whether a line says who has written it, and that this package is the writer."""
+    return "deepspeed_ext" in line
 
 
 @contextmanager

@@ -26,9 +26,9 @@ from importlib import metadata
 from pathlib import Path
 
 from scripts import ROOT
-from scripts.fork.upstream.outcomes import PASSED, REFUSED, Outcome, counts, differences, sample, unseen
-from scripts.fork.upstream.suite import Failed, Side, Suite
 from tests.campaigns.upstream.known import KNOWN
+from tests.campaigns.upstream.outcomes import PASSED, REFUSED, Outcome, counts, differences, sample, unseen
+from tests.campaigns.upstream.suite import Failed, Side, Suite
 
 # What involves ZeRO, or the engine that makes it.
 PATHS = [

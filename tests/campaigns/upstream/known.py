@@ -5,7 +5,7 @@
 The command names each row that none of its tests needs any more; remove it then.
 """
 
-from scripts.fork.upstream.outcomes import Known
+from tests.campaigns.upstream.outcomes import Known
 
 KNOWN = (
     Known(

@@ -9,10 +9,10 @@ import pytest
 
 from deepspeed_ext.config.refused import refuse_beside
 from deepspeed_ext.strategy import STRATEGIES
-from scripts.fork.upstream import outcomes
-from scripts.fork.upstream import suite as suites
-from scripts.fork.upstream.inside import upstream_forced
-from scripts.fork.upstream.outcomes import Known, Outcome
+from tests.campaigns.upstream import outcomes
+from tests.campaigns.upstream import suite as suites
+from tests.campaigns.upstream.inside import upstream_forced
+from tests.campaigns.upstream.outcomes import Known, Outcome
 
 
 def test_a_sample_takes_from_all_files_alike() -> None:

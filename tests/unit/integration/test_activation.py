@@ -3,8 +3,10 @@
 """Activation in every import order; engines with our keys and without in one process."""
 
 import os
+import re
 import subprocess
 import sys
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -108,7 +110,7 @@ def test_importing_torch_imports_no_deepspeed_and_survives_our_faults() -> None:
     done = run(code)
     said, imported = done.stdout.splitlines()
     assert said == "False False", done.stderr
-    needed = ("", ".integration", ".integration.activation", ".integration.fork", ".version")
+    needed = ("", ".integration", ".integration.activation", ".version")
     assert imported.split() == [f"deepspeed_ext{name}" for name in needed]
     code = (
         "import deepspeed_ext.integration.patcher as p; p.apply = lambda name: 1 / 0\n"
@@ -179,9 +181,9 @@ def test_report_command() -> None:
         text=True,
         check=True,
     )
-    assert "deepspeed     0.19.8\n" in done.stdout
+    assert f"deepspeed     {metadata.version('deepspeed')}\n" in done.stdout
     assert "symbols of DeepSpeed (supported >=0.19.8,<0.20, tested 0.19.8)" in done.stdout
-    assert "applied      deepspeed.runtime.config.get_zero_config" in done.stdout
+    assert re.search("(applied|hooked) +deepspeed.runtime.config.get_zero_config", done.stdout)
     assert "not imported" not in done.stdout
     assert "groups of 6 data-parallel rank(s): 3 x 2" in done.stdout
     assert "[[0, 2, 4], [1, 3, 5]]" in done.stdout

@@ -148,7 +148,6 @@ UNFOUND = {
     "comm/transfer_queue.py:TransferQueue.drop:wait": _ALONE,
     "leaf/gradients.py:LeafGradients.leave_modules:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
-    "loco/qgz.py:_reduce:finish": "DeepSpeed's own optimizer, whose waits are not ours",
     "planner/probe.py:_runner:finish": _MEASURES,
     "planner/probe.py:_runner:finish 2": _MEASURES,
     "planner/probe.py:_timed:synchronize": _MEASURES,

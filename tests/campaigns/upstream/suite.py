@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts import ROOT
-from scripts.fork.upstream.outcomes import ERROR, HUNG, Outcome, file_of
+from tests.campaigns.upstream.outcomes import ERROR, HUNG, Outcome, file_of
 
 INSIDE = Path(__file__).resolve().parent / "inside"
 _START = 300.0  # seconds until pytest has imported and collected what it runs
