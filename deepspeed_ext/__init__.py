@@ -39,7 +39,7 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names only when they are used; by then it is known which package has them, see ``fork.py``."""
+    """Import public names only when they are used."""
     if name in __all__:
         return getattr(importlib.import_module(f"deepspeed_ext.{_ROOMS.get(name, 'strategy')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,5 +1,5 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The version of these features, which come as a package, or inside a fork of DeepSpeed."""
+"""The version of the package."""
 
 __version__ = "0.1.0"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.commit import Commit
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
-HEADER = "paro"  # the same in the fork, so that each reads what the other has saved
+HEADER = "paro"
 """Our key in each file of a checkpoint, beside DeepSpeed's; it says what saved it. See ``CheckpointFiles.saving``."""
 
 

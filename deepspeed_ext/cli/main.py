@@ -115,7 +115,7 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
     """Run a command, or print the report.
 
     Args:
-        report_patches: prints which of DeepSpeed's symbols are patched; a fork patches none.
+        report_patches: prints which of DeepSpeed's symbols are patched, or have a hook.
         patch_problems: returns what of that is not as expected.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)

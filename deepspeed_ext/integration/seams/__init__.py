@@ -3,8 +3,8 @@
 """What stands in the place of DeepSpeed's symbols.
 
 Each function takes the original and returns its replacement, which looks for our keys and calls the original if there
-are none. A DeepSpeed that has these features built in uses the same functions as decorators. Nothing of ours is
-imported before it is needed: most of it imports DeepSpeed, which may be just being imported.
+are none. The hooks of a fork use the same functions. Nothing of ours is imported before it is needed: most of it
+imports DeepSpeed, which may be just being imported.
 """
 
 import functools

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where our keys arrive, and errors come from.
 
-``require`` raises if this DeepSpeed is not one that we know: the patcher gives it. In a DeepSpeed that has these
-features built in there is nothing to ask.
+``require`` raises if this DeepSpeed is not one that we know; the patcher and the hooks of a fork pass it.
 """
 
 import functools

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs of DeepSpeed's that are fixed while it runs, and nothing else.
 
-A fork has none of this: its own files have the fix, by one of the first patches of the series.
+A fork has the same fix in DeepSpeed's own files, by a patch of the series; this changes nothing there.
 """
 
 import functools
