@@ -57,21 +57,29 @@ def look_up(target: str) -> dict[str, Any] | None:
         target: ``module:`` for a module, ``module:name``, ``module:Class.member``, or ``module:*.attribute``.
     """
     module, _, qualified = target.partition(":")
+    names = list(filter(None, qualified.split(".")))
     try:
         value: Any = importlib.import_module(module)
+        if names and not hasattr(value, names[0]) and _is_module(value, names[0]):
+            importlib.import_module(f"{module}.{names[0]}")
     except Exception as error:
         return {"error": f"{module} cannot be imported: {type(error).__name__}: {error}"}
-    if qualified.startswith("*."):
-        return {"kind": "a value"} if qualified[2:] in _set_in(value) else None
-    for name in filter(None, qualified.split(".")):
-        owner, value = value, inspect.getattr_static(value, name, None) if isinstance(value, type) else None
-        if value is None and name not in _members(owner):
-            return None
-        if not isinstance(owner, type):
-            value = getattr(owner, name)
-        elif value is None or name not in dir(owner):
-            return {"kind": "a value"}  # set by a method
+    if names and names[0] == "*":
+        return {"kind": "a value"} if names[1] in _set_in(value) else None
+    for name in names:
+        if not isinstance(value, type):
+            if not hasattr(value, name):
+                return None
+            value = getattr(value, name)
+        elif name in dir(value):
+            value = inspect.getattr_static(value, name)
+        else:
+            return {"kind": "a value"} if name in _set_by_methods(value) else None
     return _description(value)
+
+
+def _is_module(package: ModuleType, name: str) -> bool:
+    return hasattr(package, "__path__") and importlib.util.find_spec(f"{package.__name__}.{name}") is not None
 
 
 def _exists(target: str) -> bool:
@@ -103,13 +111,9 @@ def _arguments(function: Any) -> list[tuple[str, int, str | None]] | None:
     return [(one.name, int(one.kind), None if one.default is one.empty else repr(one.default)) for one in found]
 
 
-def _members(owner: Any) -> set[str]:
-    """Return the names in a module; of a class also its fields, and the attributes that its methods set."""
-    return set(dir(owner)) | (_set_by_methods(owner) if isinstance(owner, type) else set())
-
-
 @functools.cache
 def _set_by_methods(cls: type) -> set[str]:
+    """Return the fields of a class of DeepSpeed, and the attributes that its methods set."""
     found = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] == THEIRS:
@@ -207,7 +211,9 @@ def _of_class(cls: type, parent: type) -> Iterator[dict[str, Any]]:
         called = {function.attr for function in calls if isinstance(function, ast.Attribute)}
         read = {name for name, _ in _of_self(syntax)} | set(vars(base).get("__annotations__", ()))
         read |= {name for of, name in _by_name(syntax) if ast.unparse(of) == "self"}
-        for name in sorted(({_mangled(name, base.__name__) for name in read} & _members(parent)) - own):
+        for name in sorted(
+            ({_mangled(name, base.__name__) for name in read} & {*dir(parent), *_set_by_methods(parent)}) - own
+        ):
             use = {"target": f"{path}.{name}", "place": base.__module__, "why": _summary(base)}
             yield use | {"called": name in called}
 

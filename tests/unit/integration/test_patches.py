@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from deepspeed_ext.integration import fork, patches, symbols
+from tests.harness.forked import run_in_forks
 
 pytestmark = pytest.mark.skipif(fork.version() is not None, reason="a fork has hooks, and nothing is patched")
 
@@ -246,21 +247,11 @@ BROKEN = {
 }
 
 
-# Forks, once DeepSpeed is imported without us, a process for each piece of code; its output.
-IN_FORKS = """
-import os
+# Stock DeepSpeed, imported before the package is active.
+STOCK = """
 os.environ["DEEPSPEED_EXT_DISABLE"] = "1"
 import torch, deepspeed, deepspeed.runtime.pipe.engine
 del os.environ["DEEPSPEED_EXT_DISABLE"]
-for name, code in {pieces!r}.items():
-    print(">", name, flush=True)
-    if not os.fork():
-        try:
-            exec(code, {{}})
-        except BaseException as error:
-            print("raised", type(error).__name__, error)
-        os._exit(sys.stdout.flush() or 0)
-    os.wait()
 """
 ACTIVATE = "import deepspeed_ext\ndeepspeed_ext.activate()\n" + PRELUDE
 USE = "ds_config.DeepSpeedConfig(section(paro_strategy='NIG'))\n"
@@ -279,7 +270,7 @@ def test_an_unknown_deepspeed_is_refused_when_our_keys_are_used() -> None:
         if fault == "version":
             pieces[f"{fault}, patched"] = breakage + ACTIVATE + PATCHED
             pieces[f"{fault}, reported"] = breakage + ACTIVATE + REPORT
-    out = dict(part.split("\n", 1) for part in run(IN_FORKS.format(pieces=pieces), "import sys").split("> ")[1:])
+    out = run_in_forks(STOCK, pieces)
     for fault, (_, message) in BROKEN.items():
         assert out[fault].startswith("raised RuntimeError"), fault
         for part in (message, "Tested: DeepSpeed 0.19.8", "or remove the keys of deepspeed_ext (paro_*"):
