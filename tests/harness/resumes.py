@@ -74,6 +74,7 @@ def _train_and_save(
     for step, batch in enumerate(batches, 1):
         snapshots.run(engine, job, [batch], step - 1)
         if step in saves:
+            engine.checkpoint_engine.finish()
             engine.checkpoint_engine.aside = aside if step % 2 else None
             engine.save_checkpoint(folder, tag=str(step))
             engine.checkpoint_engine.aside = aside
