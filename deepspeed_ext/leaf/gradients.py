@@ -363,10 +363,16 @@ class LateGradients:
         leaves = optimizer.leaf_parameters.items()
         for hook, (_, params) in zip(optimizer._leaf_module_hooks, leaves, strict=True):
             hooks = hook.hooks_dict_ref()
-            hooks[hook.id] = functools.partial(self._after_backward, hooks[hook.id], params)
+            hooks[hook.id] = self._hook(hooks[hook.id], params)
 
-    def __deepcopy__(self, memo: object) -> "LateGradients":
-        return self  # hooks are copied with a model, but belong to its engine
+    def _hook(self, reduce: Callable[..., None], params: Sequence[ZeroParameter]) -> Callable[..., None]:
+        """Return a hook that reduces, or delays it if no positional input needs a gradient."""
+
+        # A function: a copy of the model shares it, where it would copy an object and the parameters in it.
+        def after_backward(module: nn.Module, into: Sequence[Tensor | None], gradients: object) -> None:
+            self._after_backward(reduce, params, module, into, gradients)
+
+        return after_backward
 
     def _after_backward(
         self,
@@ -376,7 +382,7 @@ class LateGradients:
         into: Sequence[Tensor | None],
         gradients: object,
     ) -> None:
-        """Reduce, unless no positional input needs a gradient: PyTorch calls this before the module's backward."""
+        """Reduce or delay. PyTorch calls it before the module's backward if no positional input needs a gradient."""
         optimizer, backward = self._optimizer, torch._C._current_graph_task_id()
         if optimizer._coalesce_grad_reduction or any(gradient is not None for gradient in into):
             self._reduced[module] = backward
