@@ -7,6 +7,7 @@ is the k ranks of number i, one in each group. Groups are formed from the ranks 
 DeepSpeed uses for ZeRO, so tensor, sequence and pipeline parallelism keep their own ranks apart.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -222,12 +223,18 @@ def destroy_topologies(group: "ProcessGroup") -> None:
 
     Called when the only engine that uses the group is destroyed; nothing may communicate over them from then on.
     """
-    from torch import distributed
-
     made = [one for _, *groups in _made.pop(group, {}).values() for one in groups]
     alone = _made_alone.pop(group, None)
-    for one in (*made, *([] if alone is None else [alone])):
-        distributed.destroy_process_group(one)
+    destroy_groups([*made, *([] if alone is None else [alone])])
+
+
+def destroy_groups(groups: "Iterable[ProcessGroup]") -> None:
+    """Destroy process groups, unless ``destroy_process_group()`` has destroyed all."""
+    from torch import distributed
+
+    for group in groups:
+        with contextlib.suppress(ValueError):
+            distributed.destroy_process_group(group)
 
 
 def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False) -> Topology:

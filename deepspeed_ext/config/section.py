@@ -176,7 +176,7 @@ def record_optimizer(config: "DeepSpeedConfig") -> None:
 
 
 def require_optimizer(config: "DeepSpeedConfig") -> None:
-    """Check that an engine has an optimizer for its strategy, once for each engine of a parsed configuration.
+    """Check that an engine has an optimizer for its strategy.
 
     Raises:
         RuntimeError: it has DeepSpeed's own, since other code has replaced the function that would make ours.
@@ -189,7 +189,6 @@ def require_optimizer(config: "DeepSpeedConfig") -> None:
             f"Other code has replaced or overridden it: remove that code, or let its function call the one that it "
             f"replaces."
         )
-    zero._has_optimizer = False
 
 
 def undecided(config: "DeepSpeedConfig") -> bool:

@@ -17,12 +17,12 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import all_gather_ints
 from deepspeed_ext.comm.disjoint_groups import make_groups
-from deepspeed_ext.comm.process_groups import data_parallel_ranks
+from deepspeed_ext.comm.process_groups import data_parallel_ranks, destroy_groups
 from deepspeed_ext.comm.spans import Span, split_as
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.optimizer import ParoOptimizer
@@ -52,8 +52,7 @@ class TiedGradients:
 
     def destroy(self) -> None:
         """Destroy the process groups; no gradients can be summed from then on."""
-        for exchange in self._exchanges:
-            distributed.destroy_process_group(exchange.group)
+        destroy_groups(exchange.group for exchange in self._exchanges)
         self._exchanges.clear()
 
 

@@ -65,7 +65,7 @@ class _Mutations(ast.NodeVisitor):
         if type(operator) not in SWAPPED:
             return
         old, new = SWAPPED[type(operator)]
-        start = self.text.find(old.encode(), self._end(left), self._at(right))
+        start = self.text.rfind(old.encode(), self._end(left), self._at(right))  # a comment may stand before it
         if start >= 0:
             yield self._put(self.text.count(b"\n", 0, start) + 1, start, start + len(old), new)
 

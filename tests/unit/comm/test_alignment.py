@@ -194,6 +194,7 @@ def partitioned(cluster: GroupSizes, strategy: Strategy, dtype: torch.dtype) -> 
         used._path, used._queue = (strategy.p, Placement.N), TransferQueue(overlap=True)
         used._side_streams = gathers.hops(*used._path) > 1
         used.live = used.most_live = 0
+        used._rounded = set()
         for some in (params, params[:3], *([param] for param in params)):
             used._start(some, dtype).wait()
         sub_groups = params[:3], params[3:]

@@ -125,7 +125,7 @@ UNFOUND = {
     "comm/host_channel.py:HostChannel.exchange:wait": _GLOO,
     "comm/host_channel.py:HostChannel.wait_for.ends_within:wait": _WRITER,
     "comm/host_channel.py:HostChannel.wait_for:wait": _WRITER,
-    "checkpoint/converting.py:_at_work.show:wait": "waits for time to pass",
+    "checkpoint/converting.py:_showing_work.show:wait": "waits for time to pass",
     "zero/sharded/gradients.py:ShardedGradients.end_backward:drain 2": _BEFORE_OTHERS,
     "comm/background.py:Background._next:wait": _THREAD,
     "comm/background.py:Background.wait:wait": _THREAD,
