@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from deepspeed.utils import logger
-
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.owned import new_token
 from deepspeed_ext.comm.agreement import Channel, raise_together, run_on_all_or_raise
@@ -91,14 +89,8 @@ class Commit:
 
     def abandon(self) -> None:
         """Put back what was there, where ranks may no longer communicate, whatever has failed. Not collective."""
-        if not self.first:
-            return
-        try:
-            self.folder.revert()
-        except Exception as error:
-            logger.error(
-                f"deepspeed_ext: what a failed save has left in {self.folder.save_dir} is still there: {error}"
-            )
+        if self.first:
+            self.folder.abandon()
 
     def _on_first(self, act: Callable[[], None], over: Channel, doing: str = _DOING) -> None:
         """Do what is done once per file system, or raise on all ranks. Collective."""

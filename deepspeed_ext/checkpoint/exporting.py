@@ -10,7 +10,6 @@
 Where all ranks have all weights (p = N, and no experts elsewhere), a rank writes its files without any gather.
 """
 
-import contextlib
 import os
 import weakref
 from collections.abc import Sequence
@@ -80,8 +79,7 @@ class Export:
             raise
         except BaseException:  # ranks can no longer communicate
             if first:
-                with contextlib.suppress(OSError):
-                    self._folder.revert()
+                self._folder.abandon()
             raise
         if first:
             self._folder.clear()

@@ -14,6 +14,7 @@ A tag that is a link to a folder stays a link. All this is then done beside the 
 rename stays on one file system.
 """
 
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -175,6 +176,15 @@ class CheckpointFolder:
             else:
                 replace_text(latest, text)
         self.clear()
+
+    def abandon(self) -> None:
+        """Undo everything since ``prepare`` where ranks can no longer communicate. Logs errors instead of raising."""
+        try:
+            self.revert()
+        except Exception as error:
+            logging.getLogger("DeepSpeed").error(
+                f"deepspeed_ext: what a failed save has left in {self.save_dir} is still there: {error}"
+            )
 
     def clear(self) -> None:
         """Remove the replaced folder, or what a failed save has written. There is nothing to undo from then on."""
