@@ -209,15 +209,16 @@ class MemoryFolder:
 
     def keep_only(self, number: int) -> None:
         """Remove all other saves; never raises, for the save is there, and other ranks take it to be."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             for path in list(self.path.glob("[0-9]*-*")):
                 if not path.name.startswith(f"{number}-"):
                     shutil.rmtree(path, ignore_errors=True)  # another rank does so, too
 
     def drop(self, number: int, rank: int) -> None:
-        """Remove what a rank has of a save, published or not."""
+        """Remove what a rank has of a save, published or not. Never raises."""
         self._end()
-        shutil.rmtree(self.path / f"{number}-{rank}", ignore_errors=True)
+        with contextlib.suppress(Exception):
+            shutil.rmtree(self.path / f"{number}-{rank}", ignore_errors=True)
 
     def _end(self) -> None:
         if self._owned is not None:
