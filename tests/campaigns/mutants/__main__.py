@@ -7,8 +7,9 @@
 
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
 kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
-recorded, the quickest and most specific first, until one fails. Some changes make no difference to any caller; so look
-at what survives. Rows are appended to a file, and what has a row there is not tried again unless ``--again``.
+recorded, those of the same room and the quickest first, until one fails. Some changes make no difference to any
+caller, so look at what survives. Rows are appended to a file, and what has a row there is not tried again unless
+``--again``.
 """
 
 import argparse
@@ -23,10 +24,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from scripts import ROOT
-from tests.campaigns.mutants import choosing, running
-from tests.campaigns.mutants.mutant import Mutant
+from tests.campaigns.mutants import running
+from tests.campaigns.mutants.changes import Mutant, drawn
 from tests.campaigns.mutants.running import Outcome
-from tests.harness.recordings import changed, selection, store
+from tests.harness import recordings
 
 TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pipeline", "strategy.py", "zero")
 TRAINED += ("csrc", "planner")  # the rooms that the fuzzer's cases pass through
@@ -37,27 +38,22 @@ _NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/
 Commands = Callable[[Mutant], list[list[str]]]
 
 
-def tests_of(recording: selection.Recording, most: float, collected: Set[str]) -> Commands:
+def tests_of(recording: recordings.Recording, most: float, collected: Set[str]) -> Commands:
     """What runs the tests of a change, as many as fit into so many seconds as recorded.
 
     Args:
-        recording: which may know tests that are gone; others of the same function stand in for them, and come last.
+        recording: which may know tests that are gone.
         most: seconds.
         collected: the tests that there are.
     """
-    of_now = {test for test in collected if not test.startswith(_NO_TESTS)}
-    unrecorded: defaultdict[str, list[str]] = defaultdict(list)
-    for test in sorted(of_now - recording.tests.keys()):
-        unrecorded[selection.function_of(test)].append(test)
 
     def commands(mutant: Mutant) -> list[list[str]]:
-        touched = changed.concerned(recording, {mutant.path.as_posix(): [mutant.line]})
-        gone = set[str]().union(*touched.values()) - of_now
-        touched = {place: tests & of_now for place, tests in touched.items()}
-        chosen = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
-        chosen += [test for function in sorted(set(map(selection.function_of, gone))) for test in unrecorded[function]]
-        parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]
-        return [[*running.TESTS, *part] for part in parts]
+        file = mutant.path.as_posix()
+        there = {
+            test for test in recording.concerned(file, [mutant.line]) & collected if not test.startswith(_NO_TESTS)
+        }
+        chosen = recording.fitting(there, [file], most)
+        return [[*running.TESTS, *chosen[at : at + _AT_ONCE]] for at in range(0, len(chosen), _AT_ONCE)]
 
     return commands
 
@@ -127,12 +123,12 @@ def main() -> None:
     arguments = parsed()
     if arguments.fuzz:
         commands, limit = fuzzer(arguments.fuzz), 60 * arguments.fuzz + 300
-    elif loaded := store.load():
-        commands, limit = tests_of(loaded[1], arguments.most, running.collected()), 2 * arguments.most + 200
+    elif recording := recordings.load():
+        commands, limit = tests_of(recording, arguments.most, running.collected()), 2 * arguments.most + 200
     else:
         sys.exit("expected a recording of which tests run which lines: run scripts/test record first")
     rooms = tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
-    chosen = choosing.drawn(arguments.number, arguments.seed, rooms)
+    chosen = drawn(arguments.number, arguments.seed, rooms)
     end, before = time.monotonic() + 60 * arguments.minutes, known(arguments.rows)
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts import ROOT
-from tests.campaigns.mutants.mutant import Mutant
+from tests.campaigns.mutants.changes import Mutant
 
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.egg-info")
 _KERNELS = ("-c", "from deepspeed_ext.loco import ops; assert ops.load_kernels()")
