@@ -57,7 +57,7 @@ def start(example: str, folder: Path) -> str:
     return "\n".join(written)
 
 
-def test_ones_own_script_trains_under_nig(tmp_path: Path) -> None:
+def test_own_script_trains_under_nig(tmp_path: Path) -> None:
     written = start("own_script.py", tmp_path)
     assert written.count("NIG (p=N, g=I, os=G; stage 2) over 4 data-parallel ranks in 2 group(s) of 2") == 1
     losses = [float(loss) for loss in re.findall(r"rank \d: last loss (\d\.\d+)", written)]

@@ -42,27 +42,3 @@ def traffic_case() -> tuple[list[list[int]], list[int], list[int]]:
     matrix = meter.read()
     split = meter.split(2)
     return matrix, split.intra, split.inter
-
-
-def test_two_ranks_may_have_one_port(ranks: Any) -> None:
-    """The kernel gives a port to several processes, for connections to different ends."""
-    assert ranks(1).run(one_port_case) == [[[0] * 4, [5, 0, 0, 0], [0] * 4, [0, 0, 7, 0]]]
-
-
-def one_port_case() -> list[list[int]]:
-    """What is read where ranks 0 and 2 send from one port, to ranks 1 and 3."""
-    from unittest import mock
-
-    from scripts.emulation.traffic import Connection, TrafficMeter
-
-    a, b, c = (("127.0.0.1", port) for port in (1, 2, 3))
-    tables = [{Connection(a, b): 0}, {Connection(b, a): 5}, {Connection(a, c): 0}, {Connection(c, a): 7}]
-
-    def gather(into: list[Any], _: object) -> None:
-        into[:] = tables
-
-    with (
-        mock.patch("torch.distributed.get_world_size", return_value=4),
-        mock.patch("torch.distributed.all_gather_object", gather),
-    ):
-        return TrafficMeter().read()
