@@ -14,7 +14,6 @@ Note [How tests are recorded]
 """
 
 import ast
-import functools
 import json
 import os
 import re
@@ -24,6 +23,7 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping, Set
 from datetime import datetime, timezone
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ import pytest
 
 from scripts import ROOT
 from tests.harness import recorder
+from tests.harness.budgets import folder_of
 
 FOLDER = ROOT / "build" / "recording"
 SECONDS = 150.0  # of tests as recorded; with the start of everything, a change takes less than 4 minutes
@@ -47,15 +48,17 @@ class Recording(NamedTuple):
     source_of: Callable[[str], str]  # of a file
 
     def concerned(self, file: str, lines: Iterable[int]) -> set[str]:
-        """Return the tests of some lines; of a file without recorded lines, those of its room and of all pages."""
+        """Return the tests that run lines; without any, those of the file's folder, and of pages and tables."""
         if file.startswith("csrc/"):
             file, lines = _CALLS_KERNELS, [0]
         run = self.lines_of(file)
         functions = _functions(self.source_of(file)) if run else []
         contexts = {one for line in lines for near in _witnesses(line, functions, sorted(run)) for one in run[near]}
+        if not contexts:
+            folders = {f"{part}/" for part in Path(file).parts} | {"test_*.py"}
+            return {test for test in self.tests if folder_of(test) in folders}
         found = contexts & self.tests.keys()
-        nodes = tuple(contexts - found) if run else _nodes_beside(file, self.tests)
-        return found | {test for test in self.tests if test.startswith(nodes)}
+        return found | {test for test in self.tests if test.startswith(tuple(contexts - found))}
 
     def fitting(self, tests: Iterable[str], files: Iterable[str], seconds: float) -> list[str]:
         """Return as many tests as fit into a time, in the order in which a fault is likely to be found soon.
@@ -63,11 +66,11 @@ class Recording(NamedTuple):
         The first cases of all functions come first, then the second ones; of these the tests of a changed file's room,
         and the quickest.
         """
-        rooms = {part for file in files for part in Path(file).parts}
+        folders = {f"{part}/" for file in files for part in Path(file).parts}
         cases, order, chosen = Counter[str](), [], []
         for test in sorted(tests, key=lambda test: (self.tests[test], test)):
             function = test.partition("[")[0]
-            order.append((cases[function], _room(test) not in rooms, self.tests[test], test))
+            order.append((cases[function], folder_of(test) not in folders, self.tests[test], test))
             cases[function] += 1
         for *_, test in sorted(order):
             if self.tests[test] <= seconds:
@@ -88,24 +91,11 @@ def _witnesses(line: int, functions: list[tuple[int, int, int]], run: list[int])
 
     The head of a function matters to its body. Lines outside of functions run once, at import, and matter to the file.
     """
-    inside = [one for one in functions if one[0] <= line <= one[2]]
-    for _, body, last in sorted(inside, reverse=True):
-        ran = [one for one in run if body <= one <= last]
-        if ran and line >= body:
-            return [one for one in ran if one <= line][-1:] + [one for one in ran if one >= line][:1]
-        if ran:
-            return ran
+    for _, body, last in sorted((one for one in functions if one[0] <= line <= one[2]), reverse=True):
+        if ran := [one for one in run if body <= one <= last]:
+            near = [one for one in ran if one <= line][-1:] + [one for one in ran if one >= line][:1]
+            return near if line >= body else ran
     return [one for one in run if any(body <= one <= last for _, body, last in functions)]
-
-
-def _room(test: str) -> str:
-    return test.removeprefix("tests/unit/").partition("/")[0]
-
-
-def _nodes_beside(file: str, tests: Iterable[str]) -> tuple[str, ...]:
-    """Return the folder of tests with the name of the file's room, and the test files that read pages."""
-    rooms = {_room(test) for test in tests}
-    return tuple(f"tests/unit/{room}" for room in rooms if "::" in room or room in Path(file).parts)
 
 
 def load(folder: Path = FOLDER) -> Recording | None:
@@ -124,9 +114,8 @@ def load(folder: Path = FOLDER) -> Recording | None:
         found = {line: set(names) - {""} for line, names in data.contexts_by_lineno(str(ROOT / file)).items()}
         return {line: names for line, names in found.items() if names}
 
-    return Recording(
-        index, index["tests"], functools.cache(lines_of), lambda file: git("show", f"{index['tree']}:{file}")
-    )
+    tree = index["tree"]
+    return Recording(index, index["tests"], cache(lines_of), lambda file: git("show", f"{tree}:{file}"))
 
 
 def git(*arguments: str, index: Path | None = None) -> str:
@@ -162,38 +151,31 @@ def differing(base: str, recorded: str, now: str, file: str) -> set[int]:
     return lines_in(before, "+") | lines_in(behind, "-")
 
 
-# ---- scripts/test changed
-
-
 def main() -> int:
-    has_base = len(sys.argv) > 1 and not sys.argv[1].startswith("-")
-    base, of_pytest = sys.argv[1] if has_base else "HEAD", sys.argv[1 + has_base :]
-    now = tree_of_files(ROOT / "build" / "changed")
+    base, *of_pytest = sys.argv[1:] if sys.argv[1:2] and sys.argv[1][0] != "-" else ["HEAD", *sys.argv[1:]]
+    now, recording = tree_of_files(ROOT / "build" / "changed"), load()
     files = git("diff", "--name-only", "--no-renames", base, now).splitlines()
-    recording = load()
+    if not files:
+        print(f"nothing differs from {base}")
+        return 0
     for_all = [file for file in files if file in _FOR_ALL or re.search(r"^tests/harness/|conftest\.py$", file)]
     if for_all or recording is None:
         why = f"any may depend on {', '.join(for_all)}" if for_all else "there is no recording (scripts/test record)"
         print(f"all tests run, because {why}", flush=True)
         return pytest.main(of_pytest)
-    about, found = recording.about, set[str]()
-    print(f"recording: {len(recording.tests)} tests; {about['commit'][:8]}, {about['date']}")
-    for file in files:
-        tests = recording.concerned(file, differing(base, about["tree"], now, file))
-        print(f"  {file}: {len(tests)} tests")
-        found |= tests
+    print(f"recording: {len(recording.tests)} tests; {recording.about['commit'][:8]}, {recording.about['date']}")
+    tests = {file: recording.concerned(file, differing(base, recording.about["tree"], now, file)) for file in files}
+    print("\n".join(f"  {file}: {len(found)} tests" for file, found in tests.items()))
+    found = set[str]().union(*tests.values())
     run = recording.fitting(found, files, SECONDS)
     minutes = sum(recording.tests[test] for test in found) / 60
     print(f"{len(run)} of {len(found)} tests ({minutes:.1f} minutes) fit into {SECONDS:.0f} s", flush=True)
-    edited = [file for file in files if re.match(r"tests/unit/(.*/)?test_\w+\.py$", file)]
-    paths = {path for path in ({test.split("::")[0] for test in run} | set(edited)) if (ROOT / path).exists()}
+    edited = {file for file in files if re.match(r"tests/unit/(.*/)?test_\w+\.py$", file)}
+    paths = {path for path in edited.union(test.split("::")[0] for test in run) if (ROOT / path).exists()}
     chosen = ROOT / "build" / "changed" / "chosen.json"
-    chosen.write_text(json.dumps({"run": run, "known": list(recording.tests), "edited": edited}), encoding="utf-8")
+    chosen.write_text(json.dumps({"run": run, "known": list(recording.tests), "edited": [*edited]}), encoding="utf-8")
     code = pytest.main(["-p", __spec__.name, f"--chosen={chosen}", *of_pytest, *sorted(paths)]) if paths else 0
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
-
-
-# ---- the plugin of pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -223,8 +205,7 @@ class _Recording:
         self._seconds, self._has_all = defaultdict[str, float](float), not hasattr(config, "workerinput")
         if self._has_all:
             shutil.rmtree(self._parts, ignore_errors=True)
-            tree = tree_of_files(self._parts)
-            date = datetime.now(timezone.utc).isoformat(sep=" ", timespec="minutes")
+            date, tree = datetime.now(timezone.utc).isoformat(" ", "minutes"), tree_of_files(self._parts)
             self._about = {"commit": git("rev-parse", "HEAD").strip(), "tree": tree, "date": date}
             recorder.prepare(self._parts)
         self._recorder = recorder.Recorder(self._parts)
@@ -240,12 +221,8 @@ class _Recording:
             return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(
-        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
-    ) -> Generator[None, Any, Any]:
-        if fixturedef.scope == "function":
-            return (yield)
-        with self._recorder.context(request.node.nodeid):
+    def pytest_fixture_setup(self, request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
+        with self._recorder.context(request.node.nodeid):  # of the test, its file or its folder
             return (yield)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -148,12 +148,12 @@ def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
     paths = [*sorted((ROOT / "deepspeed_ext").rglob("*.py")), *(ROOT / "csrc" / "loco" / name for name in CPU_KERNELS)]
     of_room, lines = dict[str, list[Mutant]](), Counter[str]()
     for path in (path.relative_to(ROOT) for path in paths):
-        of_room.setdefault(room_of(path), []).extend(changes(path))
         lines[room_of(path)] += len((ROOT / path).read_bytes().splitlines())
+        if not rooms or room_of(path) in rooms:
+            of_room.setdefault(room_of(path), []).extend(changes(path))
     found = []
     for room, of_this in sorted(of_room.items()):
-        if not rooms or room in rooms:
-            share = max(LEAST, round(number * lines[room] / lines.total()))
-            found += random.Random(f"{seed} {room}").sample(of_this, min(share, len(of_this)))
+        share = max(LEAST, round(number * lines[room] / lines.total()))
+        found += random.Random(f"{seed} {room}").sample(of_this, min(share, len(of_this)))
     random.Random(seed).shuffle(found)
     return found
