@@ -12,44 +12,39 @@ from tests.campaigns.mutants.changes import changes, drawn
 
 pytestmark = pytest.mark.quick
 
-CPP = """\
-int first(int a) {
-  // a < b is no code
-  const int two = a < 2 ? 1 : std::vector<int>(4)[a];
-  check(a);
-}
-"""
-PYTHON = """\
+TEXTS = {
+    "a.py": """\
 LIMIT = 3
-
-
 def first(a):
     \"\"\"Below 2.\"\"\"
     note(a)
     return a < 2 or not zip(a, a, strict=True)
-"""
-
-
-def of(text: str, path: Path) -> list[str]:
-    """The changed lines of a file with this text."""
-    path.write_text(text)
-    return [str(one).partition("  ->  ")[2] for one in changes(path)]
-
-
-def test_python_is_changed_within_functions(tmp_path: Path) -> None:
-    assert of(PYTHON, tmp_path / "a.py") == [
+""",
+    "a.h": """\
+int first(int a) {
+  // a < b is no code
+  return a < two ? std::vector<int>(b)[a] : a;
+  check(a);
+}
+""",
+}
+CHANGED = {
+    "a.py": [
         "pass",
         "return a < 2 and not zip(a, a, strict=True)",
         "return a <= 2 or not zip(a, a, strict=True)",
         "return a < 2 or zip(a, a, strict=True)",
         "return a < 3 or not zip(a, a, strict=True)",
-    ]
+    ],
+    "a.h": ["return a <= two ? std::vector<int>(b)[a] : a;", ";"],
+}
 
 
-def test_cpp_is_changed_in_code(tmp_path: Path) -> None:
-    found = of(CPP, tmp_path / "a.h")
-    assert found[0] == "const int two = a <= 2 ? 1 : std::vector<int>(4)[a];"
-    assert found[-1] == ";" and len(found) == 5
+@pytest.mark.parametrize("name", TEXTS)
+def test_code_is_changed_within_functions(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(TEXTS[name])
+    assert [str(one).partition("  ->  ")[2] for one in changes(path)] == CHANGED[name]
 
 
 def test_changes_are_drawn_from_all_rooms_and_parse() -> None:

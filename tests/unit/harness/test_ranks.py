@@ -6,12 +6,11 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.ranks import RankError, RankPool, RankTimeout, remove_stale_build_locks
+from tests.harness.ranks import RankError, RankPool, RankTimeout
 
 
 def _identity(offset: int, scale: int = 1) -> tuple[int, int, str]:
@@ -89,24 +88,6 @@ def test_expected_errors_keep_the_ranks(ranks: RankPool) -> None:
         pool.run_expect_error(os.getpid)
 
 
-def _skip_before(rank: int) -> None:
-    import torch.distributed
-
-    from tests.harness.installed import skip_before
-
-    if torch.distributed.get_rank() >= rank:
-        skip_before(torch="99.0")
-    raise ValueError("not skipped")
-
-
-def test_a_test_is_skipped_if_all_ranks_skip(ranks: RankPool) -> None:
-    with pytest.raises(pytest.skip.Exception, match=r"^needs torch 99\.0$"):
-        ranks(2).run(_skip_before, 0)
-    with pytest.raises((RankError, pytest.skip.Exception), match="not skipped") as found:
-        ranks(2).run(_skip_before, 1)
-    assert found.type is RankError  # a skip that is raised would skip this test
-
-
 def _global_state() -> dict[str, Any]:
     """What a case can see of the cases before it."""
     import torch
@@ -163,14 +144,3 @@ def test_cases_share_no_state(ranks: RankPool) -> None:
     before = pool.run(_global_state)
     pool.run(_pollute)
     assert pool.run(_global_state) == before
-
-
-def test_build_locks_of_the_dead_are_removed(tmp_path: Path) -> None:
-    lock = tmp_path / "some_op" / "lock"
-    lock.parent.mkdir()
-    lock.touch()
-    with remove_stale_build_locks(tmp_path):
-        assert not lock.exists()
-        lock.touch()
-        with remove_stale_build_locks(tmp_path):
-            assert lock.exists(), "another session is alive and may be building"
