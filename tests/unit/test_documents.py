@@ -18,6 +18,7 @@ from tests.harness.documents import Page, page, pages, sections_in, sources_of
 pytestmark = pytest.mark.quick
 
 MOST_WORDS = 1000
+LAUNCHERS = {"deepspeed": "launcher/runner.py", "torchrun": "distributed/run.py"}
 EXAMPLES = {  # shown on a page
     "README.md": ("own_script.py", "trainer.py"),
     "deepspeed_ext/checkpoint/README.md": ("export_weights.py",),
@@ -125,36 +126,32 @@ def test_commands_exist_and_have_these_options() -> None:
 
 
 def check_command(name: str, words: list[str]) -> None:
-    """Look a command up: its program, its script or module, and its options in the sources of these."""
-    program, rest = words[0], words[1:]
-    if "--" in rest:  # what follows is another command, of a script; a bare name is the reader's own
-        at = rest.index("--")
-        if "/" in rest[at + 1]:
-            check_command(name, rest[at + 1 :])
-        rest = rest[:at]
-    if program == "python":
-        assert rest[0] == "-m", (name, words)
-        check_options(name, module_sources(name, rest[1]), rest[2:])
-    elif program in ("deepspeed", "torchrun"):
-        at = next((i for i, word in enumerate(rest) if word.endswith(".py") or word == "-m"), len(rest))
-        launcher = package("deepspeed") / "launcher" / "runner.py"
-        if program == "torchrun":
-            launcher = package("torch") / "distributed" / "run.py"
-        check_options(name, launcher.read_text(encoding="utf-8"), rest[:at])
-        if at < len(rest):
-            check_command(name, ["python", *rest[at:]] if rest[at] == "-m" else rest[at:])
+    """Check that a program and its script or module are there, and its options in the sources of these."""
+    program, *rest = words
+    launched = [i for i, word in enumerate(rest) if program in LAUNCHERS and (word == "-m" or word.endswith(".py"))]
+    at = min([*launched, *(i for i, word in enumerate(rest) if word == "--"), len(rest)])
+    inner = [word for word in rest[at : at + 1] if word != "--"] + rest[at + 1 :]
+    if inner and (at in launched or "/" in inner[0]):  # a bare name is the reader's own
+        check_command(name, ["python", *inner] if inner[0] == "-m" else inner)
+    options = rest[:at]
+    if program in LAUNCHERS:
+        sources = (package(program.replace("run", "")) / LAUNCHERS[program]).read_text(encoding="utf-8")
+    elif program == "python":
+        sources, options = module_sources(name, options[1]), options[2:]
     elif program.endswith(".py"):
+        sources = sources_of(ROOT / program) + (package("deepspeed") / "__init__.py").read_text(encoding="utf-8")
         assert (ROOT / program).is_file(), (name, words)
-        more = (package("deepspeed") / "__init__.py").read_text(encoding="utf-8")
-        check_options(name, sources_of(ROOT / program) + more, rest)
     elif program.startswith("scripts/"):
-        text = (ROOT / program).read_text(encoding="utf-8")
-        inner = re.search(r"python -m (\S+)", text)
-        check_options(name, text + (module_sources(name, inner[1]) if inner else ""), rest)
-    elif program in ("pip", "pre-commit", "find", "source"):
-        pass  # others' programs
+        sources = (ROOT / program).read_text(encoding="utf-8")
+        sources += "".join(module_sources(name, module) for module in re.findall(r"python -m (\w\S+)", sources))
     else:
-        raise AssertionError(f"{name}: what is {words}?")
+        assert program in ("pip", "pre-commit", "find", "source"), f"{name}: what is {words}?"
+        return
+    for word in options:
+        if word.startswith("--"):
+            option = word.partition("=")[0]
+            assert f'"{option}"' in sources or f"'{option}'" in sources, (name, option)
+        assert not word.startswith("scripts/") or "{" in word or (ROOT / word).exists(), (name, word)
 
 
 def module_sources(name: str, module: str) -> str:
@@ -172,16 +169,6 @@ def module_sources(name: str, module: str) -> str:
     if module == "deepspeed_ext":
         return "".join(one.read_text(encoding="utf-8") for one in (ROOT / "deepspeed_ext" / "cli").glob("*.py"))
     return sources_of(path)
-
-
-def check_options(name: str, sources: str, words: list[str]) -> None:
-    """Every option stands in the sources, and every file of the repository is there."""
-    for word in words:
-        if word.startswith("--"):
-            option = word.partition("=")[0]
-            assert f'"{option}"' in sources or f"'{option}'" in sources, (name, option)
-        elif word.startswith("scripts/") and "{" not in word:
-            assert (ROOT / word).exists(), (name, word)
 
 
 def test_names_of_files_and_modules_are_there() -> None:
