@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the package at random, in one place at a time, and counts what the tests of that place, or the fuzzer, find.
 
-    python -m tests.campaigns.mutants --number 240               after scripts/test record
+    python -m tests.campaigns.mutants --number 240               after scripts/test record, which runs if it has not
     python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
 
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
@@ -165,10 +165,14 @@ def main() -> None:
     arguments = parsed()
     if arguments.fuzz:
         command, limit = (lambda mutant: [*_FUZZER, str(arguments.fuzz)]), 60 * arguments.fuzz + 300
-    elif recording := recordings.load():
-        command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
     else:
-        sys.exit("expected a recording of which tests run which lines: run scripts/test record first")
+        recording = recordings.load()
+        if recording is None:
+            print("recording which tests run which lines", flush=True)
+            subprocess.run([ROOT / "scripts" / "test", "record"], cwd=ROOT, check=False)  # some may fail
+            recording = recordings.load()
+        assert recording is not None
+        command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
     chosen = drawn(arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ()))
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     arguments.rows.touch()
