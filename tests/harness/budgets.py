@@ -9,18 +9,13 @@ from collections import defaultdict
 import pytest
 
 from scripts import ROOT
+from tests.harness.tiers import folder_of
 
 
 def budgets() -> dict[str, int]:
     """Return the seconds of each folder of tests, by the table of tests/README.md."""
     text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     return {name: int(seconds) for name, seconds in re.findall(r"^\| `([^`]+)` \| (\d+) \|$", text, re.MULTILINE)}
-
-
-def folder_of(test: str) -> str:
-    """Return the folder below ``unit/`` that the file of a test is in."""
-    first, slash, _ = test.partition("::")[0].removeprefix("tests/unit/").partition("/")
-    return first + slash if slash else "test_*.py"
 
 
 @pytest.hookimpl(trylast=True)

@@ -31,7 +31,7 @@ import pytest
 
 from scripts import ROOT
 from tests.harness import recorder
-from tests.harness.budgets import folder_of
+from tests.harness.tiers import folder_of
 
 FOLDER = ROOT / "build" / "recording"
 SECONDS = 150.0  # of tests as recorded; with the start of everything, a change takes less than 4 minutes

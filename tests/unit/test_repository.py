@@ -12,7 +12,8 @@ from packaging.version import Version
 from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS
 from scripts import ROOT
 from tests.campaigns import deep
-from tests.harness.budgets import budgets, folder_of
+from tests.harness.budgets import budgets
+from tests.harness.tiers import folder_of
 
 pytestmark = pytest.mark.quick
 
