@@ -6,6 +6,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ _HOP = "what all hops have, what a reduction is, and one kind of it"
 DEEPER = dict.fromkeys(("AllToAllReduce", "NativeReduce", "AllReduceReduce", "LocoHop"), _HOP)  # with the reason
 MOST_UPWARD = 5  # uses of ``self.x`` where only a subclass has x, in the whole package
 MOST_LINES = 500  # of a file
+MOST_NAME = 60  # characters of the name of a test
 LONGER = {  # files, with the reason
     "zero/stage12.py": "a list of overrides, which one reads beside DeepSpeed's class",
     "zero/stage3.py": "a list of overrides, which one reads beside DeepSpeed's class",
@@ -135,6 +137,12 @@ def test_files_hold_one_concept() -> None:
         path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")
     }
     assert {path for path, length in lengths.items() if length > MOST_LINES} == set(LONGER)
+
+
+def test_names_of_tests_are_short() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "unit").rglob("test_*.py")]
+    names = [name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
+    assert names and [name for name in names if len(name) > MOST_NAME] == []
 
 
 def test_overrides_are_short() -> None:
