@@ -327,7 +327,7 @@ def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
     A module that is not installed is left out.
     """
     server = forkserver.ForkServer()
-    recording = ["coverage"] if recorder.is_on() else []
+    recording = ["coverage"] if recorder.FOLDER in os.environ else []
     server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.prepared"])
     with recorder.unrecorded():
         server.ensure_running()

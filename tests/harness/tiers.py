@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that the first tier of the tests leaves to the deep one; see tests/README.md."""
+"""Cases that the first tier of the tests leaves to the deep one, and folders of tests; see tests/README.md."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -22,3 +22,9 @@ def with_some(cases: Iterable[Any], some: Sequence[str], every: Sequence[str]) -
 def by_strategies(value: Any) -> str | None:
     """Return how the id of a case says which strategies it has, as ``ids`` of a parametrized test."""
     return f"{len(value)} strategies, {value[0]}" if isinstance(value, tuple) and value else None
+
+
+def folder_of(test: str) -> str:
+    """Return the folder below ``unit/`` that the file of a test is in."""
+    first, slash, _ = test.partition("::")[0].removeprefix("tests/unit/").partition("/")
+    return first + slash if slash else "test_*.py"

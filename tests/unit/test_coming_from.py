@@ -38,16 +38,6 @@ def stock_of(before: str, here: Section) -> tuple[Section, str]:
 
 
 def test_the_page_has_its_rows() -> None:
-    before = " ".join(row[0] for row in rows())
-    for name in (
-        "mics_shard_size",
-        "mics_hierarchical_params_gather",
-        "zero_hpz_partition_size",
-        "zeropp_loco_param",
-        "HYBRID_SHARD",
-        "--num-distributed-optimizer-instances",
-    ):
-        assert name in before, name
     assert len(rows()) == 16
 
 

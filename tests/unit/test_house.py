@@ -3,8 +3,10 @@
 """How the house is built: how deep classes inherit, what adapters hold, and what of DeepSpeed they read."""
 
 import ast
+import functools
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ _HOP = "what all hops have, what a reduction is, and one kind of it"
 DEEPER = dict.fromkeys(("AllToAllReduce", "NativeReduce", "AllReduceReduce", "LocoHop"), _HOP)  # with the reason
 MOST_UPWARD = 5  # uses of ``self.x`` where only a subclass has x, in the whole package
 MOST_LINES = 500  # of a file
+MOST_NAME = 60  # characters of the name of a test
 LONGER = {  # files, with the reason
     "zero/stage12.py": "a list of overrides, which one reads beside DeepSpeed's class",
     "zero/stage3.py": "a list of overrides, which one reads beside DeepSpeed's class",
@@ -80,6 +83,7 @@ def attributes(node: ast.AST) -> Iterator[ast.Attribute]:
             yield use
 
 
+@functools.cache
 def classes(root: Path) -> dict[str, Class]:
     """Return the classes of a package, by name."""
     found = {}
@@ -123,14 +127,9 @@ def test_what_a_class_uses_is_its_own() -> None:
     assert len(found) <= MOST_UPWARD, found
 
 
-def test_a_deep_chain_and_a_use_upward_are_found(tmp_path: Path) -> None:
-    (tmp_path / "chain.py").write_text(
-        "class A:\n    def run(self): return self.part + self.mine()\n    def mine(self): ...\n"
-        "class B(A): ...\nclass C(B):\n    part = 1\n"
-    )
-    known = classes(tmp_path)
-    assert depth("C", known) == 3
-    assert list(upward(known)) == ["chain.py: A.part"]
+def test_a_use_of_what_a_subclass_sets_is_found(tmp_path: Path) -> None:
+    (tmp_path / "chain.py").write_text("class A:\n    def run(self): return self.part\nclass B(A):\n    part = 1\n")
+    assert list(upward(classes(tmp_path))) == ["chain.py: A.part"]
 
 
 def test_files_hold_one_concept() -> None:
@@ -138,6 +137,12 @@ def test_files_hold_one_concept() -> None:
         path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")
     }
     assert {path for path, length in lengths.items() if length > MOST_LINES} == set(LONGER)
+
+
+def test_names_of_tests_are_short() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "unit").rglob("test_*.py")]
+    names = [name for text in texts for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)]
+    assert names and [name for name in names if len(name) > MOST_NAME] == []
 
 
 def test_overrides_are_short() -> None:

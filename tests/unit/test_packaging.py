@@ -23,7 +23,7 @@ from scripts.fork.deepspeed_source import requirement
 from tests.harness.documents import page, pages
 
 
-def test_archives_build_where_torch_and_compilers_are_out_of_reach(tmp_path: Path) -> None:
+def test_archives_build_without_torch_and_compilers(tmp_path: Path) -> None:
     source = tmp_path / "source"  # since a build leaves files there
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def test_archives_build_where_torch_and_compilers_are_out_of_reach(tmp_path: Pat
 
 @pytest.mark.quick
 @pytest.mark.parametrize("version, known", [("0.19.7", False), ("0.19.8", True), ("0.19.9", True), ("0.20.0", False)])
-def test_what_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+def test_other_versions_of_deepspeed_are_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
     assert SpecifierSet(DEEPSPEED_VERSIONS).contains(version) == known
     monkeypatch.setitem(sys.modules, "deepspeed", SimpleNamespace(__version__=version))
     refused = None if known else f"its version is {version}, supported is {DEEPSPEED_VERSIONS}"

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks before a commit, and CI, run what scripts/test runs."""
+"""Hooks before a commit, and CI, run what scripts/test runs; each folder of tests has a budget."""
 
 import importlib.util
 import re
@@ -12,6 +12,8 @@ from packaging.version import Version
 from deepspeed_ext.integration.patches import DEEPSPEED_VERSIONS
 from scripts import ROOT
 from tests.campaigns import deep
+from tests.harness.budgets import budgets
+from tests.harness.tiers import folder_of
 
 pytestmark = pytest.mark.quick
 
@@ -27,7 +29,7 @@ def test_hooks_are_the_static_checks() -> None:
     assert len(hooks) == 4 and hooks == commands
 
 
-def test_ci_runs_the_one_command_and_no_gpu_unless_asked() -> None:
+def test_ci_runs_one_command_and_a_gpu_only_if_asked() -> None:
     workflow = text_of(".github/workflows/ci.yml")
     test, gpu = workflow.split("\n  gpu:\n")
     assert "- run: .ci/run\n" in test and "scripts/test" in text_of(".ci/run")
@@ -35,7 +37,7 @@ def test_ci_runs_the_one_command_and_no_gpu_unless_asked() -> None:
     assert gpu.lstrip().startswith("if: github.event_name == 'workflow_dispatch' && inputs.gpu\n")
 
 
-def test_each_part_of_the_deep_tier_runs_at_night_by_its_name() -> None:
+def test_each_part_of_the_deep_tier_runs_at_night() -> None:
     workflow = text_of(".github/workflows/deep.yml")
     named = re.search(r"part: \[(.*)\]\n", workflow)
     assert named is not None and named[1].split(", ") == list(deep.PARTS)
@@ -45,7 +47,7 @@ def test_each_part_of_the_deep_tier_runs_at_night_by_its_name() -> None:
         assert part.command[1] == "-m" and importlib.util.find_spec(module) is not None, name
 
 
-def test_both_ends_of_what_is_promised_run_at_night() -> None:
+def test_oldest_and_newest_versions_run_at_night() -> None:
     workflow, ci = text_of(".github/workflows/versions.yml"), text_of(".github/workflows/ci.yml")
     rows = dict(re.findall(r'- \{versions: (\w+), python: "(3\.\d+)"\}\n', workflow))
     assert "- run: scripts/test\n" in workflow and "schedule:" in workflow
@@ -69,6 +71,12 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
     assert len(re.findall('"', extra)) == 2 * (len(found) - 2) and "torch" in found, "each framework has a bound"
     assert {name: Version(pinned["oldest"][name]) for name in found} == {
         name: Version(bound) for name, bound in found.items()
+    }
+
+
+def test_each_folder_of_tests_has_a_budget() -> None:
+    assert set(budgets()) == {
+        folder_of(path.relative_to(ROOT).as_posix()) for path in (ROOT / "tests/unit").rglob("test_*.py")
     }
 
 

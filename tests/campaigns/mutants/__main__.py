@@ -2,111 +2,149 @@
 # SPDX-License-Identifier: Apache-2.0
 """Changes the package at random, in one place at a time, and counts what the tests of that place, or the fuzzer, find.
 
-    python -m tests.campaigns.mutants --number 240               after scripts/test record
+    python -m tests.campaigns.mutants --number 240               after scripts/test record, which runs if it has not
     python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
 
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
 kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
-recorded, the quickest and most specific first, until one fails. Some changes make no difference to any caller; so look
-at what survives. Rows are appended to a file, and what has a row there is not tried again unless ``--again``.
+recorded, those of the same room and the quickest first, until one fails. Some changes make no difference to any
+caller, so look at what survives. Rows are appended to a file, and what has a row there is not tried again unless
+``--again``.
 """
 
 import argparse
 import json
+import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from scripts import ROOT
-from tests.campaigns.mutants import choosing, running
-from tests.campaigns.mutants.mutant import Mutant
-from tests.campaigns.mutants.running import Outcome
-from tests.harness.recordings import changed, selection, store
+from tests.campaigns.mutants.changes import Mutant, drawn
+from tests.harness import recordings
 
 TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pipeline", "strategy.py", "zero")
 TRAINED += ("csrc", "planner")  # the rooms that the fuzzer's cases pass through
-_AT_ONCE = 400  # tests of a command
 # What any change fails, since these compare the sources with what was made of them; and what needs a clone.
 _NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/unit/harness/test_recordings.py")
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.egg-info")
+_KERNELS = ("-c", "from deepspeed_ext.loco import ops; assert ops.load_kernels()")
+_TESTS = ("-m", "pytest", "-x", "-p", "no:cacheprovider", "-o", "addopts=-q --strict-markers", "--timeout=100")
+_FUZZER = ("-m", "tests.campaigns.fuzz", "--first", "--batch", "5", "--worlds", "2", "2", "4", "--minutes")
 
-Commands = Callable[[Mutant], list[list[str]]]
-
-
-def tests_of(recording: selection.Recording, most: float, collected: Set[str]) -> Commands:
-    """What runs the tests of a change, as many as fit into so many seconds as recorded.
-
-    Args:
-        recording: which may know tests that are gone; others of the same function stand in for them, and come last.
-        most: seconds.
-        collected: the tests that there are.
-    """
-    of_now = {test for test in collected if not test.startswith(_NO_TESTS)}
-    unrecorded: defaultdict[str, list[str]] = defaultdict(list)
-    for test in sorted(of_now - recording.tests.keys()):
-        unrecorded[selection.function_of(test)].append(test)
-
-    def commands(mutant: Mutant) -> list[list[str]]:
-        touched = changed.concerned(recording, {mutant.path.as_posix(): [mutant.line]})
-        gone = set[str]().union(*touched.values()) - of_now
-        touched = {place: tests & of_now for place, tests in touched.items()}
-        chosen = selection.fitting(recording, touched, selection.ranked(recording, touched), most)
-        chosen += [test for function in sorted(set(map(selection.function_of, gone))) for test in unrecorded[function]]
-        parts = [chosen[at : at + _AT_ONCE] for at in range(0, len(chosen), _AT_ONCE)]
-        return [[*running.TESTS, *part] for part in parts]
-
-    return commands
+Command = Callable[[Mutant], Sequence[str]]  # arguments of Python; none if nothing may find a change
 
 
-def fuzzer(minutes: float) -> Commands:
-    """What runs the fuzzer until its first failure."""
-    options = ("--minutes", str(minutes), "--first", "--batch", "5", "--worlds", "2", "2", "4")
-    return lambda mutant: [["-m", "tests.campaigns.fuzz", *options]]
+class Outcome(NamedTuple):
+    """What became of a change: "killed", "survived", "hangs", or "no code" if it does not compile."""
+
+    kind: str
+    by: str  # the test, or the problem
+    seconds: float
 
 
-def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
-    """How many changes of each room were found, and each that was not."""
-    found: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for mutant, outcome in rows:
-        if outcome.kind != "no code":
-            found[mutant.room]["killed" if outcome.kind in ("killed", "hangs") else "survived"] += 1
-    lines = [f"{'room':<20}{'killed':>8}{'of':>6}"]
-    for room, counts in sorted(found.items()):
-        lines.append(f"{room:<20}{counts['killed']:>8}{counts.total():>6}")
-    killed = sum(counts["killed"] for counts in found.values())
-    lines.append(f"{'all':<20}{killed:>8}{sum(counts.total() for counts in found.values()):>6}")
-    return "\n".join(lines + [f"SURVIVED {mutant}" for mutant, outcome in rows if outcome.kind == "survived"])
+def tests_of(recording: recordings.Recording, most: float) -> Command:
+    """Return what runs the tests of a change, as many as fit into so many seconds as recorded."""
+    status, printed = _run(ROOT, [*_TESTS, "-m", "not deep", "--collect-only"], 300.0)
+    if status:
+        raise RuntimeError("\n".join(printed[-20:]))
+    known = {line for line in printed if "::" in line and not line.startswith(_NO_TESTS)}
+
+    def command(mutant: Mutant) -> Sequence[str]:
+        file = mutant.path.as_posix()
+        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & known, [file], most)
+        return [*_TESTS, *chosen] if chosen else []
+
+    return command
 
 
-def known(path: Path) -> dict[str, Outcome]:
-    """What has been tried, by the change as it is printed."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return {row["change"]: Outcome(*row["outcome"]) for row in map(json.loads, lines)}
+def outcome_of(mutant: Mutant, copy: Path, command: Sequence[str], limit: float) -> Outcome:
+    """Make a change in a copy of the repository, run a command of Python there, and take the change back."""
+    path, begin = copy / mutant.path, time.monotonic()
+    text = path.read_bytes()
+    path.write_bytes(mutant.applied(text))
+    try:
+        kind, by = "survived", ""
+        if mutant.room == "csrc" and _run(copy, _KERNELS, 300.0)[0]:
+            kind = "no code"
+        elif command:
+            status, printed = _run(copy, command, limit)
+            if status != 0:
+                kind, by = ("hangs", "") if status is None else ("killed", _first_failure(printed))
+        return Outcome(kind, by, time.monotonic() - begin)
+    finally:
+        path.write_bytes(text)
 
 
-def tried(
-    chosen: Sequence[Mutant], commands: Commands, limit: float, at_once: int
-) -> Iterator[tuple[Mutant, Outcome]]:
-    """Try changes, each in one of several copies of the repository, and tell what became of each, in their order."""
+def _run(copy: Path, command: Sequence[str], limit: float) -> tuple[int | None, list[str]]:
+    """Return the exit status of Python, None if it was ended, and what it printed."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "TORCH_EXTENSIONS_DIR": str(copy / ".extensions")}
+    environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within a second, of the same length, would not be seen
+    with tempfile.TemporaryFile("w+") as output:
+        pipes = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen([sys.executable, "-W", "ignore", *command], cwd=copy, env=environment, **pipes)
+        try:
+            status: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            status = None
+        output.seek(0)
+        return status, output.read().splitlines()
+
+
+def _first_failure(printed: Sequence[str]) -> str:
+    """Return the first test that failed, or the line below the first case of the fuzzer that did."""
+    failed = [at for at, line in enumerate(printed) if line.startswith(("FAILED", "ERROR"))]
+    if not failed:
+        return "the session"
+    first = printed[failed[0]].split(" - ")[0]
+    return first if "::" in first else printed[min(failed[0] + 1, len(printed) - 1)].strip()[:100]
+
+
+@contextmanager
+def _copied() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
+
+
+def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int) -> Iterator[tuple[Mutant, Outcome]]:
+    """Try changes, each in one of several copies of the repository, and yield what became of each, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
 
     def one(mutant: Mutant) -> Outcome:
         copy = free.get()
         try:
-            return running.tried(mutant, copy, commands(mutant), limit)
+            return outcome_of(mutant, copy, command(mutant), limit)
         finally:
             free.put(copy)
 
     with ExitStack() as stack:
         for _ in range(at_once):
-            free.put(stack.enter_context(running.copied()))
+            free.put(stack.enter_context(_copied()))
         workers = stack.enter_context(ThreadPoolExecutor(at_once))
         stack.callback(workers.shutdown, wait=True, cancel_futures=True)
         yield from zip(chosen, workers.map(one, chosen), strict=True)
+
+
+def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
+    """How many changes of each room were found, and each that was not."""
+    found: defaultdict[str, Counter[bool]] = defaultdict(Counter)
+    for mutant, outcome in rows:
+        for room in (mutant.room, "all") if outcome.kind != "no code" else ():
+            found[room][outcome.kind in ("killed", "hangs")] += 1
+    lines = [f"{room:<20}{counts[True]:>8}{counts.total():>6}" for room, counts in sorted(found.items())]
+    survived = [f"SURVIVED {mutant}" for mutant, outcome in rows if outcome.kind == "survived"]
+    return "\n".join([f"{'room':<20}{'killed':>8}{'of':>6}", *lines, *survived])
 
 
 def parsed() -> argparse.Namespace:
@@ -126,18 +164,23 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     arguments = parsed()
     if arguments.fuzz:
-        commands, limit = fuzzer(arguments.fuzz), 60 * arguments.fuzz + 300
-    elif loaded := store.load():
-        commands, limit = tests_of(loaded[1], arguments.most, running.collected()), 2 * arguments.most + 200
+        command, limit = (lambda mutant: [*_FUZZER, str(arguments.fuzz)]), 60 * arguments.fuzz + 300
     else:
-        sys.exit("expected a recording of which tests run which lines: run scripts/test record first")
-    rooms = tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
-    chosen = choosing.drawn(arguments.number, arguments.seed, rooms)
-    end, before = time.monotonic() + 60 * arguments.minutes, known(arguments.rows)
+        recording = recordings.load()
+        if recording is None:
+            print("recording which tests run which lines", flush=True)
+            subprocess.run([ROOT / "scripts" / "test", "record"], cwd=ROOT, check=False)  # some may fail
+            recording = recordings.load()
+        assert recording is not None
+        command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
+    chosen = drawn(arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ()))
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
+    arguments.rows.touch()
+    known = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
+    before = {row["change"]: Outcome(*row["outcome"]) for row in known}
     over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
-    new = [mutant for mutant in chosen if str(mutant) not in over]
-    for mutant, outcome in tried(new, commands, limit, arguments.at_once):
+    end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
+    for mutant, outcome in tried(new, command, limit, arguments.at_once):
         with arguments.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
         print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)

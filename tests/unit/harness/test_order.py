@@ -9,8 +9,8 @@ import pytest
 pytestmark = pytest.mark.quick
 
 
-def test_what_has_no_order_is_found(ranks: Any) -> None:
-    for found in ranks(4).run(checker_case):
+def test_accesses_without_an_order_are_found(ranks: Any) -> None:
+    for found in ranks(2).run(checker_case):
         assert found == {name: name.startswith("!") for name in found} and len(found) == 19
 
 
@@ -115,3 +115,31 @@ def checker_case() -> dict[str, bool]:
                 program(get_accelerator().Stream())
             found[name] = bool(order.findings)
     return found
+
+
+def test_questions_to_the_device_are_counted(ranks: Any) -> None:
+    assert ranks(1).run(questions_case) == [{"tolist": 1, "cpu": 1, "numpy": 1, "_local_scalar_dense": 2}]
+
+
+def questions_case() -> dict[str, int]:
+    """Count six operations; one of them does not need an answer."""
+    from collections import Counter
+
+    import torch
+
+    from tests.harness.host_synchronizations import asking
+    from tests.harness.stream_order import device_with_streams
+
+    with device_with_streams() as order:
+        values = torch.ones(3)
+        with order.watch(), asking(order):
+            values.tolist()
+            values.cpu()
+            values.numpy()
+            values.sum().item()
+            bool(values.sum() > 1)
+            values.sum()
+    counted: Counter[str] = Counter()
+    for one, count in order.synchronizations.items():
+        counted[one.what] += count
+    return dict(counted)
