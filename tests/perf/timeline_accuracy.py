@@ -75,7 +75,7 @@ def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case
     for name, some in [*sorted(found.items()), ("all", list(errors))]:
         near = sum(abs(error) <= NEAR for _, error in some) / len(some)
         typical = statistics.median(abs(error) for _, error in some)
-        spread = statistics.median((max(c.row.seconds) - min(c.row.seconds)) / c.row.median for c, _ in some)
+        spread = statistics.median((max(c.row.steps) - min(c.row.steps)) / c.row.median for c, _ in some)
         lines.append(f"| {name} | {len(some)} | {near:.1%} | {typical:.1%} | {spread:.0%} |")
     return "\n".join(lines)
 

@@ -11,12 +11,12 @@ from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.cost import PLAIN, Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Strategy
-from tests.perf.lib import cluster_rows, overlap_rows
+from tests.perf.lib import records
 from tests.perf.lib.blocks import Pauses, make_blocks
-from tests.perf.lib.cluster_rows import FORMS, MUON, NATIVE, MethodRow
-from tests.perf.lib.overlap_rows import BLOCK, HIDDEN, WIDTH, OverlapRow
+from tests.perf.lib.overlap_bound import BLOCK
+from tests.perf.lib.records import Row
+from tests.perf.lib.settings import BLOCKS, FORMS, FP32, MUON, NATIVE, OVERLAP, SIZES, rate_name
 
-BLOCKS = 4  # of the models of ``emulated_cluster.py``
 LETTERS = {stage: letters for letters, stage in PLAIN.items()}
 # Rows of one campaign were measured with one version of the package, within hours.
 SUMMED, OVERLAPPING, EMULATED = "small models", "large model", "emulated compute"
@@ -35,7 +35,7 @@ class Case:
         sizes, model: what was trained, with the compute that was measured without communication.
     """
 
-    row: MethodRow
+    row: Row
     campaign: str
     plain: bool
     strategy: Strategy
@@ -63,12 +63,11 @@ def cases() -> tuple[list[Case], Counter[str]]:
     return found, others
 
 
-def _of_clusters() -> Iterator[tuple[MethodRow, Case | None]]:
-    of_fp32 = {name for name, setting in cluster_rows.SETTINGS.items() if setting.dtype == cluster_rows.FP32}
-    rows = [row for row in cluster_rows.read() if row.setting in of_fp32]
+def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
+    rows = [row for row in records.read("emulated_cluster.csv") if BLOCKS[row.setting].dtype == FP32]
     alone = {(row.setting, row.mbit): row.compute for row in rows}
     for row in rows:
-        setting = cluster_rows.SETTINGS[row.setting]
+        setting = BLOCKS[row.setting]
         muon = setting.optimizer == MUON
         # Of a step without communication, what Muon takes is what the same model takes less with AdamW.
         less = alone[row.setting.removesuffix(f"-{MUON.lower()}"), row.mbit] if muon else row.compute
@@ -82,15 +81,15 @@ def _of_clusters() -> Iterator[tuple[MethodRow, Case | None]]:
         yield row, _case(row, OVERLAPPING if setting.size == "large" else SUMMED, setting.sizes, model)
 
 
-def _of_overlap() -> Iterator[tuple[MethodRow, Case | None]]:
-    for row in overlap_rows.read():
-        sizes = GroupSizes(row.nodes * row.ranks_per_node, row.ranks_per_node)
-        compute = row.compute / row.accumulation
-        model = replace(_overlap_model(row.blocks), accumulation=row.accumulation, compute=compute)
-        yield row, _case(row, EMULATED, sizes, model)
+def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
+    for row in records.read("overlap.csv"):
+        setting = OVERLAP[row.setting]
+        compute = row.compute / setting.accumulation
+        model = replace(_overlap_model(), accumulation=setting.accumulation, compute=compute)
+        yield row, _case(row, EMULATED, setting.sizes, model)
 
 
-def _case(row: MethodRow, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
+def _case(row: Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
     """Return what the planner can say; None of peers and collectives that it does not know."""
     form = next((form for form in sorted(FORMS, key=len, reverse=True) if row.method.endswith(form)), "")
     name = row.method.removesuffix(form)
@@ -105,19 +104,19 @@ def _case(row: MethodRow, campaign: str, sizes: GroupSizes, model: Model) -> Cas
 
 @functools.cache
 def _cluster_model(size: str, muon: bool) -> Model:
-    model = make_blocks(BLOCKS, *cluster_rows.SIZES[size])
+    model = make_blocks(*SIZES[size])
     if muon:
         mark_matrices(model)
     return replace(describe(model), streams=False)
 
 
 @functools.cache
-def _overlap_model(blocks: int) -> Model:
-    model = describe(make_blocks(blocks, WIDTH, HIDDEN, Pauses()))
+def _overlap_model() -> Model:
+    model = describe(make_blocks(*SIZES["narrow"], Pauses()))
     return replace(model, bucket=BLOCK, streams=False, overlap=True, overlap_updates=True)
 
 
 def kind(case: Case) -> str:
     """Return under which link a row was measured, and whether compute was emulated."""
-    rate = cluster_rows.rate_name(case.row.mbit)
-    return f"{rate}, {EMULATED}" if isinstance(case.row, OverlapRow) else rate
+    rate = rate_name(case.row.mbit)
+    return f"{rate}, {EMULATED}" if case.campaign == EMULATED else rate
