@@ -20,7 +20,7 @@ from tests.perf.lib.overlap_bound import Compute, LinkSeconds, bound, compute_of
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.records import Row, slower, speed
 from tests.perf.lib.saves import Disk, SavesMeasurement
-from tests.perf.lib.settings import BLOCKS, BOTH, LOCO, NATIVE, OFFLOAD, OVERLAP, SAVES, WIDE
+from tests.perf.lib.settings import BOTH, LOCO, NATIVE, OFFLOAD, OVERLAP, SAVES, WIDE
 
 pytestmark = pytest.mark.quick
 
@@ -95,13 +95,6 @@ def test_the_smallest_as_fast_stands_beside_a_peer() -> None:
         [wide.method, "4.00", "80", f"NIG{WIDE}, 3.00 s", "70 (0.88)", "none", ""],
     ]
     assert tabulated.smallest_as_fast(row("DDP", 1.4), rows, [""]) is None
-
-
-def test_the_setting_in_bf16_has_both_reductions() -> None:
-    in_bf16, in_fp32 = (BlocksMeasurement.methods_of(BLOCKS[name]) for name in (f"{SETTING}-bf16", SETTING))
-    assert {"HSDP (reduces in fp32)", "HSDP (reduces in bf16)", "NIG" + WIDE, "NIG", "ZeRO-1"} <= set(in_bf16)
-    assert set(in_bf16) <= set(BlocksMeasurement.methods)
-    assert not any("reduces in" in name for name in in_fp32) and "HSDP" in in_fp32
 
 
 def test_rows_survive_a_file_that_gets_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 
 from deepspeed_ext.config.outer import OuterSettings
 from tests.harness.ranks import RankPool
-from tests.harness.tiers import deep
 from tests.perf.lib import studies
 from tests.perf.lib.studies import STUDIES, End, Run
 
@@ -19,7 +18,6 @@ OUTER, LONG = STUDIES["outer"], STUDIES["long"]
 BEGINNING = 20  # steps
 # Of a loss: other cores and other versions of torch add up in another order, and GPUs in yet another.
 NEAR = 2e-3
-FOUR_BITS = "NIG + LoCo + updates"
 FEW = "H=30, 4 bits"
 
 
@@ -104,6 +102,7 @@ def trained_case(steps: int, methods: list[str]) -> list[Run]:
         return [trainer.train(Run(method, 0, "", steps)) for method in methods]
 
 
+@pytest.mark.deep
 def test_outer_weights_stay_between_outer_steps(ranks: Any) -> None:
     steps = 11  # an outer step with H=10
     exact, apart = ranks(4).run(trained_case, steps, ["NIG", "H=10"])[0]
@@ -139,10 +138,8 @@ def kept() -> dict[tuple[str, int], Run]:
     return {(run.method, run.seed): run for run in studies.read_runs(LONG)}
 
 
-RUNS = sorted(kept(), key=lambda run: (run[0] != FOUR_BITS, run))  # one of few bits is in the first tier
-
-
-@pytest.mark.parametrize(("method", "seed"), [*RUNS[:1], *deep(*RUNS[1:])])
+@pytest.mark.deep
+@pytest.mark.parametrize(("method", "seed"), sorted(kept()))
 def test_the_first_steps_are_those_of_the_file(method: str, seed: int, ranks: RankPool) -> None:
     expected = kept()[method, seed]
     found, *_ = ranks(4).run(_beginning, method, seed)
