@@ -103,7 +103,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     for option, known in (("settings", kind.settings), ("methods", kind.methods)):
         if unknown := set(getattr(args, option) or ()) - set(known):
             parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    args.settings = args.settings or list(kind.settings)[: 1 if args.name in ("gpt2", "record") else None]
+    args.settings = args.settings or list(kind.usual or kind.settings)
     args.rounds, args.steps = args.rounds or kind.rounds, args.steps or kind.steps
     if args.name == "record":
         args.ratios = args.ratios or [1.0]

@@ -77,6 +77,7 @@ class Gpt2Measurement(Measurement):
 
     file = "gpt2_cluster.csv"
     settings = settings.GPT2
+    usual = ("2x2-gpt2",)
     stock = "ZeRO-1"  # the fastest of DeepSpeed's stages where links are slow: it reduces once a step
     methods = (
         *(stock, "ZeRO-2", "ZeRO-3"),

@@ -41,6 +41,7 @@ class Measurement:
     Attributes:
         file: of the rows, in the folder of results.
         settings: by name.
+        usual: names of those that are measured by default; empty: all.
         methods: all of them.
         rounds, steps: by default.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
@@ -49,6 +50,7 @@ class Measurement:
 
     file: ClassVar[str]
     settings: ClassVar[Mapping[str, Setting]]
+    usual: ClassVar[Sequence[str]] = ()
     methods: ClassVar[Sequence[str]]
     rounds: ClassVar[int] = 3
     steps: ClassVar[int] = 1

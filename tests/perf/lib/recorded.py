@@ -27,6 +27,7 @@ class RecordedMeasurement(OverlapMeasurement):
     """Steps with and without a recorder, in turns."""
 
     file = "report_accuracy.csv"
+    usual = ("2x2-4",)
     methods = ("ZeRO-2", "ZeRO-3", "NIG", "IIG")
     rounds, steps = 4, 3
     keys: ClassVar[Mapping[str, Any]] = {}

@@ -395,7 +395,8 @@ def table(study: Study, ends: Sequence[End]) -> Table:
         line = [optimizer, str(groups), name, " ".join(str(end.seed) for end in cell.ends), f"{cell.loss:.4f}"]
         line += [f"{cell.spread:.4f}" if len(cell.ends) > 1 else "", _mean(each), _percents(each)]
         line.append(_mean(own) if apart else "")
-        line += [f"{statistics.fmean(getattr(end, one) for end in cell.ends):.4f}" for one in End._fields[5:7]]
+        means = [statistics.fmean(getattr(end, name) for end in cell.ends) for name in End._fields[5:7]]
+        line += [f"{mean:.4f}" if mean else "" for mean in means]
         lines.append([*line, f"{statistics.fmean(end.received for end in cell.ends) / 1e3:.1f}"])
     return header, lines
 
