@@ -14,7 +14,7 @@ KEY = "zero_optimization.zeropp_loco_param"
 UPDATES_KEY = "zero_optimization.paro_quantized_updates"
 EXACT: Literal["exact"] = "exact"
 # For differences, and for everything in 8 bits. Sums of gradients in 4 bits take smaller blocks: with blocks of 128,
-# training ends 0.65 % from exact training. Measured by tests/perf/updates_convergence.py.
+# training ends 0.65 % from exact training. Measured by tests/perf/convergence.py.
 _BLOCK, _BLOCK_OF_SUMS = 128, 32
 # Bits that a parameter takes without loss at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
 # tests/perf/lossless_updates.py.

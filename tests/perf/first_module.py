@@ -153,9 +153,7 @@ def main() -> int:
         for what, some in zip(("longer", "waited"), map(sorted, zip(*seconds, strict=True)), strict=True):
             row |= {what: statistics.median(some), f"least {what}": some[0], f"most {what}": some[-1]}
         rows.append(row)
-        print(
-            ", ".join(f"{key} {value:.3g}" if isinstance(value, float) else str(value) for key, value in row.items())
-        )
+        print(row)
     if args.csv:
         records.append_rows(args.csv, rows)
     return 0

@@ -7,8 +7,7 @@
 Runs the real engine as one rank of 64 to 16,384, in groups of 8, on torch's fake process group, for each strategy and
 for DeepSpeed's own stages, in turns. The model has the tensors of a 7B Llama with a sixteenth of its width. Nothing
 is sent, so seconds are the host's alone: no gloo, no NCCL, no network. MB are those that Python and its objects take
-(tracemalloc), not tensors, for an engine that has made three steps. *cuts*, *plans*: for p = N, what plans of buckets
-hold of the model in its full width, and the seconds that they take.
+(tracemalloc), not tensors, for an engine that has made three steps.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,7 @@ from torch import nn
 from tqdm import tqdm
 
 from deepspeed_ext.comm import process_groups
-from deepspeed_ext.comm.bucket_plan import plan_bucket
-from deepspeed_ext.comm.layout import FlatLayout
-from deepspeed_ext.comm.spans import BufferSpan, Span
-from deepspeed_ext.strategy import STRATEGIES, Placement, full_bucket
-from deepspeed_ext.zero.flat.buffers import stripe_starts
+from deepspeed_ext.strategy import STRATEGIES
 from tests.perf.lib import records
 from tests.perf.lib.fake_world import FakeWorld
 
@@ -151,40 +145,7 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for name in ("seconds_creation", "seconds_step"):
             row[name] = round(statistics.median(sample[method][name] for sample in samples), 4)
         row["mb"] = "" if args.no_memory else round(measure_once(method, world, True, args.steps)["mb"], 2)
-        strategy = STRATEGIES.get(method.removesuffix(LOCO))
-        whole = strategy is not None and strategy.p == strategy.g == Placement.N and strategy.os == Placement.G
-        row |= plans(ranks, group_size) if whole else {"cuts": "", "plans_mb": "", "plans_seconds": ""}
         yield row
-
-
-def plans(ranks: int, group_size: int) -> dict[str, Any]:
-    """Plan the buckets of the model in its full width, as a backward fills them."""
-    numels = [torch.Size(shape).numel() for shape in shapes(1)]
-    offsets = [0, *accumulate(numels[:-1])]
-    starts = stripe_starts(offsets, numels, BUCKET, ranks)
-    layout = FlatLayout(sum(numels), ranks // group_size, group_size, starts)
-    tracemalloc.start()
-    begin, spans, filled, made = time.perf_counter(), list[BufferSpan](), 0, []
-    for offset, numel in reversed(list(zip(offsets, numels, strict=True))):
-        spans.append((0, Span(offset, numel)))
-        filled += numel
-        if filled >= full_bucket(BUCKET, sum(numels)) or not offset:
-            made.append(plan_bucket((layout,), tuple(spans)))
-            spans, filled = [], 0
-    nbytes, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    return {
-        "cuts": sum(len(rows.cuts) for plan in made for column in plan.columns for rows in column),
-        "plans_mb": round(nbytes / 2**20, 2),
-        "plans_seconds": round(time.perf_counter() - begin, 3),
-    }
-
-
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the rows in Markdown."""
-    columns = ("ranks", "method", "groups", "messages_creation", "seconds_creation", "seconds_step", "mb")
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(str(row[name]) for name in columns)} |" for row in rows)])
 
 
 def main() -> None:
@@ -208,16 +169,8 @@ def main() -> None:
     rows = []
     for ranks in tqdm(args.worlds, disable=not sys.stderr.isatty()):
         given = ["--no-memory"] if args.no_memory else []
-        given += [
-            "--steps",
-            str(args.steps),
-            "--group-size",
-            str(args.group_size),
-            "--rounds",
-            str(args.rounds),
-            "--methods",
-            *args.methods,
-        ]
+        given += ["--steps", f"{args.steps}", "--group-size", f"{args.group_size}", "--rounds", f"{args.rounds}"]
+        given += ["--methods", *args.methods]
         command = [sys.executable, "-m", "tests.perf.growth", "--json", "--worlds", str(ranks), *given]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -225,7 +178,8 @@ def main() -> None:
         rows += json.loads(done.stdout.splitlines()[-1])
         if args.csv:
             records.append_rows(args.csv, [row for row in rows if row["ranks"] == ranks])
-    print(table(rows))
+    columns = ["ranks", "method", "groups", "messages_creation", "seconds_creation", "seconds_step", "mb"]
+    print(records.markdown((columns, [[str(row[name]) for name in columns] for row in rows])))
 
 
 if __name__ == "__main__":

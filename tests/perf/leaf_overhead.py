@@ -275,26 +275,15 @@ def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def show(rows: list[dict[str, Any]]) -> bool:
     """Print the table, and whether ours keeps its aims: judged with one rank only, shown with any number."""
-    print(
-        f"{'ranks':>5}  {'case':<33}{'ms: median (quartiles)':>25}{'overhead ms':>13}{'hooks':>7}{'of zero3':>10}"
-        f"{'of best by hand':>17}{'CPU ms':>9}{'warm-up s':>11}"
-    )
-    verdict, passed = [], True
-    for row in rows:
-        quartiles = f"({row['milliseconds_quartile_1']:.1f} to {row['milliseconds_quartile_3']:.1f})"
-        print(
-            f"{row['ranks']:>5}  {row['case']:<33}{row['milliseconds_median']:>7.1f} {quartiles:>17}"
-            f"{row['overhead_milliseconds']:>13.1f}{row['hooks']:>7}{row['of_stock']!s:>10.5}"
-            f"{row['of_best_by_hand']!s:>17.5}{row['cpu_milliseconds_median']:>9.1f}{row['warm_up_seconds']:>11.1f}"
-            f"{'  best by hand' if row['case'] == row['best_by_hand'] else ''}"
-        )
-        aims = (("of_stock", STOCK, STOCK_AIM), ("of_best_by_hand", row["best_by_hand"], BY_HAND_AIM))
-        for key, what, aim in aims if row["case"] == OURS else ():
-            kept, judged = row[key] <= aim, row["ranks"] == 1
-            passed &= kept or not judged
-            word = ("PASS" if kept else "FAIL") if judged else "    "
-            verdict.append(f"{word}  {row['ranks']} rank(s): {row[key]:.3f} of {what}'s overhead (aim: at most {aim})")
-    print("\n".join(verdict))
+    header = [name for name in rows[0] if name not in ("layers", "experts", "rounds", "steps")]
+    print(records.markdown((header, [[str(row[name]) for name in header] for row in rows])))
+    passed = True
+    for row in (row for row in rows if row["case"] == OURS):
+        for key, what, aim in (("of_stock", STOCK, STOCK_AIM), ("of_best_by_hand", row["best_by_hand"], BY_HAND_AIM)):
+            kept = row[key] <= aim or row["ranks"] != 1
+            passed &= kept
+            word = "PASS" if kept else "FAIL"
+            print(f"{word}  {row['ranks']} rank(s): {row[key]:.3f} of {what}'s overhead (aim: at most {aim})")
     return passed
 
 

@@ -15,9 +15,6 @@ What is held is given to ``apply`` as it is in training, a row for each rank fro
 Beside each operator, in turn and in the same run, goes a copy that moves as many bytes (half of them read, half
 written), and the same arithmetic in plain PyTorch (``deepspeed_ext.loco.reference``), slow, so in fewer turns.
 Each number is the median of the repetitions. Nothing is judged: the exit status does not depend on time.
-
-DeepSpeed's former kernels took 12.5 bytes for each element of 16 bits that they compressed to 4, where the floor has
-4.5 and the scales. They need a GPU and are not run; what that takes at the bandwidth of the copy is derived.
 """
 
 import argparse
@@ -41,7 +38,6 @@ CHANGE = 1e-2  # of a parameter in a step
 BETA = 0.8
 MIB = 2**20
 PYTORCH_TURNS = 3
-FORMER_BYTES = 12.5  # for each element; from 16 bits to 4
 CALLS = 10  # of one sample on a GPU: launches take longer than a small kernel
 CALLS_HEAD_START = 5_000_000  # cycles of the GPU, in which the host launches them
 ERROR = Packing(8, BLOCK)
@@ -155,7 +151,6 @@ def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, An
                 samples[name].append(seconds_of(call, device))
     median = {name: statistics.median(times) for name, times in samples.items()}
     floor = case.floor(numel)
-    former = device == "cuda" and case.operator == "compress" and case.bits == 4 and case.dtype.itemsize == 2
     return {
         "hardware": hardware(device),
         "threads": torch.get_num_threads(),
@@ -165,20 +160,15 @@ def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, An
         "elements": numel,
         "floor_bytes": floor,
         "repetitions": repetitions,
-        "seconds": median["operator"],
-        "seconds_min": min(samples["operator"]),
-        "seconds_max": max(samples["operator"]),
-        "copy_seconds": median["copy"],
-        "copy_seconds_min": min(samples["copy"]),
-        "copy_seconds_max": max(samples["copy"]),
-        "pytorch_seconds": median["pytorch"],
-        "pytorch_seconds_min": min(samples["pytorch"]),
-        "pytorch_seconds_max": max(samples["pytorch"]),
+        **{
+            f"{prefix}seconds{suffix}": of(samples[name])
+            for name, prefix in (("operator", ""), ("copy", "copy_"), ("pytorch", "pytorch_"))
+            for suffix, of in (("", statistics.median), ("_min", min), ("_max", max))
+        },
         "gb_per_s": floor / median["operator"] / 1e9,
         "copy_gb_per_s": floor / median["copy"] / 1e9,
         "of_copy_bandwidth": median["copy"] / median["operator"],
         "times_faster_than_pytorch": median["pytorch"] / median["operator"],
-        "former_kernels_seconds_derived_not_run": numel * FORMER_BYTES * median["copy"] / floor if former else "",
     }
 
 
@@ -187,21 +177,7 @@ def hardware(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else records.circumstances()["hardware"]
 
 
-HEADER = (
-    f"{'case':36} {'MiB':>4} {'ms: median (min..max)':>26} {'floor MB':>9} {'GB/s':>7} {'copy GB/s':>9} "
-    f"{'of copy':>7} {'PyTorch':>8} {'former kernels: ms, derived, not run':>37}"
-)
-
-
-def line(row: dict[str, Any]) -> str:
-    """Return a row of the table."""
-    spread = f"{row['seconds'] * 1e3:.3f} ({row['seconds_min'] * 1e3:.3f}..{row['seconds_max'] * 1e3:.3f})"
-    former = row["former_kernels_seconds_derived_not_run"]
-    return (
-        f"{row['case']:36} {row['mib']:4} {spread:>26} {row['floor_bytes'] / 1e6:9.1f} {row['gb_per_s']:7.1f} "
-        f"{row['copy_gb_per_s']:9.1f} {row['of_copy_bandwidth']:7.2f} {row['times_faster_than_pytorch']:7.1f}x "
-        f"{f'{former * 1e3:.3f}' if former else '-':>37}"
-    )
+SHOWN = ("case", "mib", "seconds", "copy_seconds", "gb_per_s", "of_copy_bandwidth", "times_faster_than_pytorch")
 
 
 def main() -> None:
@@ -217,12 +193,14 @@ def main() -> None:
     ops.load_kernels()
     about = records.circumstances() | {"hardware": hardware(arguments.device)}
     print("\n".join(f"{key}: {value}" for key, value in about.items()))
-    print(f"threads: {torch.get_num_threads()}; kernels: {ops.has_kernels(arguments.device.upper())}\n{HEADER}")
     rows = []
     for mib in arguments.mib:
         for case in [case for case in CASES if case.operator in arguments.operators]:
             rows.append(measure(case, mib, arguments.device, arguments.repetitions))
-            print(line(rows[-1]), flush=True)
+    cells = [
+        [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in SHOWN] for row in rows
+    ]
+    print(records.markdown((list(SHOWN), cells)))
     if arguments.json:
         arguments.json.write_text(json.dumps([about | row for row in rows], indent=1) + "\n")
     if arguments.csv:

@@ -35,6 +35,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from tqdm import tqdm
 
+from deepspeed_ext.compare.spread import ratio
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
@@ -82,16 +83,6 @@ class PipelineRow:
     intra_formula: float = 0.0
     inter_formula: float = 0.0
     seconds: list[list[float]] = field(default_factory=list)  # of each step, a list a round
-
-    @property
-    def median(self) -> float:
-        """Return the median of the seconds."""
-        return statistics.median(s for one in self.seconds for s in one)
-
-    def ratios(self, stock: "PipelineRow") -> list[float]:
-        """Return the ratio to ZeRO-1 of each round."""
-        pairs = zip(self.seconds, stock.seconds, strict=True)
-        return [statistics.median(mine) / statistics.median(other) for mine, other in pairs]
 
     def wrong(self) -> list[str]:
         """Return what is out of bounds."""
@@ -222,42 +213,14 @@ def work(args: argparse.Namespace) -> None:
 # What starts them #################################################################################
 
 
-def print_table(rows: list[PipelineRow], args: argparse.Namespace) -> None:
-    """Print a line for each row."""
-    print(
-        f"{STAGES} stages of {SIZES.ranks} data-parallel ranks in {SIZES.groups} groups, a group a node; "
-        f"{args.micro_batches} micro-batches a step, fp32 with Adam, embedding and head tied. MB a rank: held before "
-        f"the flush (largest), received a step (mean; counted / formula)."
-    )
-    for mbit in args.rates:
-        stock = next(row for row in rows if row.mbit == mbit and row.case == STOCK)
-        print(
-            f"\n{mbit:g} Mbit/s\n{'':<8}{'weights':>9}{'parameters':>12}{'gradients':>11}{'in the node':>19}"
-            f"{'between nodes':>19}{'stages':>8}{'seconds':>9}{'of ZeRO-1 (rounds)':>26}"
-        )
-        for row in (row for row in rows if row.mbit == mbit):
-            ratios = row.ratios(stock)
-            pairs = ((row.intra, row.intra_formula), (row.inter, row.inter_formula))
-            counted = "".join(
-                f"{mine / 1e6:>10.3f} /{due / 1e6:>7.3f}" if row.case != STOCK else f"{mine / 1e6:>10.3f}{'':>9}"
-                for mine, due in pairs
-            )
-            print(
-                f"{row.case:<8}{row.difference:>9.1e}{row.parameters / 1e6:>12.3f}{row.gradients / 1e6:>11.3f}"
-                f"{counted}{row.other_stages / 1e6:>8.3f}{row.median:>9.3f}"
-                f"{statistics.median(ratios):>11.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
-                f"{'  FAIL: ' + ', '.join(row.wrong()) if row.wrong() else ''}"
-            )
-
-
 def csv_row(row: PipelineRow, stock: PipelineRow, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what identifies a row, and the row."""
-    ratios = row.ratios(stock)
-    values = asdict(row) | {"seconds_median": round(row.median, 4), "of_zero1_median": statistics.median(ratios)}
-    del values["seconds"]
-    values |= {"of_zero1_min": min(ratios), "of_zero1_max": max(ratios)}
-    rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
+    """Return what identifies a row, and the row; its time in ZeRO-1's with the interval of ``compare``."""
+    of_stock = ratio(stock.seconds, row.seconds)
     layout = {"stages": STAGES, "ranks_per_node": RANKS_PER_NODE, "nodes": NODES, "dim": args.dim}
+    values = asdict(row) | {"seconds_median": statistics.median(s for one in row.seconds for s in one)}
+    del values["seconds"]
+    values |= {"of_zero1_median": of_stock.value, "of_zero1_min": of_stock.low, "of_zero1_max": of_stock.high}
+    rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
     return layout | {"layers": args.layers, "micro_batches": args.micro_batches} | rounded
 
 
@@ -282,10 +245,14 @@ def main() -> int:
         work(args)
         return 0
     rows = [PipelineRow(**values) for values in collect(NODES, RANKS_PER_NODE, __spec__.name, args.log, args.timeout)]
-    print_table(rows, args)
     stock = {row.mbit: row for row in rows if row.case == STOCK}
-    records.append_rows(args.csv, [csv_row(row, stock[row.mbit], args) for row in rows])
-    return 1 if any(row.wrong() for row in rows) else 0
+    found = [csv_row(row, stock[row.mbit], args) for row in rows]
+    header = list(found[0])[6:]
+    print(records.markdown((header, [[f"{row[name]}" for name in header] for row in found])))
+    wrong = [f"{row.case}, {row.mbit:g} Mbit/s: {', '.join(row.wrong())}" for row in rows if row.wrong()]
+    print("".join(f"FAIL: {line}\n" for line in wrong))
+    records.append_rows(args.csv, found)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

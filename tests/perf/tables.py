@@ -1,131 +1,117 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables into the pages of results, from rows that are kept.
+"""Writes tables into the pages of results, from their rows: ``python -m tests.perf.tables``.
 
-A table replaces what stands between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``. NAME is a setting of the
-emulated cluster, or ``all`` for how the planner does in each of them; or one of ``OVERLAP`` or ``OTHERS``.
+A table replaces the text between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``; NAME is one of ``TABLES``.
 """
 
-import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import (
-    equal_speed,
-    gpt2_rows,
-    host_parameter_rows,
-    long_runs,
-    mixture_rows,
-    outer_cluster_rows,
-    outer_rows,
-    overlap_rows,
-    overlap_tables,
-    save_rows,
-    verdict,
-)
-from tests.perf.lib.cluster_rows import FP32, KEPT, LOCO, MUON, NATIVE, SETTINGS, MethodRow, rate_name, read
-from tests.perf.lib.overlap_rows import OverlapRow
+from tests.perf.lib import studies, study_rows, tabulated
+from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
 
-PAGES = Path(__file__).parent / "results"
-ALL = "all"
-OVERLAP = {
-    "overlap-bounds": overlap_tables.bounds,
-    "overlap-seconds": overlap_tables.seconds,
-    "overlap-against": overlap_tables.against,
+CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
+
+
+def kernels() -> Table:
+    """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
+    rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
+    lines = []
+    for name, row in rows.items():
+        times = [f"{float(row[key]) * 1e3:.1f}" for key in ("seconds", "copy_seconds")]
+        lines.append(
+            [name, *times, f"{float(row['of_copy_bandwidth']):.2f}", f"{float(row['times_faster_than_pytorch']):.0f}"]
+        )
+    return ["kernel", "ms", "a copy, ms", "of the copy's bandwidth", "times plain PyTorch"], lines
+
+
+def updates(optimizer: str) -> Table:
+    """Return where training with updates in few bits ends, inside an optimizer."""
+    exact = "exact" if optimizer == "AdamW" else f"{optimizer} alone"
+    header = ["method" if optimizer == "AdamW" else f"with {optimizer}", "final loss", "± seeds", f"% from {exact}"]
+    lines = []
+    rows = {(row["optimizer"], row["method"]): row for row in read_rows(RESULTS / "updates_convergence.csv")}
+    for method in studies.STUDIES["updates"].methods:
+        if row := rows.get((optimizer, method)):
+            each = [f"{100 * float(one):+.2f}" for one in row["relative_difference_by_seed"].split()]
+            losses = [f"{float(row[column]):.4f}" for column in ("final_loss", "seed_spread")]
+            mean = f"{100 * float(row['relative_difference']):+.2f}"
+            lines.append([row["method"], *losses, mean, ", ".join(each), f"{float(row['inter_bytes']) / 1e3:.1f}"])
+    return [*header, "each seed", "kB a step"], lines
+
+
+def lossless() -> Table:
+    """Return bits of each weight of updates without loss, by code."""
+    columns = ("changed", "entropy", "nibble", "pairs", "bitmap", "gaps")
+    rows = [row for row in read_rows(RESULTS / "lossless_updates.csv") if row["weights"].startswith("all")]
+    lines = []
+    for row, worst in zip(rows[::2], rows[1::2], strict=True):
+        tuning = ", tuning" if row["tuning"] == "True" else ""
+        numbers = [*(row[column] for column in columns), worst["pairs"]]
+        lines.append([row["learning_rate"] + tuning, *(f"{float(number):.2f}" for number in numbers)])
+    return ["learning rate", *columns, "worst step, pairs"], lines
+
+
+def growth() -> Table:
+    """Return counts and seconds of one of 64 and of 16,384 ranks."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read_rows(RESULTS / "growth.csv"):
+        at = row["ranks"], row["method"] if len(row["method"]) > 1 else f"ZeRO-{row['method']}"
+        made_only = float(row["seconds_step"]) == 0 and at in found
+        found[at] = {**found[at], "seconds_creation": row["seconds_creation"]} if made_only else row
+    lines = []
+    for name in (method for ranks, method in found if ranks == "16384"):
+        pair = [found["64", name], found["16384", name]]
+        messages = {sum(int(row[f"messages_{kind}"]) for kind in ("intra", "inter", "world")) for row in pair}
+        line = [name, ", ".join(dict.fromkeys(row["groups"] for row in pair)), str(max(messages))]
+        for column, form in (("seconds_creation", ".2g"), ("seconds_step", ".2g"), ("mb", ".0f")):
+            values = [format(float(row[column]), form) for row in pair if float(row[column] or 0)]
+            line.append(", ".join(dict.fromkeys(values)))
+        lines.append(line)
+    return ["", "groups", "messages of a step", "made in, s", "step, s", "MB"], lines
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "2x2-large-4": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4"),
+    "2x2-large-4-muon": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4-muon"),
+    "2x2-large-4-bf16": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4-bf16"),
+    "all": lambda: tabulated.all_settings(read(CLUSTER)),
+    "equal-speed": lambda: tabulated.equal_speed(read(CLUSTER), "2x2-large-4"),
+    "equal-speed-bf16": lambda: tabulated.equal_speed(read(CLUSTER), "2x2-large-4-bf16"),
+    "overlap-bounds": lambda: tabulated.overlap_bounds(read(OVERLAP)),
+    "overlap-seconds": lambda: tabulated.overlap_seconds(read(OVERLAP)),
+    "overlap-against": lambda: tabulated.overlap_against(read(OVERLAP)),
+    "outer-cluster": lambda: tabulated.outer(read("outer_cluster.csv")),
+    "host-parameters": lambda: tabulated.measured(read("host_parameters.csv")),
+    "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
+    "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
+    "saves": lambda: tabulated.saves(read("saves.csv")),
+    "outer": lambda: studies.table(studies.STUDIES["outer"], study_rows.outer_ends()),
+    "long-training": lambda: studies.long_table(studies.read_runs(studies.STUDIES["long"])),
+    "updates": lambda: updates("AdamW"),
+    "updates-muon": lambda: updates("Muon"),
+    "kernels": kernels,
+    "lossless": lossless,
+    "growth": growth,
 }
-OTHERS: dict[str, Callable[[], tuple[list[str], list[list[str]]]]] = {  # from the rows that are kept
-    "outer": lambda: outer_rows.table(outer_rows.of_defaults(outer_rows.read())),
-    "outer-cluster": lambda: outer_cluster_rows.table(outer_cluster_rows.read()),
-    "host-parameters": lambda: host_parameter_rows.table(host_parameter_rows.read()),
-    "mixture": lambda: mixture_rows.table(mixture_rows.read()),
-    "long-training": lambda: long_runs.table(long_runs.read()),
-    "gpt2": lambda: gpt2_rows.table(gpt2_rows.measured()),
-    "saves": lambda: save_rows.table(save_rows.read()),
-    "equal-speed": lambda: equal_speed.table(read(), "2x2-large-4", 100),
-    "equal-speed-bf16": lambda: equal_speed.table(read(), "2x2-large-4-bf16", 100),
-}
-PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 
-def markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a table."""
-    rule = "|" + "---|" * len(header)
-    return "\n".join([_line(header), rule, *map(_line, lines), ""])
+def written(page: str) -> str:
+    """Return the text of a page with its tables."""
+    return _TABLE.sub(lambda match: match[1] + markdown(TABLES[match["name"]]()), page)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def setting_table(rows: Sequence[MethodRow], setting: str) -> str:
-    """Return a step's seconds of each method at each rate, the floor at the first, and MB held; the fastest first."""
-    rates = SETTINGS[setting].mbit
-    rows = [row for row in rows if row.setting == setting and NATIVE not in row.method]
-    header = ["", *(f"{rate_name(rate)} Mbit/s" if rate else rate_name(rate) for rate in rates), "MB held"]
-    header.insert(2, "floor")
-    found = {(row.method, row.mbit): row for row in rows}
-    lines = []
-    for first in sorted((row for row in rows if row.mbit == rates[0]), key=lambda row: row.median):
-        times = [_seconds(found[first.method, rate].median) for rate in rates]
-        lines.append([first.method, times[0], _seconds(first.floor), *times[1:], f"{first.memory / 1e6:.0f}"])
-    return markdown(header, lines)
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def all_table(rows: Sequence[MethodRow]) -> str:
-    """Return NIG against peers and its floor, and the planner's order and choice, in each setting at each rate: with
-    AdamW, which all peers have, in fp32.
-    """
-    header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
-    header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
-    lines = []
-    for setting in (one for one in SETTINGS.values() if one.optimizer != MUON and one.dtype == FP32):
-        for rate in setting.mbit:
-            some = {row.method: row for row in rows if (row.setting, row.mbit) == (setting.name, rate)}
-            if "NIG" in some:
-                lines.append([setting.name, rate_name(rate), *_figures(some)])
-    return markdown(header, lines)
-
-
-def _figures(some: dict[str, MethodRow]) -> Iterator[str]:
-    ours = some["NIG"]
-    for peer in PEERS:
-        yield f"{some[peer].median / ours.median:.2f}" if peer in some else ""
-    yield f"{ours.median / ours.floor:.2f}"
-    for judge in (verdict.order, verdict.regret):
-        for suffix in ("", LOCO):
-            planned = [some[name + suffix] for name in STRATEGIES if name + suffix in some]
-            yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
-
-
-def write(pages: Path, rows: Sequence[MethodRow], overlap: Sequence[OverlapRow]) -> None:
-    """Put the tables where the pages of a folder want them."""
-
-    def table(match: re.Match[str]) -> str:
-        name = match["name"]
-        if name in OVERLAP:
-            return match[1] + markdown(*OVERLAP[name](overlap))
-        if name in OTHERS:
-            return match[1] + markdown(*OTHERS[name]())
-        return match[1] + (all_table(rows) if name == ALL else setting_table(rows, name))
-
-    for page in sorted(pages.glob("*.md")):
-        page.write_text(_TABLE.sub(table, page.read_text(encoding="utf-8")), encoding="utf-8")
+def pages() -> Sequence[Path]:
+    """Return the pages that may have tables."""
+    return sorted(RESULTS.glob("*.md"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--csv", type=Path, default=KEPT, help="rows of the emulated cluster")
-    parser.add_argument("--overlap-csv", type=Path, default=overlap_rows.KEPT, help="rows of overlap")
-    parser.add_argument("--pages", type=Path, default=PAGES, help="the folder whose pages are written")
-    args = parser.parse_args()
-    write(args.pages, read(args.csv), overlap_rows.read(args.overlap_csv))
+    for page in pages():
+        page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

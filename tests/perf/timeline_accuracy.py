@@ -22,8 +22,18 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from tests.perf.lib.host_costs import HostCosts, compute_of_element, fit
-from tests.perf.lib.timeline_cases import EMULATED, OVERLAPPING, SUMMED, Case, cases, kind
+from tests.perf.lib.records import markdown
+from tests.perf.lib.timeline import (
+    EMULATED,
+    OVERLAPPING,
+    SUMMED,
+    Case,
+    HostCosts,
+    cases,
+    compute_of_element,
+    fit,
+    kind,
+)
 
 NEAR = 0.1
 CALIBRATED = ("NNN", "NNG", "IIG", "GGG", "NIG + LoCo", "NIG + LoCo + updates")
@@ -70,14 +80,14 @@ def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case
     found: dict[str, list[tuple[Case, float]]] = defaultdict(list)
     for case, error in errors:
         found[groups(case)].append((case, error))
-    lines = [f"| {title} | rows | within {NEAR:.0%} | median error | median spread of the row's own steps |"]
-    lines.append("|---" * 5 + "|")
+    header = [title, "rows", f"within {NEAR:.0%}", "median error", "median spread of the row's own steps"]
+    lines = []
     for name, some in [*sorted(found.items()), ("all", list(errors))]:
         near = sum(abs(error) <= NEAR for _, error in some) / len(some)
         typical = statistics.median(abs(error) for _, error in some)
-        spread = statistics.median((max(c.row.seconds) - min(c.row.seconds)) / c.row.median for c, _ in some)
-        lines.append(f"| {name} | {len(some)} | {near:.1%} | {typical:.1%} | {spread:.0%} |")
-    return "\n".join(lines)
+        spread = statistics.median((max(c.row.steps) - min(c.row.steps)) / c.row.median for c, _ in some)
+        lines.append([name, f"{len(some)}", f"{near:.1%}", f"{typical:.1%}", f"{spread:.0%}"])
+    return markdown((header, lines))
 
 
 def method_kind(case: Case) -> str:
@@ -106,9 +116,9 @@ def main() -> None:
         for case in found
         if not is_calibration(case)
     ]
-    print(table("Mbit/s", kind, errors), end="\n\n")
-    print(table("methods", lambda case: f"{method_kind(case)}, {kind(case)}", errors), end="\n\n")
-    print(table("setting", lambda case: case.row.setting, errors), end="\n\n")
+    print(table("Mbit/s", kind, errors))
+    print(table("methods", lambda case: f"{method_kind(case)}, {kind(case)}", errors))
+    print(table("setting", lambda case: case.row.setting, errors))
     for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
         print(f"{error:+.0%} {case.row.setting} {kind(case)} {case.row.method}: measured {case.row.median:.3f} s")
 

@@ -7,17 +7,18 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Volume, redistribution_volume
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, redistribution_volume
 from tests.harness.documents import page
 
-RANKS, GROUP = 4, 2
-SIZES = GroupSizes(RANKS, GROUP)
+SIZES = GroupSizes(4, 2)  # of the formulas; the elements that collectives are given depend on no number of ranks
+ACCUMULATION = 4
 WIDTHS = (32, 64, 64, 32)
 SMALL = 100  # elements of norms, losses and barriers; every layer has more
 KEY = "use_multi_rank_bucket_allreduce"
 # How often each collective moves its elements between N (whole on each rank) and G (a shard on each rank), whatever
 # the algorithm: a reduce to one root and, of many roots in turn, a part of a reduce-scatter, are one such move.
 MOVES = {"all_reduce": 2, "reduce": 1, "reduce_scatter_tensor": 1, "all_gather_into_tensor": 1, "all_gather": 1}
+Found = dict[tuple[int, bool], tuple[int, Counter[str]]]  # by stage, and whether it is as shipped
 COLLECTIVES = (
     *MOVES,
     "reduce_scatter",
@@ -28,45 +29,41 @@ COLLECTIVES = (
 )
 
 
+@pytest.fixture(scope="module")
+def moved(ranks: Any) -> Found:
+    """What steps of each stage move, as shipped and with the key set to false."""
+    kinds = [(stage, shipped) for stage in (1, 2) for shipped in (True, False)]
+    zeros = [{"stage": stage} | ({} if shipped else {KEY: False}) for stage, shipped in kinds]
+    return dict(zip(kinds, ranks(2).run(cases, zeros)[0], strict=True))
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("as_shipped", [True, False])
-def test_stock_zero_reduces_gradients_by_all_reduces_as_shipped(
-    ranks: Any, accumulation: int, stage: int, as_shipped: bool
-) -> None:
-    zero = {"stage": stage} | ({} if as_shipped else {KEY: False})
-    elements, moved = ranks(RANKS).run(case, zero, accumulation)[0]
-    reductions = accumulation if stage == 2 else 1
-    by = "all_reduce" if as_shipped else "reduce"
-    assert moved.keys() == {by, "all_gather_into_tensor"}, moved
-    assert moved[by] == pytest.approx(reductions * elements, rel=0.01)
-    assert moved["all_gather_into_tensor"] == pytest.approx(elements, rel=0.01)
+@pytest.mark.parametrize("shipped", [True, False])
+def test_stock_zero_reduces_by_all_reduces_as_shipped(moved: Found, stage: int, shipped: bool) -> None:
+    elements, found = moved[stage, shipped]
+    reductions = ACCUMULATION if stage == 2 else 1
+    by = "all_reduce" if shipped else "reduce"
+    assert found.keys() == {by, "all_gather_into_tensor"}, found
+    assert found[by] == pytest.approx(reductions * elements, rel=0.01)
+    assert found["all_gather_into_tensor"] == pytest.approx(elements, rel=0.01)
 
 
-def volume(moved: dict[str, int]) -> Volume:
-    """What a rank receives by collectives that know of groups: the least that any algorithm needs."""
-    moves = (
-        redistribution_volume(SIZES, Placement.N, Placement.G, 4 * count) * MOVES[name]
-        for name, count in moved.items()
+def times_fewer(moved: Found, shipped: bool, stage: int, name: str) -> float:
+    """How many times fewer bytes than a stage a strategy moves between groups: the least that any algorithm needs."""
+    elements, found = moved[stage, shipped]
+    states = ModelStates.of(elements, parameter_bytes=4, gradient_bytes=4)
+    stock = sum(
+        redistribution_volume(SIZES, Placement.N, Placement.G, 4 * count).inter * MOVES[collective]
+        for collective, count in found.items()
     )
-    return sum(moves, Volume())
-
-
-def times_fewer(ranks: Any, zero: dict[str, Any], pairs: list[tuple[int, str]]) -> list[float]:
-    """How many times fewer bytes than a stage with these keys strategies move between groups, at accumulation 4."""
-    accumulation, found = 4, []
-    for stage, name in pairs:
-        elements, moved = ranks(RANKS).run(case, {"stage": stage, **zero}, accumulation)[0]
-        states = ModelStates.of(elements, parameter_bytes=4, gradient_bytes=4)
-        found.append(volume(moved).inter / STRATEGIES[name].volume(SIZES, states, accumulation).inter)
-    return found
+    return stock / STRATEGIES[name].volume(SIZES, states, ACCUMULATION).inter
 
 
 @pytest.mark.quick
-def test_how_many_times_fewer_bytes_move_between_groups(ranks: Any) -> None:
+def test_how_many_times_fewer_bytes_move_between_groups(moved: Found) -> None:
     pairs = [(1, "NNG"), (2, "NIG"), (2, "NGG")]
-    shipped, rooted = (times_fewer(ranks, zero, pairs) for zero in ({}, {KEY: False}))
+    shipped, rooted = ([times_fewer(moved, one, *pair) for pair in pairs] for one in (True, False))
     assert shipped == pytest.approx([1.5, 4.5, 1.8], rel=0.01)
     assert rooted == pytest.approx([1.0, 2.5, 1.0], rel=0.01)
     text = " ".join(page("deepspeed_ext/zero/README.md").text.split())
@@ -78,7 +75,12 @@ def test_how_many_times_fewer_bytes_move_between_groups(ranks: Any) -> None:
     assert f"{shipped[1]:.1f} times fewer than [ZeRO-2 as shipped]" in " ".join(page("README.md").text.split())
 
 
-def case(zero: dict[str, Any], accumulation: int) -> tuple[int, Counter[str]]:
+def cases(zeros: list[dict[str, Any]]) -> list[tuple[int, Counter[str]]]:
+    """``case`` of each section ``zero_optimization``."""
+    return [case(zero) for zero in zeros]
+
+
+def case(zero: dict[str, Any]) -> tuple[int, Counter[str]]:
     """The model's parameters, and the elements that a step has given to each collective, small ones left out."""
     import contextlib
     from unittest import mock
@@ -88,7 +90,7 @@ def case(zero: dict[str, Any], accumulation: int) -> tuple[int, Counter[str]]:
 
     from tests.harness import training
 
-    job = training.Job(sizes=WIDTHS, empty=False, accumulation=accumulation)
+    job = training.Job(sizes=WIDTHS, empty=False, accumulation=ACCUMULATION)
     moved: Counter[str] = Counter()
 
     def counted(name: str) -> Any:
@@ -98,7 +100,8 @@ def case(zero: dict[str, Any], accumulation: int) -> tuple[int, Counter[str]]:
             tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             elements = max((tensor.numel() for tensor in tensors), default=0)
             if elements > SMALL:
-                moved[name] += elements * (RANKS if name == "all_gather" else 1)  # which takes a list of shards
+                whole = torch.distributed.get_world_size() if name == "all_gather" else 1  # it takes a list of shards
+                moved[name] += elements * whole
             return original(*args, **kwargs)
 
         return mock.patch.object(comm.comm.cdb, name, call)
@@ -108,7 +111,7 @@ def case(zero: dict[str, Any], accumulation: int) -> tuple[int, Counter[str]]:
     with contextlib.ExitStack() as patches:
         for name in COLLECTIVES:
             patches.enter_context(counted(name))
-        for number in range(accumulation):
+        for number in range(ACCUMULATION):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
     engine.destroy()

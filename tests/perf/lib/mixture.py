@@ -1,19 +1,29 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts for benchmarks, and the methods that train it: as it is, or spread over ranks by AutoEP."""
+"""A mixture of experts on an emulated cluster: as it is, or spread over the ranks of a node by AutoEP."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor, nn
 
+from deepspeed_ext.planner.cost import Model, predict
+from deepspeed_ext.planner.models import describe
+from deepspeed_ext.planner.rates import Rates
 from tests.harness import experts
-from tests.perf.lib.mixture_rows import EXPERTS, HIDDEN, INNER, LAYERS, METHODS, SIZE, TOKENS, TOP
+from tests.perf.lib import settings
+from tests.perf.lib.measurements import Measurement
 from tests.perf.lib.peers import PEERS, WHOLE, Engine, Method, Ours, Workload, gathered
+from tests.perf.lib.records import Row
+from tests.perf.lib.settings import BOTH
+
+HIDDEN, INNER, LAYERS, EXPERTS, TOP, TOKENS = 256, 512, 2, 8, 2, 8  # TOKENS of a row, of 8 rows in a micro-batch
+SIZE = 2  # expert-parallel
+AUTO_EP = "AutoEP, "
 
 
 class Mixture(nn.Module):
@@ -86,17 +96,52 @@ def named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return zip((name for name, _ in module.named_parameters()), gathered(module), strict=True)
 
 
-def mixture_methods(names: Sequence[str], workload: Workload) -> Iterator[Method]:
-    """Yield what is asked for, in a fixed order."""
-    spread = replace(workload, config=experts.autoep(SIZE))
-    for name in METHODS:
-        if name not in names:
-            continue
-        known = METHODS[name]
-        if name in PEERS:
-            yield PEERS[name](workload)
-        elif known.zero.get("stage"):
-            yield Engine(spread, name, {**known.zero, **WHOLE} if known.zero["stage"] < 3 else dict(known.zero))
-        else:
-            zero = {"paro_group_size": workload.group_size, **known.zero}
-            yield Ours(spread if known.spread else workload, zero, name)
+class MixtureMeasurement(Measurement):
+    """Layers of Mixtral's: tokens stay inside nodes, and an expert is trained by two ranks, one in each node."""
+
+    file = "mixture_cluster.csv"
+    settings = settings.MIXTURE
+    methods = (
+        *("DDP", "HSDP", "ZeRO-2", "ZeRO-3", AUTO_EP + "ZeRO-2", AUTO_EP + "ZeRO-3", "NIG", "IIG"),
+        *(AUTO_EP + name for name in ("NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH)),
+    )
+    least: ClassVar = {"2x2-100": {AUTO_EP + "NIG": 5.0}}
+
+    def make_workload(self) -> Workload:
+        return Workload(self.setting.accumulation, self.setting.ranks_per_node, make_mixture, whole=whole_mixture)
+
+    def make_methods(self) -> Iterator[Method]:
+        spread = replace(self.workload, config=experts.autoep(SIZE))
+        for name in self.names:
+            base = name.removeprefix(AUTO_EP)
+            workload = self.workload if base == name else spread
+            if name in PEERS:
+                yield PEERS[name](workload)
+            elif base.startswith("ZeRO"):
+                stage = int(base[-1])
+                yield Engine(workload, name, {"stage": stage, **(WHOLE if stage < 3 else {})})
+            else:
+                yield Ours(workload, {"paro_group_size": workload.group_size, **self._keys(name)}, name)
+
+    def _keys(self, name: str) -> Mapping[str, Any]:
+        keys: dict[str, Any] = {"paro_strategy": name.removeprefix(AUTO_EP)[:3]}
+        if name.startswith(AUTO_EP + "IIG"):
+            # No layer is a unit: a layer's own parameters and its experts are gathered by other ranks.
+            keys["leaf_module"] = {"classes": []}
+        return keys | ({"zeropp_loco_param": {}, "paro_quantized_updates": {}} if name.endswith(BOTH) else {})
+
+    @property
+    def width(self) -> int:
+        return TOKENS * HIDDEN
+
+    def describe(self, method: Ours) -> Model:
+        return describe(method.module, accumulation=self.setting.accumulation)
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        super().complete(row, rates)
+        method, sizes = self.made[row.method], self.turns.topology.sizes
+        row.more["formula_expert_bytes"] = None
+        if isinstance(method, Ours):
+            any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)
+            found = predict(method.strategy, sizes, self.describe(method), any_rates, method.sent)
+            row.more["formula_expert_bytes"] = round(found.of_experts.inter * sizes.group_size)

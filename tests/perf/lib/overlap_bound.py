@@ -27,8 +27,13 @@ Note [The bound of a step]
 
 from dataclasses import dataclass
 
-from deepspeed_ext.strategy import Direction, GroupSizes, ModelStates, Strategy
+from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Strategy
+from tests.perf.lib.records import Row
+from tests.perf.lib.settings import OVERLAP, SIZES, Setting
 
+BLOCKS, BLOCK = SIZES["narrow"][0], 2 * SIZES["narrow"][1] * SIZES["narrow"][2]  # elements of a block
+BACKWARD = 2.0  # seconds of backward for each of forward
+RATIOS = (0.5, 1.0, 2.0)
 REDUCE_LAST = ("DDP", "HSDP", "HSDP kept")  # peers that cross in the last backward, and only there
 
 
@@ -101,3 +106,47 @@ def bound(compute: Compute, link: LinkSeconds, alone: float | None = None) -> fl
         under += (s - 1) * (compute.forward + compute.backward)
     exposed = max(0.0, link.reduced + s * link.gradients - under)
     return alone + exposed + max(0.0, link.updates - compute.forward * rest)
+
+
+# Of the rows of overlap.csv #######################################################################
+
+
+def wire_of(setting: Setting) -> float:
+    """Return W: seconds that a link is occupied by two hops between groups of the whole model."""
+    return of_strategy(STRATEGIES["NIG"], setting.sizes, setting.states, _rate(setting)).total(setting.accumulation)
+
+
+def compute_of(setting: Setting, ratio: float) -> Compute:
+    """Return the compute with which W is ``ratio`` times that of a micro-batch."""
+    forward = wire_of(setting) / ratio / (1 + BACKWARD)
+    return Compute(forward, BACKWARD * forward, BLOCKS, setting.accumulation)
+
+
+def link_of(row: Row, mbit: float | None = None) -> LinkSeconds:
+    """Return those of a strategy by the formula, at this rate or the setting's; of a peer by its bytes."""
+    setting = OVERLAP[row.setting]
+    mbit = mbit or _rate(setting)
+    if row.method in STRATEGIES:
+        return of_strategy(STRATEGIES[row.method], setting.sizes, setting.states, mbit)
+    return of_peer(row.method, row.bytes_between * 8 / (mbit * 1e6), setting.accumulation)
+
+
+def bound_of(row: Row, measured: bool = False, payload: bool = False) -> float:
+    """Return the bound of a row: of the emulated compute, or of the compute that was measured; at the link's rate, or
+    at the rate at which it carries payload by the planner's probe."""
+    compute = compute_of(OVERLAP[row.setting], row.more["wire_of_compute"])
+    link = link_of(row, row.more["payload_mbit"] if payload else None)
+    return bound(compute, link, row.compute if measured else None)
+
+
+def formula_bytes(row: Row) -> float:
+    """Return the formula's bytes but for the block that ZeRO-3 keeps, with p = G, from a forward to its backward."""
+    setting = OVERLAP[row.setting]
+    kept = setting.accumulation * link_of(row).parameters * _rate(setting) * 1e6 / 8 / (2 * BLOCKS)
+    return (row.formula_bytes or 0.0) - kept
+
+
+def _rate(setting: Setting) -> float:
+    (mbit,) = setting.mbit
+    assert mbit is not None
+    return mbit

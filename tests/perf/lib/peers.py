@@ -31,11 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.arrivals import wait_for_updates
 from deepspeed_ext.zero.sharded.coordinator import forget
 from tests.harness.model_states import held, storage_bytes
-from tests.perf.lib.cluster_rows import HSDP_REDUCTIONS, MUON, SHIPPED
+from tests.perf.lib.settings import HSDP_REDUCTIONS, MUON, SHIPPED
 
 ADAMW: dict[str, Any] = {"eps": 1e-4, "weight_decay": 0.01}
 # Adam's part is for what is no matrix: models here have nothing of that.
@@ -65,7 +67,6 @@ class Workload:
         zero: more keys of the section ``zero_optimization``, for all of DeepSpeed's.
         lean: what keeps those lean that gather parameters, see ``LEAN``.
         optimizer: "AdamW" or "Muon".
-        direct: FSDP2 reduce-scatters by an all-to-all. Gloo's own reduce-scatter is an all-reduce: twice the bytes.
         config: more keys of the configuration, for all of DeepSpeed's.
         whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
         dtype: of what is computed, fp32 or bf16; masters are in fp32.
@@ -80,7 +81,6 @@ class Workload:
     zero: Mapping[str, Any] = field(default_factory=dict)
     lean: Mapping[str, Any] = field(default_factory=lambda: LEAN)
     optimizer: str = "AdamW"
-    direct: bool = True
     config: Mapping[str, Any] = field(default_factory=dict)
     whole: Callable[[nn.Module], Tensor] = lambda model: torch.cat([part.flatten() for part in gathered(model)])
     dtype: torch.dtype = torch.float32
@@ -280,15 +280,14 @@ class FSDP2(TorchMethod):
             # The backward of the root comes at once: FSDP2's default is not to cut it before.
             cut = None if module is model and reshard is True else reshard
             unit = fully_shard(module, mesh=mesh, reshard_after_forward=cut, mp_policy=policy)
-            if workload.direct:
-                unit.set_custom_reduce_scatter(DirectReduceScatter())
+            unit.set_custom_reduce_scatter(DirectReduceScatter())  # gloo's own sends twice the bytes
         self._kept, self._nodes = between == "whole", nodes
         setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}; "
         setup += "until the last micro-batch set_is_last_backward"
         if self._kept:
             setup += ", set_requires_gradient_sync, set_reshard_after_backward"
         setup += ", set_requires_all_reduce False" if nodes and not self._kept else " False"
-        setup += "; set_custom_reduce_scatter: all-to-all" if workload.direct else ""
+        setup += "; set_custom_reduce_scatter: all-to-all"
         setup += f"; param_dtype {workload.dtype}, reduce_dtype {reduce}" if workload.mixed else ""
         super().__init__(name, setup, workload, model)
 
@@ -465,10 +464,20 @@ class Engine(Method):
 
 
 class Ours(Engine):
-    """A strategy, with any keys beside it."""
+    """A strategy, with any keys beside it.
+
+    Attributes:
+        strategy, sent: of these keys.
+    """
 
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
-        lean = parse_strategy(zero["paro_strategy"]).p > Placement.N
+        self.strategy = parse_strategy(zero["paro_strategy"])
+        loco, updates = (zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates"))
+        self.sent = Compression(
+            None if loco is None else LocoSettings.parse(loco),
+            None if updates is None else UpdateSettings.parse(updates),
+        )
+        lean = self.strategy.p > Placement.N
         zero = zero if lean else {"compute_grad_norm": False, **zero}
         super().__init__(workload, name or zero["paro_strategy"], zero, lean)
 

@@ -1,36 +1,36 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Append the results of benchmarks to CSV files, each with what it depends on."""
+"""The rows of all results: written with what they depend on, read again, and compared."""
 
 import csv
 import datetime
 import os
 import platform
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import deepspeed_ext
+from deepspeed_ext.compare.spread import Ratio, ratio
+from tests.perf.lib.settings import UNLIMITED, rate_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
+STATES = ("parameter", "gradient", "optimizer")
+Table = tuple[list[str], list[list[str]]]  # header, lines
 
 
-def circumstances(commit: str = "") -> dict[str, Any]:
-    """Return what a number depends on and does not say by itself.
-
-    Args:
-        commit: of a copy of the working tree that has no git.
-    """
-    ours, others = f"deepspeed_ext {deepspeed_ext.__version__}", ("deepspeed", "torch")
+def circumstances() -> dict[str, Any]:
+    """Return what a number depends on and does not say by itself."""
+    versions = [f"{name} {metadata.version(name)}" for name in ("deepspeed", "torch")]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "versions": "; ".join(
-            [ours, *(f"{name} {metadata.version(name)}" for name in others), f"commit {commit or _commit()}"]
-        ),
+        "versions": "; ".join([f"deepspeed_ext {deepspeed_ext.__version__}", *versions, f"commit {_commit()}"]),
         "hardware": f"{os.cpu_count()} cores of {_processor()}",
         "command": command(sys.orig_argv),
     }
@@ -49,25 +49,27 @@ def command(words: Sequence[str]) -> str:
     return shlex.join(["python", *kept])
 
 
-def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Append results, each with its circumstances; a new file gets a header.
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a file; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
-    Raises:
-        ValueError: the file has other columns.
-    """
-    rows = [circumstances() | row for row in rows]
-    columns = list(rows[0])
-    new = not path.exists() or not path.stat().st_size
-    if not new:
-        with path.open(newline="") as file:
-            if next(csv.reader(file)) != columns:
-                raise ValueError(f"{path} has other columns than {', '.join(columns)}: move it away.")
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Append results, each with its circumstances. Earlier rows of the file get the columns that they lack."""
+    added = [circumstances() | row for row in rows]
+    before = read_rows(path)
+    columns = list(dict.fromkeys(name for row in [*before[:1], *added] for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        if new:
+    same = bool(before) and columns == list(before[0])
+    with path.open("a" if same else "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, restval="")
+        if not same:
             writer.writeheader()
-        writer.writerows(rows)
+            writer.writerows(before)
+        writer.writerows(added)
 
 
 def _commit() -> str:
@@ -75,8 +77,8 @@ def _commit() -> str:
     root = Path(deepspeed_ext.__file__).parents[1]
 
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        words = ["git", "-C", str(root), *arguments]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results")
@@ -93,3 +95,185 @@ def _processor() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+# Measured on emulated clusters ####################################################################
+
+
+@dataclass
+class Row:
+    """What one method took in one setting.
+
+    Attributes:
+        seconds: of each step, a list for each round.
+        stolen: share of the CPU's time that the host of a virtual machine took for others, of each step.
+        link_bytes: that a node sent to others in a step, by its interface.
+        headers: how many bytes the interface counts for one of a known transfer.
+        formula_bytes: that a node must receive from others; None for a peer.
+        held: bytes of parameters, gradients and optimizer states on the rank that holds most.
+        difference: of the weights, or losses, to the first method's.
+        compute: seconds of a step without communication, as measured.
+        more: other columns of the file, by name.
+    """
+
+    setting: str
+    mbit: float | None
+    method: str
+    setup: str = ""
+    seconds: list[list[float]] = field(default_factory=list)
+    stolen: list[float] = field(default_factory=list)
+    link_bytes: float = 0.0
+    headers: float = 1.0
+    formula_bytes: float | None = None
+    held: Sequence[float] = (0.0, 0.0, 0.0)
+    difference: float = 0.0
+    compute: float = 0.0
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> list[float]:
+        """Seconds of all steps."""
+        return [step for steps in self.seconds for step in steps]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def range(self) -> str:
+        return f"{_digits(min(self.steps))} .. {_digits(max(self.steps))}"
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step beyond those without communication, with hops inside nodes."""
+        return self.median - self.compute
+
+    @property
+    def memory(self) -> float:
+        return sum(self.held)
+
+    @property
+    def predicted(self) -> float | None:
+        """Seconds of a step by the planner; None if it was not asked."""
+        found: float | None = self.more.get("seconds_predicted")
+        return found
+
+    @property
+    def bytes_between(self) -> float:
+        """Payload that a node received from others in a step."""
+        return self.link_bytes / self.headers
+
+    @property
+    def floor(self) -> float:
+        """Seconds of compute, of the node's link, and of copies between host and device, one after the other."""
+        link = 0.0 if self.mbit is None else self.bytes_between * 8 / (self.mbit * 1e6)
+        return self.compute + link + self.more.get("copied_bytes", 0.0) / (self.more.get("pcie_gigabytes", 1.0) * 1e9)
+
+    def add(self, seconds: list[float], stolen: float, sent: float) -> None:
+        """Add a turn: seconds of its steps, the share of the CPU that it lost, bytes that a node sent in a step."""
+        self.seconds.append(seconds)
+        self.stolen.append(stolen)
+        self.link_bytes += (sent - self.link_bytes) * len(seconds) / len(self.steps)
+
+    def to_csv(self) -> dict[str, Any]:
+        """Return what identifies a result, and the result."""
+        columns = {
+            "setting": self.setting,
+            "link_mbit": rate_name(self.mbit),
+            "method": self.method,
+            "setup": self.setup,
+            "steps": len(self.steps),
+            **spread("seconds", self.steps),
+            "seconds_compute": self.compute,
+            "seconds_floor": self.floor,
+            "stolen_median": statistics.median(self.stolen),
+            "link_bytes": round(self.link_bytes),
+            "header_factor": self.headers,
+            "formula_bytes": None if self.formula_bytes is None else round(self.formula_bytes),
+            **{f"{state}_bytes": round(nbytes) for state, nbytes in zip(STATES, self.held, strict=True)},
+            "difference": f"{self.difference:.2e}",
+            **self.more,
+        }
+        return {name: round(value, 5) if isinstance(value, float) else value for name, value in columns.items()}
+
+    @classmethod
+    def from_csv(cls, kept: dict[str, str]) -> "Row":
+        """Return what a file has: of all steps the least, the median and the largest, as one round."""
+        numbers = {name: _number(value) for name, value in kept.items()}
+        rate = kept["link_mbit"]
+        return cls(
+            kept["setting"],
+            None if rate == UNLIMITED else float(rate),
+            kept["method"],
+            kept["setup"],
+            [[numbers[f"seconds_{part}"] for part in ("min", "median", "max")]],
+            [numbers.get("stolen_median") or 0.0],
+            numbers.get("link_bytes") or 0.0,
+            numbers.get("header_factor") or 1.0,
+            numbers.get("formula_bytes"),
+            [numbers.get(f"{state}_bytes") or 0.0 for state in STATES],
+            numbers.get("difference") or 0.0,
+            numbers.get("seconds_compute") or 0.0,
+            {name: value for name, value in numbers.items() if value is not None and name not in _OWN},
+        )
+
+
+_OWN = {"setting", "link_mbit", "method", "setup", "steps", "date", "versions", "hardware", "command", "formula_bytes"}
+_OWN |= {"stolen_median", "link_bytes", "header_factor", "difference", *(f"{state}_bytes" for state in STATES)}
+_OWN |= {f"seconds_{part}" for part in ("min", "median", "max", "compute", "floor")}
+
+
+def _number(value: str) -> Any:
+    """Return a cell as a number if it is one, and None if it is empty."""
+    try:
+        return float(value) if value else None
+    except ValueError:
+        return value
+
+
+def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    """Return what a file has of a list: the median, the least and the largest; nothing of an empty one."""
+    parts = {"median": statistics.median, "min": min, "max": max}
+    return {f"{name}_{part}": round(of(values), 5) if values else None for part, of in parts.items()}
+
+
+def read(file: str) -> list[Row]:
+    """Return the last row of a file of results for each setting, rate, method, ratio of compute, and disk."""
+    rows = map(Row.from_csv, read_rows(RESULTS / file))
+    keys = ("wire_of_compute", "disk")
+    return list({(r.setting, r.method, r.mbit, *map(r.more.get, keys)): r for r in rows}.values())
+
+
+def speed(row: Row, other: Row) -> Ratio:
+    """Return how many times as fast a method is as another, with the interval of ``deepspeed_ext.compare``.
+
+    Rounds count that both have.
+    """
+    rounds = min(len(row.seconds), len(other.seconds))
+    return ratio(row.seconds[:rounds], other.seconds[:rounds])
+
+
+def slower(rows: Sequence[Row], stock: str, least: dict[str, float]) -> list[str]:
+    """Return the methods of a setting that are not so many times as fast as ``stock``, where both are."""
+    found = {row.method: row for row in rows}
+    speeds = {name: speed(found[name], found[stock]) for name in least if {name, stock} <= set(found)}
+    return [
+        f"{name} is {one.value:.2f} times as fast as {stock} ({one.low:.2f} to {one.high:.2f}), not {least[name]:g}"
+        for name, one in speeds.items()
+        if one.value < least[name]
+    ]
+
+
+def _digits(value: float) -> str:
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def seconds_of(value: float | None) -> str:
+    """Return seconds as tables have them."""
+    return "" if value is None else _digits(value)
+
+
+def markdown(table: Table) -> str:
+    """Return a table in Markdown."""
+    header, *lines = [f"| {' | '.join(cells)} |" for cells in (table[0], *table[1])]
+    return "\n".join([header, "|" + "---|" * len(table[0]), *lines, ""])

@@ -1,121 +1,126 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How programs measure settings on emulated clusters: a launch for each, whose ranks are the same program."""
+"""Names of methods and settings that ``tests.perf.cluster`` measures. Imports neither torch nor DeepSpeed."""
 
-import argparse
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
-import torch.distributed as dist
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.strategy import GroupSizes, ModelStates
 
-from scripts.emulation.cluster import collect
-from scripts.emulation.launching import start_rank
-from tests.perf.lib import records
-from tests.perf.lib.cluster_rows import MethodRow
+UNLIMITED = "unlimited"
+ADAMW, MUON = "AdamW", "Muon"
+FP32, BF16 = "fp32", "bf16"
+FORMS = {
+    sent.label: sent for sent in (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+}
+_, LOCO, BOTH = FORMS  # suffixes of a strategy's name, as the next two
+NATIVE = " (gloo's collectives)"
+WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise
+SHIPPED = "ZeRO-1 as shipped"  # use_multi_rank_bucket_allreduce true
+HSDP_REDUCTIONS = {  # parameters from forward to backward, and the dtype of reductions: beside bf16 only
+    f"HSDP{kept} (reduces in {short})": (between, dtype)
+    for kept, between in ((" kept", "whole"), ("", "cut"))
+    for short, dtype in ((FP32, "float32"), (BF16, "bfloat16"))
+}
+SIZES = {  # blocks, their width, and the width of their hidden layer
+    "large": (4, 512, 2048),
+    "small": (4, 256, 1024),
+    "narrow": (8, 256, 400),  # whose compute is nothing beside its messages
+    "two": (2, 512, 1024),
+    "25M": (12, 512, 2048),
+    "200M": (24, 1024, 4096),
+}
 
-_Row = TypeVar("_Row", bound=MethodRow)
+
+def rate_name(mbit: float | None) -> str:
+    """Return a rate as files and tables name it."""
+    return UNLIMITED if mbit is None else f"{mbit:g}"
 
 
-def add_arguments(
-    parser: argparse.ArgumentParser, program: str, settings: Mapping[str, Any], methods: Sequence[str]
-) -> None:
-    """Add what all of these programs take.
+@dataclass(frozen=True)
+class Setting:
+    """A model on an emulated cluster, in groups of a node.
 
-    Args:
-        parser: of the program.
-        program: its name.
-        settings: by name; of each ``nodes`` and ``ranks_per_node`` are used.
-        methods: that take turns.
+    Attributes:
+        name: of the setting.
+        mbit: rates of a node's link, in turn.
+        size: of the model, a key of ``SIZES`` where it has blocks.
+        lora: adapters of rank 1 are trained beside frozen blocks.
     """
-    parser.add_argument("--settings", nargs="+", choices=settings, default=list(settings), metavar="NAME")
-    parser.add_argument("--methods", nargs="+", choices=methods, default=list(methods), metavar="NAME")
-    parser.add_argument("--log", type=Path, default=Path(f"{program}.log"), help="what the ranks print")
-    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
-    parser.add_argument("--csv", type=Path, help="append a row a result here")
-    parser.add_argument("--setting", choices=settings, help=argparse.SUPPRESS)  # of a rank
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
+
+    name: str
+    nodes: int = 2
+    ranks_per_node: int = 2
+    accumulation: int = 4
+    mbit: tuple[float | None, ...] = (100,)
+    size: str = "large"
+    optimizer: str = ADAMW
+    dtype: str = FP32
+    lora: bool = False
+
+    @property
+    def sizes(self) -> GroupSizes:
+        return GroupSizes(self.nodes * self.ranks_per_node, self.ranks_per_node)
+
+    @property
+    def states(self) -> ModelStates:
+        """Bytes of the model in fp32."""
+        blocks, width, hidden = SIZES[self.size]
+        frozen = 2 * blocks * width * hidden
+        if not self.lora:
+            return ModelStates.of(frozen, parameter_bytes=4, gradient_bytes=4)
+        adapters = 2 * blocks * (width + hidden)
+        return ModelStates.of(frozen + adapters, adapters, parameter_bytes=4, gradient_bytes=4)
 
 
-def require_positive(parser: argparse.ArgumentParser, args: argparse.Namespace, *names: str) -> None:
-    """End the program if one of these options, or a number in its list, is not positive; None is."""
-    for name in names:
-        given = getattr(args, name)
-        values = given if isinstance(given, list | tuple) else [] if given is None else [given]
-        if not all(value > 0 for value in values):
-            parser.error(f"--{name} must be positive, got {given}")
+def by_name(*settings: Setting) -> dict[str, Setting]:
+    """Return settings by their names."""
+    return {setting.name: setting for setting in settings}
 
 
-def run(
-    args: argparse.Namespace,
-    module: str,
-    settings: Mapping[str, Any],
-    row: Callable[..., _Row],
-    measure: Callable[[], Iterable[_Row]],
-    print_all: Callable[[list[_Row]], bool],
-) -> int:
-    """Measure as a rank, or launch the ranks of each setting that is asked for.
-
-    Args:
-        args: of the program.
-        module: the program.
-        settings: by name.
-        row: makes one of what a rank has reported.
-        measure: what a rank does.
-        print_all: prints a setting's rows; returns whether something is wrong with them.
-
-    Returns:
-        The exit status.
-    """
-    if args.worker is not None:
-        _work(args.worker, measure)
-        return 0
-    failed = False
-    for name in args.settings:
-        setting = settings[name]
-        more = ["--setting", name]
-        found = collect(setting.nodes, setting.ranks_per_node, module, args.log, args.timeout, more)
-        rows = [row(**values | {"held": tuple(values["held"])}) for values in found]
-        wrong = print_all(rows)
-        failed |= wrong
-        if args.csv is not None and not wrong:  # what did not train the same, or not as it should, is no result
-            records.append_rows(args.csv, [one.to_csv() for one in rows])
-    return int(failed)
-
-
-def run_what_is_promised(
-    args: argparse.Namespace,
-    module: str,
-    settings: Mapping[str, Any],
-    row: Callable[..., _Row],
-    measure: Callable[[], Iterable[_Row]],
-    print_all: Callable[[list[_Row]], bool],
-    missed: Callable[[list[_Row]], list[str]],
-) -> int:
-    """Do as ``run`` does; a setting in which a method is not as fast as it should be makes the exit status 1, too.
-
-    Args:
-        args, module, settings, row, measure, print_all: those of ``run``.
-        missed: says of a setting's rows which methods are not, and by how much.
-    """
-    late: list[str] = []
-
-    def look(rows: list[_Row]) -> bool:
-        late.extend(missed(rows))
-        return print_all(rows)
-
-    status = run(args, module, settings, row, measure, look)
-    for line in late:
-        print(f"MISSED: {line}")
-    return status or int(bool(late))
-
-
-def _work(report: Path, measure: Callable[[], Iterable[MethodRow]]) -> None:
-    """Live as a rank: measure and report."""
-    first = start_rank()
-    rows = measure()
-    if first:
-        report.write_text(json.dumps([asdict(row) for row in rows]))
-    dist.destroy_process_group()
+RATES = (100, 500, None)
+BLOCKS = by_name(
+    Setting("2x2-large-4", mbit=RATES),
+    Setting("2x2-small-1", accumulation=1, mbit=RATES, size="small"),
+    Setting("2x2-small-4", mbit=RATES, size="small"),
+    Setting("2x2-small-16", accumulation=16, mbit=RATES, size="small"),
+    Setting("4x2-small-4", nodes=4, mbit=RATES, size="small"),
+    Setting("2x2-large-4-muon", mbit=RATES, optimizer=MUON),
+    Setting("2x2-large-4-bf16", dtype=BF16),
+)
+OVERLAP = by_name(
+    *(Setting(f"{n}x2-{s}", nodes=n, accumulation=s, size="narrow") for n in (2, 4) for s in (1, 4)),
+)
+OFFLOAD = by_name(
+    Setting("2x2-full-100"),
+    Setting("2x2-LoRA-100", lora=True),
+    Setting("2x2-LoRA-15", mbit=(15,), size="two", lora=True),
+)
+OUTER = by_name(
+    *(
+        Setting(f"2x{ranks}-{rate_name(rate)}", ranks_per_node=ranks, accumulation=1, mbit=(rate,))
+        for ranks in (1, 2)
+        for rate in (None, 100, 20, 5)
+    )
+)
+MIXTURE = by_name(Setting("2x2-100"))
+GPT2 = by_name(Setting("2x2-gpt2", mbit=(100, 1000), dtype=BF16), Setting("2x2-tiny", mbit=(100, 1000), dtype=BF16))
+SAVES = by_name(
+    Setting("2x2-25M-1000", mbit=(1000,), size="25M", dtype=BF16),
+    Setting("2x2-25M-100", size="25M", dtype=BF16),
+    Setting("2x2-200M-1000", mbit=(1000,), size="200M", dtype=BF16),
+)
+_ASYNC = {"async_save": True}
+SAVE_SECTIONS: dict[str, dict[str, Any]] = {  # ``checkpoint`` of the configuration, by method
+    "ZeRO-2": {},
+    "ZeRO-3": {},
+    "ZeRO-3, python writer": {"writer": {"type": "python"}},
+    "ZeRO-3, decoupled": {"writer": {"type": "python", "decoupled": True}},
+    "NIG": {},
+    "NIG, asynchronous": _ASYNC,
+    "NIG, asynchronous, zero_order": {**_ASYNC, "zero_order": True},
+    "IIG": {},
+    "IIG, asynchronous": _ASYNC,
+}

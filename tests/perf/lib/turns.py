@@ -1,28 +1,41 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A turn of a method on an emulated cluster, as a rank sees it: its seconds, and what its node sends meanwhile.
+"""Methods that take turns on an emulated cluster, in the same processes, as a rank sees it.
 
-A turn from which the host of a virtual machine has taken the CPU away (/proc/stat) is repeated unless it is long.
+All train the same model on the same data from the same seed, in rounds whose order alternates: so whatever else this
+machine does falls on all of them. A turn from which the host of a virtual machine has taken the CPU away (/proc/stat)
+is repeated unless it is long.
 """
 
 import ctypes
+import itertools
+import random
+import statistics
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon.original_muon import muon_update
+from torch import Tensor, nn
 
+from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.process_groups import get_topology
+from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
-from tests.perf.lib.cluster_rows import MethodRow
-from tests.perf.lib.peers import Batch, Method
+from tests.perf.lib.peers import MUON_RATE, PEERS, Batch, Method, Ours, Workload
+from tests.perf.lib.records import Row
+from tests.perf.lib.settings import FORMS, FP32, MUON, NATIVE, WIDE
 
 LONG = 8.0  # seconds of a turn that is not repeated
 STOLEN, TRIES = 0.05, 4  # a turn that lost more of the CPU to the host than this share is repeated, as often as this
 CALIBRATION = 1_000_000  # elements of fp32
+WARM_UP_STEPS = 2  # in the first one Adam has no moments, and ZeRO-3 records modules; the second one is watched
 
 
 class Turn(NamedTuple):
@@ -32,35 +45,114 @@ class Turn(NamedTuple):
     seconds: list[float]
     sent: float
 
-    def count_in(self, row: MethodRow) -> None:
-        """Add this to what a row has of such turns."""
-        row.seconds.extend(self.seconds)
-        row.stolen.extend([self.stolen] * len(self.seconds))
-        row.link_bytes += (self.sent - row.link_bytes) * len(self.seconds) / len(row.seconds)
+    def count_in(self, row: Row) -> None:
+        """Add this to a row."""
+        row.add(self.seconds, self.stolen, self.sent)
 
 
-def cpu_times() -> tuple[int, int]:
-    """Return CPU ticks of this machine since its start: stolen by its host, and in all. See proc(5)."""
-    _, *ticks = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
-    return int(ticks[7]), sum(map(int, ticks[:8]))
+class Compute(Method):
+    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them.
+
+    Muon's update is that of whole matrices, of every n-th one here.
+
+    Attributes:
+        orthogonalizing: seconds of Muon's last update.
+    """
+
+    orthogonalizing = 0.0
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__("compute", "no communication")
+        self._model, self._accumulation = workload.make_model().to(workload.dtype), workload.accumulation
+        trainable = [p for p in self._model.parameters() if p.requires_grad]
+        mine = trainable[dist.get_rank() :: dist.get_world_size()]
+        self._momenta = [(p, torch.zeros_like(p)) for p in mine] if workload.optimizer == MUON else []
+        flat = torch.cat([p.detach().flatten() for p in trainable]).float()
+        self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
+        self._share.grad = torch.zeros_like(self._share)
+        self._optimizer = torch.optim.AdamW([self._share], **workload.adamw)
+
+    def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
+        (self._model(inputs, targets) / self._accumulation).backward()
+        if last:
+            self._orthogonalize() if self._momenta else self._optimizer.step()
+            self._model.zero_grad()
+
+    @torch.no_grad()
+    def _orthogonalize(self) -> None:
+        begin = time.perf_counter()
+        for matrix, momentum in self._momenta:
+            matrix.sub_(muon_update(matrix.grad, momentum), alpha=MUON_RATE)
+        self.orthogonalizing = time.perf_counter() - begin
+
+    def _states(self) -> Any:
+        raise NotImplementedError
+
+    def weights(self) -> Tensor:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self._model = self._optimizer = None  # type: ignore[assignment]
 
 
-class Turns(ABC):
-    """A rank's link, and how it times what methods do.
+def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -> Iterator[Method]:
+    """Yield these methods in a fixed order; strategies with these keys of ``zero_optimization``."""
+    for name, make in PEERS.items():
+        if name in names:
+            yield make(workload)
+    for name in STRATEGIES:
+        zero: dict[str, Any] = {"paro_strategy": name, "paro_group_size": workload.group_size, **keys}
+        for suffix, sent in FORMS.items():
+            if name + suffix in names:
+                used = {"zeropp_loco_param": sent.loco, "paro_quantized_updates": sent.updates}
+                few_bits = {key: {} for key, settings in used.items() if settings is not None}
+                yield Ours(workload, {**zero, **few_bits}, name + suffix)
+        if name + WIDE in names:
+            wide = {**workload.config, "communication_data_type": FP32}
+            yield Ours(replace(workload, config=wide), zero, name + WIDE)
+        if name + NATIVE in names:
+            # As on other backends: hops take the backend's own reduce-scatter and all-gather.
+            with mock.patch.object(collectives, "backend_of", lambda group: "native"):
+                yield Ours(workload, zero, name + NATIVE)
+
+
+class Turns:
+    """A rank's link, and how it times methods.
 
     Args:
         group_size: ranks in a node.
+        batches: makes this rank's micro-batches of the step of this number; all methods have the same.
     """
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, batches: Callable[[int], list[Batch]]) -> None:
         self.link = Link()
         self.topology = get_topology(None, group_size)
-        self.link.limit(None)
+        self._make_batches, self._steps = batches, Counter[str]()
+        self.limit(None)
+
+    def limit(self, mbit: float | None) -> None:
+        """Limit the links. Collective."""
+        dist.barrier()  # nobody sends at the rate of before
+        self.link.limit(mbit)
         dist.barrier()
 
-    @abstractmethod
     def _batches(self, method: Method) -> list[Batch]:
-        """Make the batches of a method's next step: those that every other method has in that step."""
+        self._steps[method.name] += 1
+        return self._make_batches(self._steps[method.name])
+
+    def warm_up(self, method: Method, watch: bool = True) -> list[float]:
+        """Open connections, record modules, make moments; return the bytes of states, on the rank with most."""
+        for number in range(WARM_UP_STEPS):
+            method.step(self._batches(method), watch=watch and number > 0)
+            method.finish()
+        give_back_memory()
+        return over_ranks([float(n) for n in asdict(method.held()).values()], dist.ReduceOp.MAX)
+
+    def take(self, method: Method, count: int) -> None:
+        """Take so many steps that are not timed."""
+        for _ in range(count):
+            method.step(self._batches(method))
+        method.finish()
 
     def a_step(self, method: Method) -> Turn:
         """Time one step, and what it leaves under way."""
@@ -75,6 +167,24 @@ class Turns(ABC):
             return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
 
         return self._undisturbed(run, 1)
+
+    def steps_in_a_row(self, method: Method, count: int, before: int = 1) -> Turn:
+        """Time so many steps after others, since each step waits for what the previous one has left under way.
+
+        A step lasts from the end of the one before to its own, each on the rank that gets there last: ranks of one
+        machine have one clock.
+        """
+
+        def run() -> list[float]:
+            ends = []
+            for batches in [self._batches(method) for _ in range(count + before)]:
+                method.step(batches)
+                ends.append(time.perf_counter())
+            method.finish()
+            ends = over_ranks(ends[before - 1 :], dist.ReduceOp.MAX)
+            return [end - begin for begin, end in itertools.pairwise(ends)]
+
+        return self._undisturbed(run, count + before)
 
     def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
         """Take a turn from which the host of this machine has taken little: the best of some, none of them long."""
@@ -108,6 +218,37 @@ class Turns(ABC):
         dist.barrier()
         (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
         return sent / (4 * CALIBRATION * (groups - 1) * dist.get_world_size())
+
+
+def one_round(
+    number: int,
+    methods: Mapping[str, Method],
+    compute: Method,
+    rows: Mapping[str, Row],
+    take: Callable[[Method], Turn],
+) -> float:
+    """Give each method of these rows its turn, and ``compute``; return the median of the latter's seconds."""
+    order = list(rows)
+    random.Random(number).shuffle(order)
+    for name in order:
+        take(methods[name]).count_in(rows[name])
+    return statistics.median(take(compute).seconds)
+
+
+def differences(methods: Mapping[str, Method]) -> dict[str, float]:
+    """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""
+    first = next(iter(methods.values())).weights()
+    found = {}
+    for name, method in methods.items():
+        apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
+        (found[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
+    return found
+
+
+def cpu_times() -> tuple[int, int]:
+    """Return CPU ticks of this machine since its start: stolen by its host, and in all. See proc(5)."""
+    _, *ticks = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    return int(ticks[7]), sum(map(int, ticks[:8]))
 
 
 def give_back_memory() -> None:

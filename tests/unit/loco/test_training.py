@@ -241,7 +241,7 @@ def alone_case() -> tuple[dict[str, Any], bool]:
 
 @pytest.mark.parametrize("optimizer", ["Adam", *deep("SGD")])
 def test_16_convergence(ranks: Any, optimizer: str) -> None:
-    """A small regression; the table over a language model is tests.perf.loco_convergence."""
+    """A small regression; the table over a language model is of tests.perf.convergence."""
     losses = ranks(2).run(converge_case, optimizer)[0]
     for plain, loco, norms, _ in losses:
         assert loco == pytest.approx(plain, rel=0.005) and 0.97 < norms < 1.03, losses

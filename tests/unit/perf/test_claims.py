@@ -1,16 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The page of claims: short, and each claim has its figures, its date and its command from the rows."""
+"""The pages of claims: each claim has its figures, its date and its command from the rows."""
 
-import csv
 import re
+import shlex
+import statistics
 from pathlib import Path
 
 import pytest
 
 from scripts import ROOT
 from tests.harness.documents import Page, page
-from tests.perf.lib import long_runs, records
+from tests.perf import cluster
+from tests.perf.lib import records, studies
+from tests.perf.lib.records import RESULTS, read_rows
 
 pytestmark = pytest.mark.quick
 
@@ -22,8 +25,7 @@ Key = tuple[str, ...]
 
 def rows(program: str, *keys: str) -> dict[Key, dict[str, str]]:
     """The rows of a program by some of their columns; of equal ones the newest."""
-    with (PERF / "results" / f"{program}.csv").open(newline="", encoding="utf-8") as kept:
-        return {tuple(row[key] for key in keys): row for row in csv.DictReader(kept)}
+    return {tuple(row[key] for key in keys): row for row in read_rows(RESULTS / f"{program}.csv")}
 
 
 def states(row: dict[str, str]) -> float:
@@ -33,9 +35,20 @@ def states(row: dict[str, str]) -> float:
 
 def dates(program: str) -> set[str]:
     """Days of a program's rows, or of the starts of its trainings, whose files take the place of rows."""
-    if program == long_runs.KEPT.name:
-        return {part["date"][:10] for run in long_runs.read() for part in run.parts}
+    if program == studies.STUDIES["long"].file:
+        return {part["date"][:10] for run in studies.read_runs(studies.STUDIES["long"]) for part in run.parts}
     return {day[:10] for (day,) in rows(program, "date")}
+
+
+def results_of(command: str) -> str:
+    """The name of the file that a command's rows are in, without the ending."""
+    _, _, module, *words = shlex.split(command.strip("`"))
+    name = module.removeprefix("tests.perf.")
+    if name == "cluster":
+        name = cluster.measurement(cluster.parse_arguments(words).name).file
+    elif name == "convergence":
+        name = studies.STUDIES[words[0]].file
+    return name.removesuffix(".csv")
 
 
 def claims() -> list[list[str]]:
@@ -63,7 +76,7 @@ def test_each_claim_has_rows_of_its_date() -> None:
     found, program = claims(), ""
     assert len(found) == 22
     for claim, date, command, _ in found:
-        program = program if command == "the same" else re.findall(r"-m tests\.perf\.(\w+)", command)[0]
+        program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
 
 
@@ -78,19 +91,8 @@ def test_a_page_of_results_begins_with_dates_of_its_rows(path: Path) -> None:
 
 
 def test_commands_of_rows_name_no_folder_of_a_machine() -> None:
-    words = [
-        "/usr/bin/python3",
-        "-m",
-        "tests.perf.saves",
-        "--csv",
-        "/tmp/rows.csv",
-        "--rounds",
-        "2",
-        "--log",
-        "log",
-        "--json=/x",
-    ]
-    assert records.command(words) == "python -m tests.perf.saves --rounds 2 --log log"
+    words = shlex.split("/usr/bin/python3 -m tests.perf.cluster --csv /tmp/rows.csv --rounds 2 --log log --json=/x")
+    assert records.command(words) == "python -m tests.perf.cluster --rounds 2 --log log"
     for path in (PERF / "results").rglob("*.*"):
         if path.suffix in (".csv", ".json"):
             assert not re.search(r" /\w+/", path.read_text(encoding="utf-8")), path
@@ -192,10 +194,6 @@ def test_figures_of_claims_have_their_rows() -> None:
         "costs at most 1.07 times the best measured strategy, 1.16 times with LoCo",
     ):
         assert said in text, said
-    planner = " ".join(page("deepspeed_ext/planner/README.md").section("## What was measured").text.split())
-    assert (
-        "the choice costs at most 1.07 times the best measured strategy without LoCo and 1.16 times with it" in planner
-    )
 
 
 def plain(method: str) -> bool:
@@ -221,3 +219,38 @@ def test_claims_of_one_host_have_their_rows() -> None:
         f"receives {bytes_of['NIG']:#.3g} MB from other nodes under NIG, {bytes_of['ZeRO-1']:#.3g} MB under ZeRO-1",
     ):
         assert said in text, said
+
+
+def test_claims_of_the_long_study_have_their_files() -> None:
+    runs = {(run.method, run.seed): run for run in studies.read_runs(studies.STUDIES["long"])}
+
+    def beyond(method: str, than: str, seed: int) -> float:
+        return 100 * (runs[method, seed].final_loss / runs[than, seed].final_loss - 1)
+
+    methods = ("NIG + LoCo", "NIG + LoCo + updates", "IIG + LoCo + updates")
+    few = [beyond(method, "NIG", seed) for method in methods for seed in (0, 1)]
+    chance = -beyond("ZeRO-2, control", "ZeRO-2", 1)
+    claim = f"{min(few):.2f} to {max(few):+.2f} % from exact NIG; chance moves ZeRO-2 by {chance:.2f} %"
+    assert claim in page(PAGE).text and f"within {max(few):.2f} %" in page("CHANGELOG.md").text
+    for run in runs.values():
+        assert len(run.losses) == run.steps == 3000 and statistics.fmean(run.losses[:10]) > 3 > 2 > run.final_loss
+
+
+def test_the_readmes_measurements_have_their_rows() -> None:
+    methods = {
+        "ZeRO-3, lean": "ZeRO-3",
+        "ZeRO-3, defaults": "ZeRO-3 defaults",
+        "FSDP2 HSDP": "HSDP",
+        "HSDP, kept": "HSDP kept",
+    }
+    table = page("README.md").section("## What was measured").rows("")
+    assert len(table) == 8
+    found = rows("emulated_cluster", "setting", "method", "link_mbit")
+    for name, limited, unlimited, held in table:
+        method = methods.get(name, name)
+        for seconds, link in ((limited, "100"), (unlimited, "unlimited")):
+            decimals = len(seconds.partition(".")[2])
+            row = found["2x2-large-4", method, link]
+            assert float(seconds) == round(float(row["seconds_median"]), decimals), (name, link)
+        row = found["2x2-large-4", method, "100"]
+        assert int(held) == round(states(row) / 1e6) and row["date"].startswith("2026-11-23"), name

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.harness.tiers import deep
+
 
 class Blocks(nn.Module):
     """A model as benchmarks have them: it returns its loss."""
@@ -27,7 +29,7 @@ def closed_case(name: str) -> bool:
     import weakref
 
     from tests.perf.lib.peers import Workload
-    from tests.perf.lib.side_by_side import methods
+    from tests.perf.lib.turns import methods
 
     method = next(methods([name], Workload(1, 1, Blocks), {}))
     for _ in range(3):  # ZeRO-3 keeps what it has found once it knows the order of modules
@@ -40,6 +42,6 @@ def closed_case(name: str) -> bool:
     return left() is None
 
 
-@pytest.mark.parametrize("name", ["ZeRO-3", "NIG", "IIG"])
+@pytest.mark.parametrize("name", ["ZeRO-3", *deep("NIG", "IIG")])
 def test_nothing_is_left_of_a_method_that_is_closed(ranks: Any, name: str) -> None:
     assert ranks(2).run(closed_case, name=name) == [True, True]

@@ -1,0 +1,146 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Training methods side by side on clusters that this machine emulates.
+
+    python -m tests.perf.cluster                    # all strategies and peers, a model of blocks
+    python -m tests.perf.cluster --overlap          # what hides under compute, which is emulated
+    python -m tests.perf.cluster --offload          # parameters in host memory
+    python -m tests.perf.cluster --outer            # an outer optimizer between nodes
+    python -m tests.perf.cluster --save             # saves, at once and beside the training
+    python -m tests.perf.cluster --record           # a report of steps beside what is measured without
+    python -m tests.perf.cluster --model gpt2       # GPT-2 with 124 M parameters, which takes 16 GB of free memory
+    python -m tests.perf.cluster --model mixture    # a mixture of experts, with and without AutoEP
+
+A node is a network namespace with some CPU ranks (``scripts/emulation``); messages to other nodes go over a link of a
+limited rate and are counted by the link's own interface. All methods train the same model on the same data from the
+same seed, and take turns in rounds whose order alternates. A step's time is that of the slowest rank.
+
+For each method: seconds of a step; the bytes that a node has sent in it; of strategies also those of the planner's
+formula; bytes of model states on the rank that holds most; and the *floor*: the time of compute alone (forward and
+backward of all micro-batches on all ranks at once, and an update of 1/n of the parameters), and of the method's own
+bytes over the link. ``lib/measurements.py``, ``lib/gpt2.py``, ``lib/mixture.py``, ``lib/saves.py`` and
+``lib/recorded.py`` say what is particular to each.
+
+Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting.
+
+Exit status 0 if methods train the same, send the bytes of the formulas, and are as fast beside the stock one as they
+should be; 1 if not; 2 if it could not run. Rows of methods that train differently, or send other bytes, are not kept.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch.distributed as dist
+
+from scripts.emulation.cluster import collect
+from scripts.emulation.launching import start_rank
+from tests.perf.lib import records
+from tests.perf.lib.measurements import Measurement
+from tests.perf.lib.records import Row
+from tests.perf.lib.settings import UNLIMITED
+
+MEASUREMENTS = {  # by option or model: where its class is
+    "blocks": "measurements.BlocksMeasurement",
+    "overlap": "measurements.OverlapMeasurement",
+    "offload": "measurements.OffloadMeasurement",
+    "outer": "measurements.OuterMeasurement",
+    "save": "saves.SavesMeasurement",
+    "record": "recorded.RecordedMeasurement",
+    "gpt2": "gpt2.Gpt2Measurement",
+    "mixture": "mixture.MixtureMeasurement",
+}
+OPTIONS = ("overlap", "offload", "outer", "save", "record")
+
+
+def measurement(name: str) -> type[Measurement]:
+    """Return the class of what is measured; mixtures need transformers, so only that one is imported."""
+    module, _, kind = MEASUREMENTS[name].partition(".")
+    found: type[Measurement] = getattr(importlib.import_module(f"tests.perf.lib.{module}"), kind)
+    return found
+
+
+def a_rate(given: str) -> float | None:
+    """Read a rate as tables name it."""
+    return None if given == UNLIMITED else float(given)
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse, and add what is measured as ``name``."""
+    parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
+    parser.add_argument("--model", choices=("blocks", "gpt2", "mixture"), default="blocks")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--overlap", action="store_true", help="what of communication hides under emulated compute")
+    kinds.add_argument("--offload", action="store_true", help="parameters in host memory")
+    kinds.add_argument("--outer", action="store_true", help="an outer optimizer between nodes")
+    kinds.add_argument("--save", action="store_true", help="saves beside the training")
+    kinds.add_argument("--record", action="store_true", help="what recording a report costs, and whether it agrees")
+    parser.add_argument("--settings", nargs="+", metavar="NAME")
+    parser.add_argument("--methods", nargs="+", metavar="NAME")
+    parser.add_argument("--rounds", type=int, help="turns of each method, at least")
+    parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
+    parser.add_argument("--mbit", nargs="+", type=a_rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
+    parser.add_argument(
+        "--ratios", nargs="+", type=float, help="of W to compute of a micro-batch: --overlap, --record"
+    )
+    parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
+    parser.add_argument("--every", type=int, default=30, help="H, at least 15: --outer")
+    parser.add_argument("--pause", type=float, default=0.08, help="seconds that a step sleeps: --outer")
+    parser.add_argument("--log", type=Path, default=Path("cluster.log"), help="what the ranks print")
+    parser.add_argument("--timeout", type=float, default=3600, help="seconds that a setting may take")
+    parser.add_argument("--csv", type=Path, help="append a row a result here")
+    parser.add_argument("--setting", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
+    args = parser.parse_args(words)
+    args.name = next((name for name in OPTIONS if getattr(args, name)), args.model)
+    if args.name in OPTIONS and args.model != "blocks":
+        parser.error(f"--{args.name} is measured with --model blocks, got --model {args.model}")
+    kind = measurement(args.name)
+    for option, known in (("settings", kind.settings), ("methods", kind.methods)):
+        if unknown := set(getattr(args, option) or ()) - set(known):
+            parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    args.settings = args.settings or list(kind.usual or kind.settings)
+    args.rounds, args.steps = args.rounds or kind.rounds, args.steps or kind.steps
+    if args.name == "record":
+        args.ratios = args.ratios or [1.0]
+    if min(args.rounds, args.steps, args.pcie, args.pause, *(args.ratios or [1])) <= 0 or args.every < 15:
+        parser.error("--rounds, --steps, --pcie, --pause and --ratios must be positive, and --every at least 15")
+    return args
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measure as a rank, and report."""
+    first = start_rank()
+    kind = measurement(args.name)
+    rows = kind(kind.settings[args.setting], args).measure()
+    if first:
+        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.worker is not None:
+        work(args)
+        return 0
+    kind, failed = measurement(args.name), False
+    for name in args.settings:
+        setting = kind.settings[name]
+        more = ["--setting", name]
+        found = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
+        rows = [Row(**values) for values in found]
+        print(f"\n{name}: compute alone {rows[0].compute:.3f} s\n{records.markdown(kind.table(rows))}")
+        problems, missed = kind.problems(rows), kind.missed(rows)
+        print("".join(f"FAIL: {line}\n" for line in problems) + "".join(f"MISSED: {line}\n" for line in missed))
+        failed |= bool(problems or missed)
+        if args.csv is not None and not problems:
+            records.append_rows(args.csv, [row.to_csv() for row in rows])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,310 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Where training ends: a byte-level GPT of ``scripts/examples`` on CPU ranks, trained again and again.
+
+    python -m tests.perf.convergence loco       # gradients in 4 bits
+    python -m tests.perf.convergence updates    # updated parameters, or sums, in few bits
+    python -m tests.perf.convergence outer      # an outer optimizer between groups, which train apart
+    python -m tests.perf.convergence long       # 3,000 steps of a GPT of 10.9 million parameters
+
+For each optimizer, seed and method of a study (``lib/studies.py``), from the same weights and on the same batches. The
+final loss is the mean over the last tenth of the steps, or, in the study of outer steps, that of outer weights on text
+that no run trains on. Bytes are read from the kernel's counters. A control sends what its reference sends, but starts
+from weights that noise has moved a little.
+
+The study of updates has two methods that the package does not have; this program puts them in. Direct: parameters
+themselves cross in few bits, in place of their differences from what receivers hold. Coarse: sums cross in blocks as
+large as those of differences, and their errors are added whole.
+
+A run leaves a file with the loss of every step in ``--runs`` as soon as it has ended, and is not repeated: so the
+program may be stopped between runs, and started again.
+
+Exit status 0 if methods end within the bounds of the study, and those that are too coarse outside of them; 1 if not;
+2 if a run failed.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from deepspeed_ext import outer_weights
+from deepspeed_ext.comm.hops import Agree, Update
+from deepspeed_ext.loco import setup
+from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.loco.sums import QuantizedSums
+from deepspeed_ext.loco.updates import QuantizedDifferences
+from deepspeed_ext.model_bytes import matrices
+from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank
+from scripts.emulation.traffic import TrafficMeter
+from scripts.examples.gpt import Batches, ByteGPT, read_corpus
+from scripts.examples.steps import average, train_step
+from tests.perf.lib import records, studies, study_rows
+from tests.perf.lib.studies import OPTIMIZERS, STUDIES, Run, Study
+
+MODEL = {"dim": 64, "layers": 2, "heads": 4, "sequence_length": 64}
+LARGE = {"dim": 384, "layers": 6, "heads": 6, "sequence_length": 128}
+CORPUS_BYTES = 2_000_000
+HELD_OUT, PERIOD = 20_000, 220_000  # bytes: so many of each so many, so that held-out text is of the same kind
+LARGE_HELD_OUT = 0.05  # of the text, its end
+EVALUATED, BATCHES = 1024, 16  # rows of held-out text, of all ranks; batches of each rank for the larger model
+
+
+class DirectHop(QuantizedDifferences):
+    """Sends parameters themselves, in few bits."""
+
+    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+        """Code the differences of updates from zeros."""
+        return super().encode([update._replace(held=torch.zeros_like(update.held)) for update in updates], agree)
+
+    def write(self, arrived: Tensor, held: Tensor) -> None:
+        """Forget what is held."""
+        held.zero_()
+        super().write(arrived, held)
+
+
+class CoarseSums(QuantizedSums):
+    """Sums as 1-bit Adam's server quantizes them, in blocks of 128."""
+
+    def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:
+        super().__init__(replace(settings, err_beta=0.0, block_size=128), device, pinned)
+
+
+@contextmanager
+def put_in(method: str) -> Iterator[None]:
+    """Put in what the package does not have, if a method is named for it."""
+    with ExitStack() as stack:
+        for word, kind in (("direct", DirectHop), ("coarse", CoarseSums)):
+            if word in method:
+                stack.enter_context(mock.patch.object(setup, kind.__mro__[1].__name__, kind))
+        yield
+
+
+# What runs in the ranks ###########################################################################
+
+
+def configuration(study: Study, run: Run) -> dict[str, Any]:
+    """Return DeepSpeed's configuration, in which the learning rate rises for a tenth, and then falls to zero."""
+    optimizer = OPTIMIZERS[run.optimizer]
+    schedule = {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": [rate for key, rate in optimizer["params"].items() if key.endswith("lr")],  # by group
+        "warmup_num_steps": max(2, run.steps // 10),
+        "warmup_type": "linear",
+        "total_num_steps": run.steps,
+    }
+    return {
+        "train_micro_batch_size_per_gpu": 4 if study.large else 8,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": study.bf16},
+        "optimizer": optimizer,
+        "scheduler": {"type": "WarmupDecayLR", "params": schedule},
+        "zero_allow_untested_optimizer": True,  # SGD
+        "steps_per_print": 1_000_000,
+        "zero_optimization": study.methods[run.method].configured(run.optimizer, study.group_size),
+    }
+
+
+def read_text(study: Study) -> tuple[Tensor, Tensor]:
+    """Return the text that is trained on, and the text that is held out."""
+    if study.large:  # the Python sources of the DeepSpeed that is installed, but for one that its installation writes
+        root = Path(deepspeed.__file__).parent
+        names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+        text = b"".join((root / name).read_bytes() for name in names if name != "git_version_info_installed.py")
+        corpus = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        cut = round(len(corpus) * (1 - LARGE_HELD_OUT))
+        return corpus[:cut], corpus[cut:]
+    if not study.held_out:
+        return read_corpus(CORPUS_BYTES), torch.empty(0)
+    corpus = read_corpus(CORPUS_BYTES * PERIOD // (PERIOD - HELD_OUT))
+    held = torch.arange(len(corpus)) % PERIOD >= PERIOD - HELD_OUT
+    return corpus[~held], corpus[held]
+
+
+def fingerprint(*text: Tensor) -> str:
+    """Return what tells a text from others."""
+    whole = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
+    return f"{len(whole)} bytes, sha256 {sha256(whole).hexdigest()[:16]}"
+
+
+class Trainer:
+    """Trains one run after another, as one of the ranks."""
+
+    def __init__(self, study: Study) -> None:
+        self._study, self._model = study, LARGE if study.large else MODEL
+        self._text, self._held_out = read_text(study)
+        self.text = fingerprint(self._text, self._held_out)
+
+    def train(self, run: Run, until: int | None = None) -> Run:
+        """Train, evaluate, and return the run with its losses.
+
+        Args:
+            run: without them.
+            until: steps to take, by default all.
+        """
+        begin, study = time.perf_counter(), self._study
+        run.text, run.parts = self.text, [{"from": 0, **records.circumstances()}]
+        torch.manual_seed(run.seed)
+        model = ByteGPT(**self._model)
+        noise = study.methods[run.method].noise
+        with torch.no_grad():
+            for parameter in model.parameters() if noise else ():
+                parameter.mul_(1 + noise * torch.randn_like(parameter))
+        run.elements = sum(parameter.numel() for parameter in model.parameters())
+        with put_in(run.method):
+            config = configuration(study, run)
+            engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        run.matrices = sum(parameter.numel() for parameter in matrices(model.parameters()))
+        self._steps(engine, run, until or run.steps)
+        engine.destroy()
+        run.seconds = round(time.perf_counter() - begin, 1)
+        return run
+
+    def _steps(self, engine: Any, run: Run, until: int) -> None:
+        batches = Batches(self._text, engine, self._model["sequence_length"], run.seed)
+        held_out = list(self._batches_of_held_out(engine)) if self._study.held_out else []
+        every = max(1, run.steps // self._study.held_out) if held_out else 0
+        meter, losses = TrafficMeter(), []
+        for step in range(until):
+            if step == 1:  # the step before opens connections
+                dist.barrier()
+                meter.start()
+                dist.barrier()
+            if step == run.steps - 1 and held_out:
+                run.own_loss = _evaluate(engine, held_out)
+            losses.append(train_step(engine, [batches.draw(step)]))
+            if not held_out:
+                run.norms.append(float(engine.get_global_grad_norm()))
+            if every and ((step + 1) % every == 0 or step + 1 == run.steps):
+                with outer_weights(engine):  # fragments under way have arrived then
+                    run.held_out[str(step + 1)] = _evaluate(engine, held_out)
+        dist.barrier()
+        meter.stop()
+        run.received = meter.split(self._study.group_size).inter_mean / max(1, until - 1)
+        run.losses = [average(loss) for loss in losses]
+
+    def _batches_of_held_out(self, engine: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield this rank's part of the held-out text."""
+        length = self._model["sequence_length"]
+        if self._study.large:
+            batches = Batches(self._held_out, engine, length, seed=0)
+            yield from map(batches.draw, range(BATCHES))
+            return
+        for rows in held_out_rows(self._held_out, length, dist.get_rank(), dist.get_world_size()).split(64):
+            yield rows[:, :-1], rows[:, 1:]
+
+
+def held_out_rows(text: Tensor, length: int, rank: int, ranks: int) -> Tensor:
+    """Return the rows that a rank evaluates, of the same length as those that are trained, and one more byte."""
+    starts = torch.linspace(0, len(text) - length - 1, EVALUATED).long()[rank::ranks]
+    return text[starts[:, None] + torch.arange(length + 1)].long()
+
+
+def _evaluate(engine: Any, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
+    """Return the mean loss on held-out text: each rank's part by its weights."""
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(*batch) for batch in batches]
+    engine.train()
+    return average(torch.stack(losses))
+
+
+def work(args: argparse.Namespace, study: Study) -> None:
+    """Train, as a rank, the runs that have no file."""
+    first = start_rank()
+    torch._dynamo.config.disable = True  # Muon's compiled kernels take minutes to compile for ranks without a GPU
+    trainer = Trainer(study)
+    runs = [replace(Run(**values), text=trainer.text) for values in json.loads(args.worker.read_text())]
+    missing = [run for run in runs if run.found(args.runs) is None]
+    dist.barrier()  # all have looked before the first one writes
+    for run in tqdm(missing, "runs", disable=not first):
+        trainer.train(run)
+        if first:
+            print(f"{run.name}: {run.final_loss:.4f}, {run.seconds:.0f} s", flush=True)
+            run.write(args.runs)
+    dist.destroy_process_group()
+
+
+# What starts them #################################################################################
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Parse the options; ``--runs`` gets the study's folder."""
+    parser = argparse.ArgumentParser(description="Train in several ways, and compare where that ends.")
+    parser.add_argument("study", choices=STUDIES)
+    add_options(parser, "convergence.log", 48 * 3600)
+    parser.add_argument("--seeds", type=int, nargs="+", help="of the runs")
+    parser.add_argument("--groups", type=int, nargs="+", help="numbers of them, of the study's size")
+    parser.add_argument("--steps", type=int, help="optimizer steps of a run")
+    for option in ("--optimizers", "--methods"):
+        parser.add_argument(option, nargs="+", metavar="NAME")
+    parser.add_argument("--runs", type=Path, help="folder of the files of runs; runs that are there are not repeated")
+    parser.add_argument("--csv", type=Path, help="append rows here")
+    args = parser.parse_args()
+    study = STUDIES[args.study]
+    args.seeds, args.groups = args.seeds or list(range(study.seeds)), args.groups or list(study.groups)
+    args.methods, args.optimizers = args.methods or list(study.methods), args.optimizers or list(study.optimizers)
+    args.runs = (args.runs or study.folder).resolve()
+    for option, known in (("methods", study.methods), ("optimizers", study.optimizers)):
+        if unknown := set(getattr(args, option)) - set(known):
+            parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    if beside := {study.methods[name].against for name in args.methods} - set(args.methods):
+        parser.error(f"--methods must also name {', '.join(sorted(beside))}, which others are compared with")
+    if (args.steps or 2) < 2:
+        parser.error(f"--steps must be at least 2, got {args.steps}")
+    return args
+
+
+def planned(args: argparse.Namespace, study: Study) -> list[Run]:
+    """Return the runs that are asked for."""
+    runs = studies.planned(study, args.optimizers, args.groups, args.seeds)
+    return [run for run in runs if run.method in args.methods]
+
+
+def main() -> int:
+    args = parse_arguments()
+    study = replace(STUDIES[args.study], steps=args.steps or STUDIES[args.study].steps)
+    if args.worker is not None:
+        work(args, study)
+        return 0
+    exit_on_signals()
+    runs = planned(args, study)
+    with tempfile.TemporaryDirectory() as folder:
+        order = Path(folder) / "runs.json"
+        for groups in args.groups:
+            order.write_text(json.dumps([vars(run) for run in runs if run.groups == groups]))
+            launch_workers(__spec__.name, order, args, groups * study.group_size, sys.argv[1:])
+    found = [Run.read(args.runs / f"{run.name}.json") for run in runs]
+    return report(args, study, found)
+
+
+def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:
+    """Print a table and verdicts, and append rows; return the exit status."""
+    ends = studies.ends_of(study, runs)
+    print(records.markdown(studies.long_table(runs) if study.large else studies.table(study, ends)))
+    verdicts = [*studies.judged(study, ends), *studies.judged_norms(study, runs)]
+    print("\n".join(line for _, line in verdicts))
+    if args.csv is not None and not study.large:
+        tokens = configuration(study, runs[0])["train_micro_batch_size_per_gpu"] * MODEL["sequence_length"]
+        rows = study_rows.run_rows(study, runs, tokens) if study.held_out else study_rows.summary_rows(study, runs)
+        records.append_rows(args.csv, rows)
+    return 0 if all(passed for passed, _ in verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,452 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What ``tests.perf.cluster`` measures with models of blocks, and what must hold of its rows."""
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from deepspeed_ext.planner import probe
+from deepspeed_ext.planner.cost import Model, predict
+from deepspeed_ext.planner.models import describe, mark_matrices
+from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import STRATEGIES, Placement
+from tests.perf.lib import settings, tabulated
+from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make_rounded_blocks
+from tests.perf.lib.overlap_bound import BLOCK, RATIOS, compute_of, formula_bytes
+from tests.perf.lib.pcie import Pcie
+from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
+from tests.perf.lib.records import Row, Table, slower
+from tests.perf.lib.settings import BF16, BOTH, HSDP_REDUCTIONS, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
+from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, one_round, over_ranks
+
+ROWS = 8  # of a micro-batch
+BYTES_BOUND = 0.05
+PARITY_BOUND = 1e-4  # of the largest weight
+BF16_BOUND = 2**-7  # where the largest weight is known to 2^-9, and sums in another order change gradients besides
+BACKWARD = 2.0  # seconds of emulated backward for each of forward
+
+
+class Measurement:
+    """Methods that take turns, and what is measured of them. An instance is a rank's, for one setting.
+
+    Attributes:
+        file: of the rows, in the folder of results.
+        settings: by name.
+        usual: names of those that are measured by default; empty: all.
+        methods: all of them.
+        rounds, steps: by default.
+        stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
+        slack: bytes that a node may send in a step beside the formula's.
+    """
+
+    file: ClassVar[str]
+    settings: ClassVar[Mapping[str, Setting]]
+    usual: ClassVar[Sequence[str]] = ()
+    methods: ClassVar[Sequence[str]]
+    rounds: ClassVar[int] = 3
+    steps: ClassVar[int] = 1
+    stock: ClassVar[str] = "ZeRO-3"
+    least: ClassVar[Mapping[str, dict[str, float]]] = {}
+    slack: ClassVar[float] = 0.0
+    keys: ClassVar[Mapping[str, Any]] = {}  # of zero_optimization, for strategies
+    described: ClassVar[Mapping[str, Any]] = {"streams": False}  # to the planner; ranks compute and copy on the cores
+
+    def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
+        self.setting, self.args, self.pauses = setting, args, Pauses()
+        self.names = [name for name in self.methods if name in (args.methods or self.methods)]
+
+    # What a rank does
+
+    def measure(self) -> list[Row]:
+        """Return rows of all methods."""
+        self.workload = self.make_workload()
+        self.turns = Turns(self.setting.ranks_per_node, self.batches)
+        self.compute = Compute(self.workload)
+        self.made = {method.name: method for method in self.make_methods()}
+        self.turns.warm_up(self.compute, watch=False)
+        held = {name: self.turns.warm_up(method) for name, method in self.made.items()}
+        apart = self.compare()
+        rows = [row for mbit, more in self.points() for row in self.at(mbit, more)]
+        for row in rows:
+            row.held, row.difference = held[row.method], apart.get(row.method, 0.0)
+        return rows
+
+    def make_workload(self) -> Workload:
+        """Return what all methods train."""
+        setting = self.setting
+        dtype = torch.bfloat16 if setting.dtype == BF16 else torch.float32
+        model = partial(make_rounded_blocks, *SIZES[setting.size], dtype)
+        return Workload(setting.accumulation, setting.ranks_per_node, model, optimizer=setting.optimizer, dtype=dtype)
+
+    def make_methods(self) -> Iterator[Method]:
+        """Yield what takes turns."""
+        return methods(self.names, self.workload, self.keys)
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row of a micro-batch."""
+        return SIZES[self.setting.size][1]
+
+    def batches(self, step: int) -> list[Batch]:
+        """Return this rank's micro-batches of a step."""
+        generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
+        rows = torch.randn(self.setting.accumulation, 2, ROWS, self.width, generator=generator)
+        return [(inputs, targets) for inputs, targets in rows.to(self.workload.dtype)]
+
+    def compare(self) -> dict[str, float]:
+        """Return how far weights are from the first method's after the warm-up, by method. Collective."""
+        return differences(self.made)
+
+    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
+        """Return the rates to measure at, each with further columns of its rows."""
+        return [(mbit, {}) for mbit in self.setting.mbit]
+
+    def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
+        """Measure at a rate."""
+        self.turns.limit(mbit)
+        headers, rates = self.turns.headers(), self.probed()
+        rows = {name: Row(self.setting.name, mbit, name, m.setup, more=dict(more)) for name, m in self.made.items()}
+        compute = []
+        for number in tqdm(range(self.most_rounds()), f"{self.setting.name} {mbit}", disable=dist.get_rank() != 0):
+            some = {name: row for name, row in rows.items() if self.goes_on(row)}
+            if some:
+                compute.append(self.round(number, some))
+        for row in rows.values():
+            row.headers, row.compute = headers, statistics.median(compute)
+            self.complete(row, rates)
+        return list(rows.values())
+
+    def most_rounds(self) -> int:
+        """Return the number of rounds."""
+        return int(self.args.rounds)
+
+    def goes_on(self, row: Row) -> bool:
+        """Return whether a method has another turn."""
+        return True
+
+    def round(self, number: int, rows: Mapping[str, Row]) -> float:
+        """Give methods their turns; return the seconds of a step without communication."""
+        return one_round(number, self.made, self.compute, rows, self.turn)
+
+    def turn(self, method: Method) -> Turn:
+        """Time a method's turn."""
+        return self.turns.a_step(method)
+
+    def probed(self) -> Rates | None:
+        """Return the links' rates, if the planner is asked for seconds."""
+        return None
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        """Add the planner's formula of a strategy to its row, and predicted seconds if there are rates."""
+        method, sizes = self.made[row.method], self.turns.topology.sizes
+        if not isinstance(method, Ours):
+            return
+        (share,) = over_ranks([self.compute.orthogonalizing], dist.ReduceOp.MAX)
+        model = replace(
+            self.describe(method),
+            compute=max(0.0, row.compute - share) / self.setting.accumulation,
+            orthogonalizing=share * sizes.ranks,
+        )
+        any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)  # bytes do not depend on them
+        found = predict(method.strategy, sizes, model, rates or any_rates, method.sent)
+        row.formula_bytes = found.volume.inter * sizes.group_size
+        row.more |= {} if rates is None else {"seconds_predicted": found.total_seconds}
+
+    def describe(self, method: Ours) -> Model:
+        """Return what the planner knows of the model."""
+        model = self.workload.make_model().to(self.workload.dtype)
+        if self.workload.optimizer == MUON:
+            mark_matrices(model)
+        width = 4 if method.name.endswith(WIDE) else None
+        found = describe(model, gradient_bytes=width, accumulation=self.workload.accumulation)
+        return replace(found, bucket=self.workload.bucket, **self.described)
+
+    # What is said of the rows of a setting
+
+    @classmethod
+    def problems(cls, rows: Sequence[Row]) -> list[str]:
+        """Return what shows that methods did not train the same, or sent other bytes than they must."""
+        found = []
+        for row in rows:
+            bound = BF16_BOUND if cls.settings[row.setting].dtype == BF16 else PARITY_BOUND
+            if LOCO not in row.method and not row.difference <= bound:  # NaN is not
+                found.append(f"{row.method}: weights differ by {row.difference:.1e} of the largest from the first's")
+            found += cls.other_bytes(row)
+        return found
+
+    @classmethod
+    def other_bytes(cls, row: Row) -> list[str]:
+        """Return what shows that a method sent other bytes than the formula has."""
+        if not row.formula_bytes or NATIVE in row.method:
+            return []
+        error = row.bytes_between / row.formula_bytes - 1
+        if abs(error) <= BYTES_BOUND + cls.slack / row.formula_bytes:
+            return []
+        return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"]
+
+    @classmethod
+    def table(cls, rows: Sequence[Row]) -> Table:
+        """Return what is printed of them."""
+        return tabulated.measured(rows, cls.stock)
+
+    @classmethod
+    def missed(cls, rows: Sequence[Row]) -> list[str]:
+        """Return the methods that are not as fast beside ``stock`` as they should be."""
+        setting = cls.settings[rows[0].setting]
+        first = [row for row in rows if row.mbit == setting.mbit[0]]
+        return slower(first, cls.stock, cls.least.get(setting.name, {}))
+
+
+class BlocksMeasurement(Measurement):
+    """All strategies, with and without LoCo, beside their peers, without overlap."""
+
+    file = "emulated_cluster.csv"
+    settings = settings.BLOCKS
+    in_bf16 = ("NNG", "NIG", "IIG")
+    methods = (
+        *PEERS,
+        *(name + suffix for name in STRATEGIES for suffix in ("", LOCO)),
+        *(name + BOTH for name in ("NNG", "NIG", "NII", "III", "IIG")),
+        *(name + NATIVE for name in ("NIG", "IIG")),
+        *(name + WIDE for name in in_bf16),
+    )
+    least: ClassVar = {"2x2-large-4": {"NIG" + BOTH: 30.0}, "2x2-large-4-muon": {"IIG": 6.0}}
+    long, enough = 8.0, 2  # a method whose steps take so many seconds has this number of them
+    short, most = 3.0, 20  # one whose steps take less than this together goes on, up to this number of them
+
+    def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
+        super().__init__(setting, args)
+        self.names = [name for name in self.names if name in self.methods_of(setting)]
+
+    @classmethod
+    def methods_of(cls, setting: Setting) -> list[str]:
+        """Return those that a setting has: with Muon and in bf16 not all strategies, nor all in few bits."""
+        if setting.dtype == BF16:
+            stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
+            ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH))
+            return ["DDP", "FSDP2", *HSDP_REDUCTIONS, *stages, *ours]
+        if setting.optimizer != MUON:
+            return [name for name in cls.methods if name not in HSDP_REDUCTIONS and not name.endswith(WIDE)]
+        few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
+        return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
+
+    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
+        setting = self.setting
+        of_setting = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "size": setting.size}
+        return [(mbit, of_setting | {"accumulation": setting.accumulation}) for mbit in setting.mbit]
+
+    def most_rounds(self) -> int:
+        return max(self.most, self.args.rounds)
+
+    def goes_on(self, row: Row) -> bool:
+        """Of short steps the median is steady after more of them only."""
+        steps = row.steps
+        if len(steps) >= self.enough and min(steps) > self.long:
+            return False
+        return len(steps) < self.args.rounds or (sum(steps) < self.short and len(steps) < self.most)
+
+    def probed(self) -> Rates:
+        return probe.measure(self.turns.topology)
+
+
+class OverlapMeasurement(Measurement):
+    """Communication between nodes that hides under compute, which is emulated: blocks sleep.
+
+    With W the seconds in which a link carries two hops of the whole model, they sleep so long that W is ``ratio``
+    times the compute of a micro-batch. A turn is some steps in a row, of which the first one is not timed.
+    """
+
+    file = "overlap.csv"
+    settings = settings.OVERLAP
+    methods = (*(name for name in PEERS if name not in (*HSDP_REDUCTIONS, SHIPPED)), *STRATEGIES)
+    rounds, steps = 2, 2
+    keys: ClassVar = {"paro_overlap_updates": True}
+    described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
+
+    def make_workload(self) -> Workload:
+        model = partial(make_blocks, *SIZES[self.setting.size], self.pauses)
+        return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, BLOCK)
+
+    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
+        setting = self.setting
+        columns = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "blocks": SIZES[setting.size][0]}
+        columns["accumulation"] = setting.accumulation
+        ratios = self.args.ratios or RATIOS
+        return [(mbit, {**columns, "wire_of_compute": ratio}) for mbit in setting.mbit for ratio in ratios]
+
+    def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
+        emulated = compute_of(self.setting, more["wire_of_compute"])
+        self.pauses.forward = emulated.forward / emulated.blocks
+        self.pauses.backward = emulated.backward / emulated.blocks
+        return super().at(mbit, more)
+
+    def turn(self, method: Method) -> Turn:
+        return self.turns.steps_in_a_row(method, self.args.steps)
+
+    def probed(self) -> Rates:
+        return probe.measure(self.turns.topology)
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        super().complete(row, rates)
+        assert rates is not None
+        row.more["payload_mbit"] = rates.gather.inter.bandwidth * self.setting.ranks_per_node * 8 / 1e6
+        if row.formula_bytes is not None:
+            row.formula_bytes = formula_bytes(row)
+
+
+class OffloadMeasurement(Measurement):
+    """Parameters in host memory: each copy between host and device makes its rank sleep, as over PCIe."""
+
+    file = "host_parameters.csv"
+    settings = settings.OFFLOAD
+    methods = ("ZeRO-3", "GGG", "GNG", "ING", "IIG")
+    rounds = 2
+    least: ClassVar = {
+        name: dict.fromkeys(("ING", "IIG"), 50.0 if setting.lora else 5.0) for name, setting in settings.items()
+    }
+    slack = 4000.0  # of norms, for example
+    short, most = 5.0, 9  # steps that take less than this together go on, up to this number of them in a turn
+    copied_bound = 0.01
+
+    def measure(self) -> list[Row]:
+        self._pcie = Pcie()
+        with ExitStack() as self._links:
+            return super().measure()
+
+    def make_workload(self) -> Workload:
+        setting, size = self.setting, SIZES[self.setting.size]
+        model = partial(make_adapted_blocks, *size, 1) if setting.lora else partial(make_blocks, *size)
+        zero = {"offload_param": {"device": "cpu"}}
+        return Workload(setting.accumulation, setting.ranks_per_node, model, zero=zero)
+
+    def compare(self) -> dict[str, float]:
+        self._links.enter_context(self._pcie.between())  # engines want DeepSpeed's own functions as they are made
+        self._copied = {}
+        for name, method in self.made.items():
+            before = self._pcie.nbytes
+            self.turns.take(method, 1)
+            (self._copied[name],) = over_ranks([self._pcie.nbytes - before], dist.ReduceOp.MAX)
+        found = super().compare()
+        self._pcie.gigabytes = self.args.pcie
+        self._meetings = self.turns.a_step(self.compute).sent
+        return found
+
+    def turn(self, method: Method) -> Turn:
+        """Take a step, or several short ones: their median is steady after more of them only."""
+        taken = [self.turns.a_step(method)]
+        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
+            taken.append(self.turns.a_step(method))
+        stolen, seconds, sent = zip(*taken, strict=True)
+        return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        super().complete(row, rates)
+        row.link_bytes -= self._meetings  # of ranks that begin and end a step together: adapters are as small
+        row.more |= {"pcie_gigabytes": self.args.pcie, "copied_bytes": self._copied[row.method]}
+        row.more["copied_formula_bytes"] = self.formula_copied(self.setting, row.method)
+
+    @staticmethod
+    def formula_copied(setting: Setting, method: str) -> float:
+        """Return the bytes that a rank must copy between host and device in a step.
+
+        It copies its part of the model to the device in each forward and in each backward, and what the step has
+        changed of that part to the host. Its part is 1/m of the model with p = I, and else 1/n.
+        """
+        p = STRATEGIES[method].p if method in STRATEGIES else Placement.G
+        states = setting.states
+        return (2 * setting.accumulation * states.parameters + states.updated) / setting.sizes.shards(p)
+
+    @classmethod
+    def problems(cls, rows: Sequence[Row]) -> list[str]:
+        errors = {row.method: row.more["copied_bytes"] / row.more["copied_formula_bytes"] - 1 for row in rows}
+        return super().problems(rows) + [
+            f"{name}: bytes between host and device differ by {error:+.1%} from the formula"
+            for name, error in errors.items()
+            if abs(error) > cls.copied_bound
+        ]
+
+
+class OuterMeasurement(Measurement):
+    """An outer optimizer between two nodes, beside methods that communicate in every step; compute is emulated.
+
+    A turn of a method with an outer optimizer is a period of H steps that is not timed, and one that is: its step is
+    the mean of these. No fragment is on its way where a turn begins or ends.
+    """
+
+    file = "outer_cluster.csv"
+    settings = settings.OUTER
+    rounds = 2
+    exact, peer = "III outer, 32 bits", "FSDP2 outer"
+    outer: ClassVar[dict[str, dict[str, Any]]] = {  # of III
+        "III outer": {"bits": 4},
+        "III outer, streaming": {"bits": 4, "fragments": 5, "delay": 2},
+        exact: {"bits": 32},
+    }
+    methods = ("NIG" + BOTH, "DDP", "HSDP", *outer, peer)
+    keys: ClassVar = {"paro_overlap_updates": True}
+    sgd: ClassVar = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    aligned = 2  # steps into a period where turns begin: what has left at its end is used before
+    element: ClassVar = {4: 0.5 + 2 / 128, 32: 4.0}  # bytes that cross
+    bytes_bound, parity = 0.02, 1e-4
+
+    def make_workload(self) -> Workload:
+        blocks, width, hidden = SIZES[self.setting.size]
+        model = partial(make_blocks, blocks, width, hidden, self.pauses)
+        return Workload.overlapping(1, self.setting.ranks_per_node, model, 2 * width * hidden)
+
+    def make_methods(self) -> Iterator[Method]:
+        yield from super().make_methods()
+        for name, keys in self.outer.items():
+            if name in self.names:
+                zero = {"paro_strategy": "III", "paro_group_size": self.setting.ranks_per_node}
+                section = {"steps": self.args.every, **self.sgd, **keys}
+                yield Ours(self.workload, {**zero, "paro_outer_optimizer": section}, name)
+        if self.peer in self.names:
+            yield OuterFSDP2(self.workload, self.peer, self.args.every, self.sgd)
+
+    def compare(self) -> dict[str, float]:
+        """Return how far outer weights are from the peer's after one period; and align turns with periods."""
+        outer = {name: method for name, method in self.made.items() if "outer" in name}
+        for method in outer.values():
+            self.turns.take(method, self.args.every - WARM_UP_STEPS)
+        first = {name: outer[name] for name in (self.peer, *self.outer) if name in outer}
+        found = differences(first) if self.peer in first else {}
+        for method in outer.values():
+            self.turns.take(method, self.aligned)
+        self.pauses.forward = self.args.pause / SIZES[self.setting.size][0] / (1 + BACKWARD)
+        self.pauses.backward = BACKWARD * self.pauses.forward
+        return found
+
+    def turn(self, method: Method) -> Turn:
+        if "outer" not in method.name:
+            return self.turns.steps_in_a_row(method, self.args.steps)
+        turn = self.turns.steps_in_a_row(method, self.args.every, self.args.every)
+        return turn._replace(seconds=[statistics.mean(turn.seconds)])
+
+    def complete(self, row: Row, rates: Rates | None) -> None:
+        super().complete(row, rates)
+        outer, nodes = "outer" in row.method, self.setting.nodes
+        if outer:
+            numel, bits = self.setting.states.parameters / 4, self.outer.get(row.method, {"bits": 32})["bits"]
+            row.formula_bytes = 2 * (nodes - 1) / nodes * numel * self.element[bits] / self.args.every
+        row.more |= {"outer_every": self.args.every, "seconds_pause": self.args.pause}
+        row.more["steps_of_a_turn"] = self.args.every if outer else self.args.steps
+
+    @classmethod
+    def problems(cls, rows: Sequence[Row]) -> list[str]:
+        found = [
+            f"{row.method} sends {row.bytes_between / row.formula_bytes:.3f} of the formula's bytes"
+            for row in rows
+            if row.formula_bytes and abs(row.bytes_between / row.formula_bytes - 1) > cls.bytes_bound
+        ]
+        apart = [row for row in rows if row.method == cls.exact and not row.difference < cls.parity]
+        return found + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]

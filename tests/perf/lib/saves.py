@@ -1,0 +1,388 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Saves: for how long they stop the training, at once and beside it, and what steps take meanwhile.
+
+Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. For each strategy an
+engine is made, saves with each section ``checkpoint`` in turn, and is closed.
+
+A turn of an asynchronous save is: undisturbed steps; the save; steps until it is committed. The seconds of a save are
+those of ``save_checkpoint`` on the rank that is last. It stops the training for these, and for as long as the steps
+after it wait for its copies, as timed inside ``AsyncSaves.at_step``. A step beside the writer is one in which it was
+at work. Each save goes to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate.
+DeepSpeed's saves return while their bytes are in the page cache; ours have flushed them to the disk.
+"""
+
+import contextlib
+import functools
+import gc
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
+from tqdm import tqdm
+
+from deepspeed_ext.checkpoint import asynchronous
+from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
+from deepspeed_ext.strategy import STRATEGIES, Placement
+from tests.perf.lib import settings, tabulated
+from tests.perf.lib.blocks import make_sleeping_blocks
+from tests.perf.lib.measurements import BACKWARD, Measurement
+from tests.perf.lib.peers import Batch, Engine, Ours, Workload
+from tests.perf.lib.records import Row, Table, spread
+from tests.perf.lib.settings import SAVE_SECTIONS, SIZES, Setting
+from tests.perf.lib.turns import Turns, cpu_times, give_back_memory, over_ranks
+
+REAL, SLOW = "real", "slow"  # disks
+PAUSE = {
+    "25M": (1.0, 10.0),
+    "200M": (2.0, 40.0),
+}  # seconds of a step's emulated compute; MB/s of each rank's slow disk
+LISTS = ("first_save", "wait", "until_committed", "step", "lost", "writers_cpu")  # seconds, columns of a row
+
+
+class Disk:
+    """The disk of this rank; ``megabytes`` per second are written, None: without a limit."""
+
+    megabytes: float | None = None
+
+    @contextlib.contextmanager
+    def between(self) -> Iterator[None]:
+        """Put it between this process and its files: all engines write by ``torch.save``."""
+        with mock.patch.object(torch, "save", self._slow(torch.save)):
+            yield
+
+    def _slow(self, save: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(save)
+        def slow(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+            begin = time.perf_counter()
+            save(obj, f, *args, **kwargs)
+            if self.megabytes is not None:
+                path = f if isinstance(f, str | os.PathLike) else f.file_path()  # of a writer of DeepSpeed's
+                due = os.path.getsize(path) / (self.megabytes * 1e6)
+                time.sleep(max(0.0, due - (time.perf_counter() - begin)))
+
+        return slow
+
+
+class SavesMeasurement(Measurement):
+    """Saves of strategies and of DeepSpeed's stages."""
+
+    file = "saves.csv"
+    settings = settings.SAVES
+    sections: ClassVar = SAVE_SECTIONS
+    methods = tuple(sections)
+    rounds, steps = 2, 3
+    saves = 2  # of each engine, method and disk, after the first one
+    critical, beside = 0.10, 1.05  # of a synchronous save; of an undisturbed step: at most
+    buffers_bound = 0.01  # of the formula, beside a few scalars
+
+    def measure(self) -> list[Row]:
+        self.turns, self._disk = Turns(self.setting.ranks_per_node, self.batches), Disk()
+        self._folder, self._tag = _shared_folder(), 0
+        self._rows: dict[tuple[str, str], Row] = {}
+        self._lists: dict[int, dict[str, list[float]]] = {}
+        bases = list(dict.fromkeys(base_of(name) for name in self.names))
+        bar = tqdm(total=self.args.rounds * len(bases), desc=self.setting.name, disable=dist.get_rank() != 0)
+        try:
+            with self._disk.between():
+                for number in range(self.args.rounds):
+                    for base in random.Random(number).sample(bases, len(bases)):
+                        self._measure(number, base)
+                        bar.update()
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        for row in self._rows.values():
+            lists = self._lists[id(row)]
+            for name in LISTS:
+                row.more |= spread(f"{name}_seconds", lists[name])
+            stops = [save + wait for save, wait in zip(row.steps, lists["wait"], strict=True)]
+            row.more |= {"critical_seconds": statistics.median(stops), "load_median": statistics.median(lists["load"])}
+            row.more |= {"steps_beside": len(lists["beside"]), **spread("beside", lists["beside"])}
+            row.more["buffer_formula_bytes"] = round(self.buffers(self.setting, row.method))
+        return list(self._rows.values())
+
+    def _measure(self, number: int, base: str) -> None:
+        """Make an engine, and give each way to save its turns."""
+        self.turns.limit(None)
+        self.pauses.forward = self.pauses.backward = 0.0
+        os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # DeepSpeed's writers want what its launcher sets
+        trained = self._make(base)
+        self.turns.warm_up(trained, watch=False)
+        pause, megabytes = PAUSE[self.setting.size]
+        self.pauses.forward = pause / self.setting.accumulation / SIZES[self.setting.size][0] / (1 + BACKWARD)
+        self.pauses.backward = BACKWARD * self.pauses.forward
+        self.turns.limit(self.setting.mbit[0])
+        names = [name for name in self.names if base_of(name) == base]
+        for name in random.Random(number).sample(names, len(names)):
+            saver = _Saver(self, trained, self.sections[name])
+            for disk in (REAL, SLOW) if not saver.decoupled else (REAL,):  # another process writes
+                row = self._row(name, disk, f"{trained.setup}; checkpoint {self.sections[name]}")
+                self._disk.megabytes = megabytes if disk == SLOW else None
+                row.more["slow_megabytes"] = self._disk.megabytes
+                if disk == REAL:
+                    self.list_of(row, "first_save").append(saver.first())
+                for _ in range(self.saves):
+                    saver.take(row)
+            saver.end()
+        trained.close()
+        del trained, saver
+        gc.collect()
+        give_back_memory()
+
+    def _make(self, base: str) -> Engine:
+        blocks, width, hidden = SIZES[self.setting.size]
+        model = functools.partial(make_sleeping_blocks, blocks, width, hidden, self.pauses, torch.bfloat16)
+        config = {"bf16": {"enabled": True}, "communication_data_type": "bf16"}
+        workload = Workload(self.setting.accumulation, self.setting.ranks_per_node, model, config=config)
+        if base in STRATEGIES:
+            return Ours(workload, {"paro_strategy": base, "paro_group_size": self.setting.ranks_per_node})
+        return Engine(workload, base, {"stage": int(base[-1])}, lean=base == "ZeRO-3")
+
+    def _row(self, name: str, disk: str, setup: str) -> Row:
+        mbit = self.setting.mbit[0]
+        row = self._rows.setdefault((name, disk), Row(self.setting.name, mbit, name, setup, more={"disk": disk}))
+        self._lists.setdefault(id(row), {name: [] for name in (*LISTS, "beside", "load")})
+        return row
+
+    def list_of(self, row: Row, name: str) -> list[float]:
+        """Return the values that are to be summarized in columns of this name."""
+        return self._lists[id(row)][name]
+
+    def batches(self, step: int) -> list[Batch]:
+        rows = torch.randn(self.setting.accumulation, 2, 1, self.width, dtype=torch.bfloat16)
+        return [(inputs, targets) for inputs, targets in rows]
+
+    def step(self, trained: Engine) -> float:
+        """Take a step with what it leaves under way; return its seconds on the rank that is last."""
+        batches = self.batches(0)
+        dist.barrier()
+        begin = time.perf_counter()
+        trained.step(batches)
+        trained.finish()
+        return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)[0]
+
+    def save(self, trained: Engine) -> tuple[float, float, float]:
+        """Save under a new tag.
+
+        Returns:
+            Seconds on the rank that is last, bytes that a node sent meanwhile, and when this rank began.
+        """
+        if dist.get_rank() == 0:
+            os.sync()  # what earlier saves have left in the page cache
+        self._tag += 1
+        dist.barrier()
+        before = self.turns.link.sent()
+        dist.barrier()
+        begin = time.perf_counter()
+        trained.engine.save_checkpoint(str(self._folder), tag=f"save{self._tag}")
+        (seconds,) = over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
+        (sent,) = over_ranks([self.turns.link.sent() - before], dist.ReduceOp.SUM)
+        return seconds, sent / self.setting.nodes, begin
+
+    def remove(self) -> None:
+        """Remove the last save."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._folder / f"save{self._tag}")
+
+    @classmethod
+    def buffers(cls, setting: Setting, method: str) -> float:
+        """Return the bytes of host buffers of the rank that has most, by the formula.
+
+        A rank copies what its files have: its shard of the optimizer's states, 12 bytes of each parameter; with p = N
+        the first one also the weights. With p = I and G these are in the optimizer's states alone.
+        """
+        if not cls.sections[method].get("async_save"):
+            return 0.0
+        strategy = STRATEGIES[base_of(method)]
+        parameters = setting.states.parameters / 4
+        shards = {Placement.N: 1, Placement.I: setting.ranks_per_node, Placement.G: setting.sizes.ranks}[strategy.os]
+        return parameters * (12 / shards + (2 if strategy.p == Placement.N else 0))
+
+    @classmethod
+    def problems(cls, rows: Sequence[Row]) -> list[str]:
+        """Return whose host buffers are not those of the formula."""
+        due = {row.method: cls.buffers(cls.settings[row.setting], row.method) for row in rows}
+        return [
+            f"{row.method} has {row.more['buffer_bytes']:,.0f} bytes of host buffers, not {due[row.method]:,.0f}"
+            for row in rows
+            if abs(row.more["buffer_bytes"] - due[row.method]) > cls.buffers_bound * due[row.method] + 1
+        ]
+
+    @classmethod
+    def table(cls, rows: Sequence[Row]) -> Table:
+        return tabulated.saves(rows)
+
+    @classmethod
+    def missed(cls, rows: Sequence[Row]) -> list[str]:
+        """Return which asynchronous saves, in the order of ranks, stop or slow the training too much."""
+        found = []
+        for row in rows:
+            if "asynchronous" not in row.method or "zero_order" in row.method:
+                continue
+            where, share = f"{row.setting}, {row.more['disk']} disk: {row.method}", tabulated.stopped_share(row, rows)
+            if share is not None and share > cls.critical:
+                found.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")
+            if (row.more.get("beside_median") or 0.0) > cls.beside:
+                found.append(f"{where}: steps beside it take {row.more['beside_median']:.3f}, not {cls.beside}")
+        return found
+
+
+def base_of(method: str) -> str:
+    """Return the strategy or stage of a method."""
+    return method.partition(",")[0]
+
+
+class _Saver:
+    """Saves of one engine in one way.
+
+    Args:
+        ranks: what measures.
+        trained: the engine.
+        section: ``checkpoint`` of the configuration.
+    """
+
+    def __init__(self, ranks: SavesMeasurement, trained: Engine, section: dict[str, Any]) -> None:
+        self._ranks, self._trained = ranks, trained
+        self.decoupled = bool(section.get("writer", {}).get("decoupled"))
+        configure(trained.engine, dict(section))
+        self._waited = self._cpu = 0.0
+        self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "aside", None)
+        self._waits = (self._aside, "at_step") if self._aside else (trained.engine, "_commit_decoupled_checkpoint")
+        setattr(*self._waits, self._timed(getattr(*self._waits)))
+        self._counting = mock.patch.object(asynchronous, "_written", self._counted(asynchronous._written))
+        self._counting.start()
+
+    def _timed(self, wait: Any) -> Any:
+        @functools.wraps(wait)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            begin = time.perf_counter()
+            wait(*args, **kwargs)
+            self._waited += time.perf_counter() - begin
+
+        return timed
+
+    def _counted(self, written: Any) -> Any:
+        """Return the function of a writer, such that its thread's seconds of a core are counted."""
+
+        @functools.wraps(written)
+        def counted(*args: Any) -> Any:
+            begin = time.thread_time()
+            try:
+                return written(*args)
+            finally:
+                self._cpu += time.thread_time() - begin
+
+        return counted
+
+    def first(self) -> float:
+        """Take the first save; return its seconds."""
+        seconds, *_ = self._ranks.save(self._trained)
+        self._finish()
+        return seconds
+
+    def take(self, row: Row) -> None:
+        """Take a turn, and add it to a row."""
+        stolen, total = cpu_times()
+        self._cpu = 0.0
+        count = self._ranks.args.steps if self._aside else 0
+        undisturbed = [self._ranks.step(self._trained) for _ in range(count)]
+        seconds, sent, begin = self._ranks.save(self._trained)
+        self._ranks.list_of(row, "wait").append(0.0)
+        if self._aside is not None:
+            self._beside(row, undisturbed, begin)
+        elif self.decoupled:
+            self._step(row)
+        row.more.setdefault("buffer_bytes", 0)
+        self._finish()
+        later, total_later = cpu_times()
+        row.add([seconds], (later - stolen) / max(1, total_later - total), sent)
+        self._ranks.list_of(row, "load").append(os.getloadavg()[0])
+
+    def _step(self, row: Row) -> float:
+        """Take a step after a save, and note how long it has waited; return its seconds."""
+        self._waited = 0.0
+        seconds = self._ranks.step(self._trained)
+        self._ranks.list_of(row, "wait")[-1] += over_ranks([self._waited], dist.ReduceOp.MAX)[0]
+        return seconds
+
+    def _beside(self, row: Row, undisturbed: list[float], begin: float) -> None:
+        """Take steps until the save is committed."""
+        aside, found = self._aside, functools.partial(self._ranks.list_of, row)
+        assert aside is not None
+        ended: list[float] = []
+        watcher = threading.Thread(target=_watch, args=(aside._job, ended), daemon=True)
+        watcher.start()
+        beside: list[float] = []
+        while not beside or _somewhere_at_work(aside):
+            beside.append(self._step(row))
+        watcher.join()
+        usual = statistics.median(undisturbed)
+        found("writers_cpu").extend(over_ranks([self._cpu], dist.ReduceOp.SUM))
+        found("step").extend(undisturbed)
+        found("beside").extend(step / usual for step in beside)
+        found("lost").append(sum(beside) - len(beside) * usual)
+        found("until_committed").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
+        (row.more["buffer_bytes"],) = over_ranks([float(aside.buffers.nbytes)], dist.ReduceOp.MAX)
+
+    def _finish(self) -> None:
+        if self._aside is not None:
+            self._aside.finish()
+        elif self.decoupled:
+            self._trained.engine._commit_decoupled_checkpoint()
+        self._ranks.remove()
+        give_back_memory()
+
+    def end(self) -> None:
+        """Give the host buffers back, and end the process or the process groups of the writer."""
+        engine, (owner, name) = self._trained.engine, self._waits
+        vars(owner).pop(name)
+        self._counting.stop()
+        if engine.checkpoint_engine.is_decoupled():
+            engine.checkpoint_engine.cleanup()
+        if self._aside is not None:
+            for held in ("before_step", "before_change"):
+                vars(engine.optimizer).pop(held, None)
+            vars(engine.optimizer.resync).pop("before_asking", None)
+        configure(engine, {})
+        give_back_memory()
+
+
+def configure(engine: Any, section: dict[str, Any]) -> None:
+    """Make an engine save as with another section ``checkpoint``. Collective."""
+    config = engine._config
+    config._param_dict["checkpoint"] = section
+    config.checkpoint_config = get_checkpoint_config(config._param_dict)
+    engine._configure_checkpointing()
+
+
+def _somewhere_at_work(aside: AsyncSaves) -> bool:
+    """Return whether some rank's writer is at work. Collective."""
+    job = aside._job
+    return over_ranks([float(job is not None and not job.over)], dist.ReduceOp.MAX)[0] > 0
+
+
+def _watch(job: Any, ended: list[float]) -> None:
+    """Note when a job has ended; the optimizer, which waits for it, raises its error."""
+    with contextlib.suppress(Exception):
+        job.wait()
+    ended.append(time.perf_counter())
+
+
+def _shared_folder() -> Path:
+    """Return a new folder that all ranks know. Collective."""
+    made = [tempfile.mkdtemp(prefix="saves") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(made, 0)
+    return Path(made[0])

@@ -1,0 +1,263 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of what was measured on emulated clusters, and how well the planner predicts it. Pure."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from deepspeed_ext.planner.choice import best
+from deepspeed_ext.strategy import STRATEGIES
+from tests.perf.lib.overlap_bound import RATIOS, bound_of
+from tests.perf.lib.records import Row, Table, seconds_of, speed
+from tests.perf.lib.settings import (
+    BLOCKS,
+    BOTH,
+    FP32,
+    LOCO,
+    MUON,
+    NATIVE,
+    OUTER,
+    OVERLAP,
+    SAVE_SECTIONS,
+    SAVES,
+    WIDE,
+    rate_name,
+)
+
+PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
+OVERLAP_PEERS = ("DDP", "HSDP kept", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2 kept")
+NOISE = 1.02  # of memory: buffers of a few bytes
+
+
+def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
+    """Return a step of each method at each rate: its seconds, floor, speed beside ``stock``, bytes; the slowest first.
+
+    Columns that are empty in all lines are left out.
+    """
+    header = ["setting, Mbit/s", "", "seconds", "min .. max", "floor", f"times {stock}'s speed", "MB between"]
+    header += ["of the formula", "of experts", "MB copied", "MB held"]
+    places = list(dict.fromkeys((row.setting, row.mbit, row.more.get("wire_of_compute")) for row in rows))
+    lines = []
+    for row in sorted(rows, key=lambda row: -row.median):
+        place = row.setting, row.mbit, row.more.get("wire_of_compute")
+        there = [one for one in rows if one.method == stock and (one.setting, one.mbit) == place[:2]]
+        due = row.formula_bytes
+        line = [", ".join([place[0], rate_name(place[1])] + ([f"W {place[2]:g}"] if place[2] else [])), row.method]
+        line += [seconds_of(row.median), row.range, seconds_of(row.floor)]
+        line += [f"{speed(row, there[0]).value:.1f}" if there else "", f"{row.bytes_between / 1e6:.4g}"]
+        line += [f"{row.bytes_between / due:.3f}" if due else "", _megabytes(row.more.get("formula_expert_bytes"))]
+        line += [_megabytes(row.more.get("copied_bytes")), _megabytes(row.memory)]
+        lines.append((places.index(place), line))
+    found = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+    kept = [at for at in range(len(header)) if any(line[at] for line in found)]
+    return [header[at] for at in kept], [[line[at] for at in kept] for line in found]
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return f"{nbytes / 1e6:.3g}" if nbytes and nbytes < 1e8 else f"{nbytes / 1e6:.0f}" if nbytes else ""
+
+
+# The emulated cluster #############################################################################
+
+
+def setting(rows: Sequence[Row], name: str) -> Table:
+    """Return a step's seconds of each method at each rate, the floor at the first, and MB held; the fastest first."""
+    rates = BLOCKS[name].mbit
+    rows = [row for row in rows if row.setting == name and NATIVE not in row.method]
+    header = ["", *(f"{rate_name(rate)} Mbit/s" if rate else rate_name(rate) for rate in rates), "MB held"]
+    header.insert(2, "floor")
+    found = {(row.method, row.mbit): row for row in rows}
+    lines = []
+    for first in sorted((row for row in rows if row.mbit == rates[0]), key=lambda row: row.median):
+        times = [seconds_of(found[first.method, rate].median) for rate in rates]
+        lines.append([first.method, times[0], seconds_of(first.floor), *times[1:], f"{first.memory / 1e6:.0f}"])
+    return header, lines
+
+
+def all_settings(rows: Sequence[Row]) -> Table:
+    """Return NIG against peers and its floor, and the planner's order and choice, in each setting at each rate: with
+    AdamW, which all peers have, in fp32.
+    """
+    header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
+    header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
+    lines = []
+    for one in BLOCKS.values():
+        for rate in one.mbit if one.optimizer != MUON and one.dtype == FP32 else ():
+            some = {row.method: row for row in rows if (row.setting, row.mbit) == (one.name, rate)}
+            if "NIG" in some:
+                lines.append([one.name, rate_name(rate), *_figures(some)])
+    return header, lines
+
+
+def _figures(some: dict[str, Row]) -> Iterator[str]:
+    ours = some["NIG"]
+    for peer in PEERS:
+        yield f"{speed(ours, some[peer]).value:.2f}" if peer in some else ""
+    yield f"{ours.median / ours.floor:.2f}"
+    for judge in (order, regret):
+        for suffix in ("", LOCO):
+            planned = [some[name + suffix] for name in STRATEGIES if name + suffix in some]
+            yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
+
+
+def regret(rows: Sequence[Row]) -> float:
+    """Return the worst ratio, over all limits of memory, of the choice's time to that of the best that fits."""
+    worst = 1.0
+    for limit in (row.memory for row in rows):
+        fitting = [row for row in rows if row.memory <= limit]
+        worst = max(worst, chosen(fitting).median / min(row.median for row in fitting))
+    return worst
+
+
+def chosen(rows: Sequence[Row]) -> Row:
+    """Return what the planner chooses among these."""
+    return best(rows, lambda row: row.predicted or 0.0, lambda row: row.memory)
+
+
+def order(rows: Sequence[Row]) -> float:
+    """Return the rank correlation of predicted and measured seconds; equal values share the mean of their ranks."""
+
+    def ranks(values: Sequence[float]) -> list[float]:
+        ordered = sorted(values)
+        return [statistics.mean(rank for rank, have in enumerate(ordered) if have == value) for value in values]
+
+    return statistics.correlation(ranks([row.predicted or 0.0 for row in rows]), ranks([row.median for row in rows]))
+
+
+def equal_speed(rows: Sequence[Row], name: str) -> Table:
+    """Return for each peer, the fastest first, the smallest of NIG and IIG that is as fast at 100 Mbit/s: exact (with
+    reductions in the peer's precision), and in few bits.
+    """
+    rows = [row for row in rows if (row.setting, row.mbit) == (name, 100)]
+    header = ["peer", "seconds", "MB held", "exact, as fast", "its MB", "in few bits, as fast", "its MB"]
+    lines = []
+    for peer in sorted((row for row in rows if row.formula_bytes is None), key=lambda row: row.median):
+        line = [peer.method, f"{peer.median:.2f}", f"{peer.memory / 1e6:.0f}"]
+        for forms in ([WIDE if peer.method.endswith(WIDE) else ""], [LOCO, BOTH]):
+            row = smallest_as_fast(peer, rows, forms)
+            line += ["none", ""] if row is None else [f"{row.method}, {row.median:.2f} s", _beside(row, peer)]
+        lines.append(line)
+    return header, lines
+
+
+def _beside(row: Row, peer: Row) -> str:
+    return f"{row.memory / 1e6:.0f} ({row.memory / peer.memory:.2f})"
+
+
+def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Row | None:
+    """Return the row of NIG or IIG in one of these forms that takes no longer than the peer and holds least."""
+    names = {name + form for name in ("NIG", "IIG") for form in forms}
+    as_fast = [row for row in rows if row.method in names and speed(row, peer).value >= 1]
+    return min(as_fast, key=lambda row: (row.memory, row.median), default=None)
+
+
+# Overlap ##########################################################################################
+
+
+def overlap_bounds(rows: Sequence[Row]) -> Table:
+    """Return a step of each strategy over its bound; and the worst of these, with measured compute, and also at the
+    rate that the probe has measured."""
+    found = {(row.setting, row.more["wire_of_compute"], row.method): row for row in rows}
+    places = [(name, ratio) for name in OVERLAP for ratio in RATIOS]
+    lines = []
+    for name in STRATEGIES:
+        cells = [found.get((*place, name)) for place in places]
+        known = [row for row in cells if row is not None]
+        with_compute = max(row.median / bound_of(row, measured=True) for row in known)
+        with_payload = max(row.median / bound_of(row, measured=True, payload=True) for row in known)
+        lines.append(
+            [name]
+            + ["" if row is None else f"{row.median / bound_of(row):.2f}" for row in cells]
+            + [f"{with_compute:.2f}", f"{with_payload:.2f}"]
+        )
+    return ["", *(f"{name}, {ratio:g}" for name, ratio in places), "worst, measured", "and payload"], lines
+
+
+def overlap_seconds(rows: Sequence[Row]) -> Table:
+    """Return a step's seconds of each method with W as long as a micro-batch's compute, and MB held on 2 x 2 ranks;
+    the fastest first."""
+    some = {(row.setting, row.method): row for row in rows if row.more["wire_of_compute"] == 1}
+    first = sorted((row for row in some.values() if row.setting == "2x2-1"), key=lambda row: row.median)
+    lines = [
+        [row.method]
+        + [f"{some[at, row.method].median:.2f}" if (at, row.method) in some else "" for at in OVERLAP]
+        + [f"{row.memory / 1e6:.1f}"]
+        for row in first
+    ]
+    return ["", *OVERLAP, "MB held"], lines
+
+
+def overlap_against(rows: Sequence[Row]) -> Table:
+    """Return, for each setting and compute: how many times as fast as a peer the best strategy is in no more memory;
+    the planner's order, what its choice costs, and its worst choice beside ZeRO of the same stage."""
+    header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "chosen, of ZeRO's time"]
+    lines = []
+    for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
+        some = {row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)}
+        ours = [row for method, row in some.items() if method in STRATEGIES]
+        line = [name, f"{ratio:g}"]
+        for peer in (some.get(method) for method in OVERLAP_PEERS):
+            rivals = [row for row in ours if peer is not None and row.memory <= NOISE * peer.memory]
+            line.append(f"{speed(min(rivals, key=lambda row: row.median), peer).value:.2f}" if rivals else "")
+        planned = [row for row in ours if row.predicted is not None]
+        if len(planned) == len(STRATEGIES):  # some say nothing about all
+            line += [f"{order(planned):.2f}", f"{regret(planned):.3f}", f"{_beside_stock(planned, some):.2f}"]
+        lines.append(line + [""] * (len(header) - len(line)))
+    return header, lines
+
+
+def _beside_stock(planned: Sequence[Row], some: dict[str, Row]) -> float:
+    """Return the largest share of the time of ZeRO of the same stage that the planner's choices take."""
+    choices = [chosen([row for row in planned if row.memory <= limit.memory]) for limit in planned]
+    stock = [some.get(f"ZeRO-{STRATEGIES[row.method].stage}") for row in choices]
+    return max(row.median / same.median for row, same in zip(choices, stock, strict=True) if same is not None)
+
+
+# Outer steps, and saves ###########################################################################
+
+
+def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
+    """Return seconds of a step of each method at each rate, and what of them is exposed; kB of a step, MB held."""
+    found = {(row.setting, row.method): row for row in rows}
+    places = [one for one in OUTER.values() if one.ranks_per_node == ranks_per_node]
+    lines = []
+    for name in dict.fromkeys(row.method for row in rows):
+        known = [row for one in places if (row := found.get((one.name, name)))]
+        cells = [f"{row.median:.3f} ({row.exposed:.3f})" for row in known]
+        lines.append([name, *cells, f"{known[-1].bytes_between / 1e3:.0f}", f"{known[-1].memory / 1e6:.0f}"])
+    return ["", *(rate_name(one.mbit[0]) for one in places), "kB a step", "MB held"], lines
+
+
+def saves(rows: Sequence[Row]) -> Table:
+    """Return what saves of each method took in each setting, on each disk."""
+    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "first", "stops for", "of synchronous"]
+    header += ["committed after", "CPU s", "a step, s", "beside the writer", "MB of buffers", "MB between"]
+    lines = []
+
+    def median(row: Row, name: str, digits: int = 2) -> str:
+        value = row.more.get(f"{name}_median")
+        return "" if value is None else f"{value:.{digits}f}"
+
+    order = list(SAVES), ["real", "slow"], list(SAVE_SECTIONS)
+    for row in sorted(rows, key=lambda row: [*map(list.index, order, (row.setting, row.more["disk"], row.method))]):
+        share, (_, size, rate) = stopped_share(row, rows), row.setting.split("-")
+        saved = [
+            f"{row.median:.2f}",
+            f"{min(row.steps):.2f} .. {max(row.steps):.2f}",
+            median(row, "first_save_seconds"),
+        ]
+        stops = [f"{row.more['critical_seconds']:.2f}", "" if share is None else f"{share:.1%}"]
+        steps = [median(row, f"{name}_seconds") for name in ("until_committed", "writers_cpu", "step")]
+        buffers = row.more["buffer_bytes"]
+        line = [f"{size}, {rate}, {row.more['disk']}", row.method, *saved, *stops, *steps, median(row, "beside", 3)]
+        lines.append([*line, f"{buffers / 1e6:.0f}" if buffers else "", f"{row.link_bytes / 1e6:.1f}"])
+    return header, lines
+
+
+def stopped_share(row: Row, rows: Sequence[Row]) -> float | None:
+    """Return for how long an asynchronous save stops the training, of a synchronous one's; None for others."""
+    if "asynchronous" not in row.method:
+        return None
+    wanted = (row.setting, row.more["disk"], row.method.partition(",")[0])
+    whole = next((one for one in rows if (one.setting, one.more["disk"], one.method) == wanted), None)
+    return None if whole is None else row.more["critical_seconds"] / whole.more["critical_seconds"]
