@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``export_weights``: the weights of a whole model as safetensors, whole or not there, and no rank holds the model."""
+"""Whole weights: ``export_weights``, which no rank gathers whole, ``save_16bit_model``, and models of transformers."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,15 @@ HOST_BYTES = 992  # in two buffers, less than most tensors have
 @pytest.mark.parametrize(
     "dtype, names",
     [
-        ("bf16", ("NIG", "IIG", "GGG")),
+        ("bf16", ("NIG", "IIG")),
         ("fp32", ("III", "3")),
         *deep(("fp32", REPLICATED), ("bf16", PARTITIONED)),
     ],
     ids=by_strategies,
 )
-def test_what_is_exported_is_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
+def test_exported_weights_are_those_of_the_model(
+    ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]
+) -> None:
     for rank, rows in enumerate(ranks(4).run(parity_case, str(tmp_path), dtype, names)):
         for name, differing, tied, trained, most in rows:
             assert differing == [] and tied == ["layers.2.weight"] and trained, (name, differing, tied, trained)
@@ -113,7 +115,7 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "kind, names",
-    [("MoE", ("NIG",)), ("AutoEP", ("NIG", "IIG", "GNG")), *deep(("MoE", REPLICATED), ("AutoEP", PARTITIONED))],
+    [("MoE", ("NIG",)), ("AutoEP", ("NIG", "IIG")), *deep(("MoE", REPLICATED), ("AutoEP", PARTITIONED))],
     ids=by_strategies,
 )
 def test_experts_have_the_names_of_a_whole_model(
@@ -164,7 +166,7 @@ def experts_case(folder: str, kind: str, names: tuple[str, ...]) -> list[tuple[s
 
 
 def test_training_goes_on_while_weights_are_written(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(asynchronous_case, str(tmp_path)):
+    for rows in ranks(2).run(asynchronous_case, str(tmp_path)):
         for name, there, done, differing, kept in rows:
             assert (there, done, differing, kept) == ([], False, [], ["model.safetensors", "notes"]), name
 
@@ -210,8 +212,8 @@ def asynchronous_case(folder: str) -> list[tuple[str, list[str], bool, list[str]
     return rows
 
 
-def test_an_export_that_one_rank_cannot_write_leaves_what_was_there(ranks: Any, tmp_path: Path) -> None:
-    for at_once, later, names, same, again in ranks(4).run(full_disk_case, str(tmp_path)):
+def test_a_failed_export_leaves_the_folder_as_it_was(ranks: Any, tmp_path: Path) -> None:
+    for at_once, later, names, same, again in ranks(2).run(full_disk_case, str(tmp_path)):
         for message in (at_once, later):
             assert message.startswith("CheckpointError: rank 1: ") and "model-00002-of-" in message, message
             assert "could not be written" in message and "No space left on device" in message, message
@@ -259,7 +261,7 @@ def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
     return at_once, later, names, same, again
 
 
-def test_exports_and_saves_beside_the_training_wait_for_each_other(ranks: Any, tmp_path: Path) -> None:
+def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path: Path) -> None:
     """One goes into the folder of the other: it would be moved while it is written, or set aside."""
     tag, export = ["prepare tag", "publish tag"], ["prepare weights", "publish weights"]
     for rank, (turns, told, again) in enumerate(ranks(2).run(turns_case, str(tmp_path))):
@@ -313,7 +315,7 @@ def turns_case(folder: str) -> tuple[list[str], str, str]:
     return turns, told, again
 
 
-def test_what_an_export_cannot_do_is_said(ranks: Any, tmp_path: Path) -> None:
+def test_impossible_exports_are_refused(ranks: Any, tmp_path: Path) -> None:
     for said in ranks(2).run(refused_case, str(tmp_path)):
         assert said["writers"].startswith("ValueError: expected 1 to 2 writers"), said
         assert "float8_e8m0fnu" in said["dtype"] and said["dtype"].startswith("ValueError"), said
@@ -359,3 +361,95 @@ def refused_case(folder: str) -> dict[str, str]:
     found["left"] = str(sorted(path.name for path in Path(folder).iterdir()))
     engine.destroy()
     return found
+
+
+@pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
+def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
+    for rows in ranks(4).run(bit16_case, str(tmp_path), names):
+        assert rows == [(name, True, [], ["pytorch_model.bin"]) for name in names]
+
+
+def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, list[str], list[str]]]:
+    """Of each: whether it has saved, what differs from the model, and the files after a save that fails."""
+    from unittest import mock
+
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+
+    from tests.harness import snapshots, training
+
+    def fail(state: Any, path: str, **kwargs: Any) -> None:
+        Path(path).write_bytes(b"a part")
+        raise OSError(28, "No space left on device")
+
+    job = training.Job(dtype="bf16", frozen=(1,), empty=False, network=snapshots.Buffered)
+    rows = []
+    for name in names:
+        zero = {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name in PARTITIONED else {})}
+        engine, model = training.make_engine(job, zero)
+        snapshots.mark(engine, model)
+        snapshots.run(engine, job, snapshots.steps_of(job, 2))
+        said = engine.save_16bit_model(f"{folder}/{name}")
+        dist.barrier()
+        saved = torch.load(f"{folder}/{name}/pytorch_model.bin")
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            differing = [key for key in wanted if key not in saved or not torch.equal(wanted[key], saved[key])]
+        before = Path(folder, name, "pytorch_model.bin").read_bytes()
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=2))  # parameters are sharded again
+        with mock.patch.object(torch, "save", fail):
+            error = snapshots.error_of(engine.save_16bit_model, f"{folder}/{name}")
+        assert error.startswith("OSError") == (dist.get_rank() == 0), error
+        dist.barrier()
+        differing += ["the file"] * (Path(folder, name, "pytorch_model.bin").read_bytes() != before)
+        engine.destroy()
+        left = sorted(path.name for path in Path(folder, name).iterdir())
+        rows.append((name, bool(said), differing + sorted(saved.keys() - wanted.keys()), left))
+    return rows
+
+
+def test_a_model_of_transformers_is_exported(ranks: Any, tmp_path: Path) -> None:
+    for rows in ranks(4).run(safetensors_case, str(tmp_path)):
+        assert rows == [(name, ["model.safetensors"], []) for name in ("NIG", "IIG")]
+
+
+def safetensors_case(folder: str) -> list[tuple[str, list[str], list[str]]]:
+    """As the Trainer of transformers does it, and without a whole state dict: files of weights, and what differs when
+    the model is read again."""
+    import deepspeed
+    import torch
+    from deepspeed import comm as dist
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import deepspeed_ext
+
+    rows = []
+    for name in ("NIG", "IIG"):
+        torch.manual_seed(1)
+        small = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=True, **small)).bfloat16()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name[0] != "N" else {})},
+        }
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+        tokens = torch.arange(8).view(2, 4) + dist.get_rank()
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        whole = engine._zero3_consolidated_16bit_state_dict() if name[0] != "N" else model.state_dict()
+        if dist.get_rank() == 0:
+            model.save_pretrained(f"{folder}/{name}", state_dict=whole)
+            model.config.save_pretrained(f"{folder}/{name}/exported")
+        deepspeed_ext.export_weights(engine, f"{folder}/{name}/exported", max_shard_bytes=9000)
+        files = sorted(path.name for path in Path(folder, name).glob("*.safetensors"))
+        differing = []
+        for place in (f"{folder}/{name}", f"{folder}/{name}/exported"):
+            again = LlamaForCausalLM.from_pretrained(place, dtype=torch.bfloat16).state_dict()
+            with deepspeed.zero.GatheredParameters(list(model.parameters())):
+                differing += [key for key, value in model.state_dict().items() if not torch.equal(value, again[key])]
+        engine.destroy()
+        rows.append((name, files, differing))
+    return rows
