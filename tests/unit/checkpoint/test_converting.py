@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
+
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
 RUNS = [
     ("IIG + LoCo", "NIG + LoCo", 1),
     ("NIG + own order", "GGG", 2),
     ("2", "III", 2),
-    ("NIG + Muon", "III + Muon", 2),
+    *deep(("NIG + Muon", "III + Muon", 2)),
 ]
 LOCO, MUON, OWN = " + LoCo", " + Muon", " + own order"
 
@@ -42,7 +44,7 @@ def optimizer_of(name: str) -> str:
     return "Muon" if name.endswith(MUON) else "Adam"
 
 
-@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=lambda one: str(one))
+@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
 def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
     ranks(4).run(save_case, str(tmp_path), saved)
     for differences, made, again, names in ranks(2).run(load_case, str(tmp_path), loaded, group_size):
@@ -89,7 +91,7 @@ def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float]
     return found, made[0], made[1], names
 
 
-def test_what_fits_is_loaded_as_it_is_and_what_was_saved_again_is_converted_again(ranks: Any, tmp_path: Path) -> None:
+def test_a_fitting_save_is_not_converted_a_newer_one_is_again(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "IIG")
     for as_it_is, differences in ranks(4).run(again_case, str(tmp_path)):
         assert as_it_is == ["global_step3", "latest"] and differences == {}
@@ -117,14 +119,19 @@ def again_case(folder: str) -> tuple[list[str], dict[str, float]]:
     return as_it_is, found
 
 
-def test_a_conversion_that_fails_is_told_on_all_ranks_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+    """The converter runs in the current folder, and imports nothing from there."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("statistics", "queue", "argparse"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     ranks(4).run(save_case, str(tmp_path), "IIG")
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
         assert "cannot be loaded as it is" in message and "has failed" in message, message
         assert f"python -m deepspeed_ext convert --input_folder {tmp_path}/global_step3 " in message, message
-        assert names == ["global_step3", "latest"]
+        assert names == ["global_step3", "here", "latest"]
 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
@@ -135,7 +142,12 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     engine, model = training.make_engine(job, zero_of("NIG", 2))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     before = snapshots.snapshot(engine, model, job)
-    message = snapshots.error_of(engine.load_checkpoint, folder)
+    base = Path.cwd()
+    os.chdir(f"{folder}/here")
+    try:
+        message = snapshots.error_of(engine.load_checkpoint, folder)
+    finally:
+        os.chdir(base)
     changed = bool(snapshots.difference(before, snapshots.snapshot(engine, model, job)))
     names = names_in(folder)
     engine.destroy()
@@ -177,7 +189,7 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
     return message, taken, found
 
 
-def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path: Path) -> None:
+def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path) -> None:
     place = tmp_path / "one"
     place.mkdir()
     (place / "file").write_text("")
@@ -323,25 +335,3 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
         lease.close()
         used.close()
     return tag, second[0], found, names
-
-
-def test_the_converter_imports_nothing_from_the_current_folder(ranks: Any, tmp_path: Path) -> None:
-    ranks(1).run(imports_case, str(tmp_path))
-    assert not (tmp_path / "imported").exists()
-
-
-def imports_case(folder: str) -> None:
-    """A conversion of what is no checkpoint, in a folder with modules of the standard library's names."""
-    from deepspeed_ext.checkpoint import converting
-    from tests.harness.snapshots import error_of
-
-    base, before = Path(folder), Path.cwd()
-    for name in ("statistics", "queue", "argparse"):
-        Path(folder, f"{name}.py").write_text(f"open({str(base / 'imported')!r}, 'w')\n")
-    (base / "one").mkdir()
-    os.chdir(folder)
-    try:
-        message = error_of(converting.converted, folder, "one", "another strategy")
-    finally:
-        os.chdir(before)
-    assert "can't find *_optim_states.pt files" in message, message

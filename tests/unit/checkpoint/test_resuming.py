@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A checkpoint restores all that was saved: in its own strategy, in strategies that shard alike, or in part."""
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,9 @@ import pytest
 from torch import nn
 
 from tests.harness.snapshots import error_of, job_of
-from tests.harness.tiers import by_strategies, deep, with_some
+from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
 
@@ -21,43 +22,29 @@ ALL = (*REPLICATED, *PARTITIONED)
 
 
 @pytest.mark.parametrize(
-    "dtype, names",
+    "optimizer, dtype, names, zero",
     [
-        ("fp16", ("NNN", "NNG", "NII", "NIG")),
-        ("fp16", ("INI", "III", "IIG", "GNG")),
-        ("fp32", ("NGG", "IGG")),
-        ("bf16", ("NNI", "GGG")),
-        *deep(("fp16", ALL), ("fp32", ALL), ("bf16", ALL)),
+        ("Adam", "fp16", ("NII", "NIG", "III", "IIG"), {}),
+        ("Adam", "fp32", ("NNN", "GGG"), {}),
+        ("Adam", "bf16", ("NGG", "GNG"), {}),
+        ("Muon", "fp32", ("NIG", "IIG"), {}),
+        ("Muon", "fp16", ("NII", "GNG"), OFFLOAD),
+        *deep(*(("Adam", dtype, ALL, {}) for dtype in ("fp32", "bf16", "fp16"))),
+        *deep(("Muon", "fp32", ("NNN", "NII", "III", "GNG"), {})),
+        *deep(("Muon", "bf16", ("NII", "IIG"), {}), ("Muon", "fp16", ("NIG", "III"), {})),
     ],
     ids=by_strategies,
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]
+    ranks: Any, tmp_path: Path, optimizer: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
 ) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), dtype, names):
+    for rows in ranks(4).run(resume_case, str(tmp_path), optimizer, dtype, names, zero):
         for name, loaded, resumed, exported in rows:
             assert (loaded, resumed, exported) == ({}, {}, 0.0), (name, loaded, resumed, exported)
 
 
-@pytest.mark.parametrize(
-    "dtype, names, zero",
-    [
-        ("fp32", ("NNN", "NII", "NIG", "III", "IIG", "GNG"), {}),
-        ("fp16", ("NII", "GNG"), OFFLOAD),
-        *deep(("bf16", ("NII", "IIG"), {}), ("fp16", ("NIG", "III"), {})),
-    ],
-    ids=["fp32", "fp16, offload", "bf16", "fp16"],
-)
-def test_a_resumed_run_of_muon_is_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
-) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), dtype, names, zero, "Muon"):
-        for name, *found in rows:
-            assert found == [{}, {}, 0.0], (name, found)
-
-
 def resume_case(
-    folder: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any] | None = None, optimizer: str = "Adam"
+    folder: str, optimizer: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
 ) -> list[tuple[str, Any, Any, float]]:
     """What differs after a load and after going on; and how far zero_to_fp32's weights are from the optimizer's."""
     from deepspeed import comm as dist
@@ -101,22 +88,91 @@ def resume_case(
     return rows
 
 
-VARIANTS = {
-    "offload": {"zero": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False},
-    "tensor parallel": {"tensor_parallel": 2},
-    "fp32 accumulation": {"data_types": {"grad_accum_dtype": "fp32"}},
-    "round robin": {"zero": {"round_robin_gradients": True}},
-    "not zip": {"checkpoint": {"checkpoint_serialization": False}},
-    "in few bits": {"zero": {"paro_quantized_updates": {}, "zeropp_loco_param": {}}},
-    "persistent parameters": {"zero": {"stage3_param_persistence_threshold": 100}},
+DTYPES = ("fp32", "bf16", "bf16 masters")
+LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
+UPDATES: dict[str, Any] = {"paro_quantized_updates": {}}
+RESYNC = {"paro_quantized_updates": {"resync_T": 4}}
+LOSSLESS = {"paro_quantized_updates": {"bits": "exact"}}
+
+
+def outer(bits: int, delay: int, fragments: int) -> dict[str, Any]:
+    """Return the key of an outer optimizer."""
+    return {"paro_outer_optimizer": {"steps": 4, "bits": bits, "delay": delay, "fragments": fragments}}
+
+
+def table() -> Iterator[tuple[str, tuple[str, ...], dict[str, Any], str, int, str]]:
+    """Yield what is trained, strategies, keys, optimizer, steps between saves, dtype."""
+    alone, both = ("NII", "III"), ("NIG", "IIG")
+    for dtype in (*DTYPES, "fp16"):
+        yield "LoCo", both, LOCO, "Adam", 1, dtype
+        yield "LoCo", ("NGG", "NNN"), LOCO, "Adam", 1, dtype
+        yield "Muon", ("NIG", "III"), {}, "Muon", 1, dtype
+        yield "Muon, LoCo", both, LOCO, "Muon", 1, dtype
+    # A save sends updates whole, so there are steps without one.
+    for dtype in ("fp32", "bf16"):
+        yield "updates", both, UPDATES, "Adam", 3, dtype
+        yield "updates, resync", both, RESYNC, "Adam", 3, dtype
+        yield "LoCo, updates", both, {**LOCO, **UPDATES}, "Adam", 3, dtype
+        yield "Muon, LoCo, updates", both, {**LOCO, **UPDATES}, "Muon", 3, dtype
+    for dtype in ("bf16", "bf16 masters"):
+        yield "lossless updates", both, LOSSLESS, "Adam", 3, dtype
+    for dtype in DTYPES:
+        for how in itertools.product((16, 8, 4), (0, 1), (1, 2)):
+            yield f"outer, bits, delay, fragments {how}", alone, outer(*how), "Adam", 1, dtype
+        yield "outer, Muon", alone, outer(4, 1, 2), "Muon", 1, dtype
+        yield "outer", ("NNI", "INI"), outer(8, 1, 1), "Adam", 1, dtype
+
+
+# All steps from which a lost error has time to change the weights.
+QUICK = ("outer, masters", ("III",), outer(8, 1, 1), "Muon", 1, "bf16 masters", (1, 2, 4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "zero", "optimizer", "every", "dtype", "starts"),
+    [QUICK, *deep(*((*row, range(1, 13)) for row in table()))],
+    ids=by_strategies,
+)
+def test_a_run_may_be_resumed_from_any_step(
+    ranks: Any,
+    kernels: bool,
+    tmp_path: Path,
+    kind: str,
+    names: tuple[str, ...],
+    zero: dict[str, Any],
+    optimizer: str,
+    every: int,
+    dtype: str,
+    starts: Any,
+) -> None:
+    found = ranks(4).run(every_step_case, str(tmp_path), names, zero, optimizer, every, dtype, starts)
+    assert found == [(len(starts) * len(names), [])] * 4
+
+
+def every_step_case(folder: str, *row: Any) -> tuple[int, list[Any]]:
+    """Return how many runs were resumed, and which of them differ."""
+    from tests.harness import resumes
+
+    return resumes.differences(folder, resumes.Row(*row))
+
+
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "offload": (("NIG", "IIG"), {"zero": OFFLOAD, "zero_force_ds_cpu_optimizer": False}),
+    "tensor parallel": (("NIG", "IIG"), {"tensor_parallel": 2}),
+    "fp32 accumulation": (("NIG",), {"data_types": {"grad_accum_dtype": "fp32"}}),
+    "round robin": (("NIG",), {"zero": {"round_robin_gradients": True}}),
+    "not zip": (("IIG",), {"checkpoint": {"checkpoint_serialization": False}}),
+    "in few bits": (("NIG",), {"zero": {"paro_quantized_updates": {}, "zeropp_loco_param": {}}}),
+    "persistent parameters": (("IIG",), {"zero": {"stage3_param_persistence_threshold": 100}}),
 }
 
 
 @pytest.mark.parametrize(
-    "variant, names", with_some(VARIANTS, ("NIG", "IIG"), ("NIG", "IIG", "III")), ids=by_strategies
+    "variant, names",
+    [*((one, VARIANTS[one][0]) for one in VARIANTS), *deep(*((one, ("NIG", "IIG", "III")) for one in VARIANTS))],
+    ids=by_strategies,
 )
 def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(variant_case, str(tmp_path), VARIANTS[variant], names):
+    for rows in ranks(4).run(variant_case, str(tmp_path), VARIANTS[variant][1], names):
         for name, loaded, resumed, converted in rows:
             assert (loaded, resumed, converted) == ({}, {}, {}), (name, loaded, resumed, converted)
 
@@ -159,29 +215,33 @@ def variant_case(folder: str, keys: dict[str, Any], names: tuple[str, ...]) -> l
     return rows
 
 
-# (saved by, on ranks, loaded by, on ranks); groups of 2. With os = I a group holds all states, whatever the number of
-# groups; with os = G strategies with p = N, and those with p cut, and DeepSpeed's, load each other's.
+# (optimizer, saved by, on ranks, loaded by, on ranks); groups of 2. With os = I a group holds all states, whatever the
+# number of groups; with os = G strategies with p = N, and those with p sharded, and DeepSpeed's, load each other's.
 ALIKE = [
-    ("NIG", 4, "NGG", 4),
-    ("2", 4, "NIG", 4),
-    ("NNG", 4, "1", 4),
-    ("3", 4, "IIG", 4),
-    ("IIG", 4, "GGG", 4),
-    ("GGG", 4, "ING", 4),
-    ("III", 4, "INI", 4),
-    ("III", 4, "III", 6),
-    ("INI", 6, "III", 4),
-    ("NII", 4, "NNI", 6),
-    ("NNN", 4, "NNN", 6),
-    ("3", 2, "III", 4),
-    ("2", 2, "NII", 4),
+    ("Adam", "2", 4, "NIG", 4),
+    ("Adam", "NNG", 4, "1", 4),
+    ("Adam", "3", 4, "IIG", 4),
+    ("Adam", "GGG", 4, "ING", 4),
+    ("Adam", "III", 4, "INI", 2),
+    ("Adam", "3", 2, "III", 4),
+    ("Adam", "2", 2, "NII", 4),
+    ("Adam", "NNN", 4, "NNN", 2),
+    ("Muon", "GNG", 4, "IIG", 4),
+    ("Muon", "NII", 4, "NNI", 2),
+    *deep(
+        ("Adam", "NIG", 4, "NGG", 4),
+        ("Adam", "IIG", 4, "GGG", 4),
+        ("Adam", "III", 4, "INI", 4),
+        ("Adam", "III", 4, "III", 6),
+        ("Adam", "INI", 6, "III", 4),
+        ("Adam", "NII", 4, "NNI", 6),
+        ("Muon", "III", 4, "INI", 6),
+    ),
 ]
-MUON = [("III", 4, "INI", 6), ("GNG", 4, "IIG", 4), ("NII", 4, "NNI", 6)]
-ROWS = [*(("Adam", *row) for row in ALIKE), *(("Muon", *row) for row in MUON)]
 
 
-@pytest.mark.parametrize("optimizer, saved, ranks_before, loaded, ranks_after", ROWS)
-def test_states_that_are_cut_alike_load_without_conversion(
+@pytest.mark.parametrize("optimizer, saved, ranks_before, loaded, ranks_after", ALIKE)
+def test_equally_sharded_states_load_without_conversion(
     ranks: Any, tmp_path: Path, optimizer: str, saved: str, ranks_before: int, loaded: str, ranks_after: int
 ) -> None:
     ranks(ranks_before).run(save_case, str(tmp_path), saved, optimizer)
@@ -234,15 +294,15 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("stock, names", [("2", ("NIG",)), ("3", ("IIG",)), *deep(("2", ("NNG",)), ("3", ("GGG",)))])
-def test_parts_are_loaded_as_deepspeed_does(ranks: Any, tmp_path: Path, stock: str, names: tuple[str, ...]) -> None:
-    for rows in ranks(4).run(parts_case, str(tmp_path), stock, names):
-        for name, part, from_fp32, found in rows:
-            assert found == {}, (name, part, from_fp32, found)
+@pytest.mark.parametrize("stock, name", [("2", "NIG"), ("3", "IIG"), *deep(("2", "NNG"), ("3", "GGG"))])
+def test_parts_are_loaded_as_deepspeed_does(ranks: Any, tmp_path: Path, stock: str, name: str) -> None:
+    for rows in ranks(4).run(parts_case, str(tmp_path), stock, name):
+        for part, from_fp32, found in rows:
+            assert found == {}, (part, from_fp32, found)
 
 
-def parts_case(folder: str, stock: str, names: tuple[str, ...]) -> list[tuple[str, Any, bool, dict[str, float]]]:
-    """Load parts of stock DeepSpeed's checkpoint with it and with strategies: what differs between the two."""
+def parts_case(folder: str, stock: str, name: str) -> list[tuple[Any, bool, dict[str, float]]]:
+    """Load parts of stock DeepSpeed's checkpoint with it and with a strategy: what differs between the two."""
     from tests.harness import snapshots, training
 
     rows = []
@@ -252,30 +312,31 @@ def parts_case(folder: str, stock: str, names: tuple[str, ...]) -> list[tuple[st
     snapshots.run(engine, first, snapshots.steps_of(first, 3))
     engine.save_checkpoint(folder)
     engine.destroy()
+    # With load_module_only alone DeepSpeed's stage 3 loads no weights; what is meant is the second part.
+    as_stock = [PARTS[1] if stock == "3" and part == PARTS[2] else part for part in PARTS]
     for from_fp32 in (True, False):
         job = job_of("bf16", zero={"load_from_fp32_weights": from_fp32})
-        for part in PARTS:
-            # With load_module_only alone DeepSpeed's stage 3 loads no weights; what is meant is the second part.
-            as_stock = PARTS[1] if stock == "3" and part == PARTS[2] else part
-            wanted = load_part(folder, job, placed(stock), as_stock)
-            for name in names:
-                found = snapshots.difference(wanted, load_part(folder, job, placed(name), part))
-                rows.append((name, part, from_fp32, found))
+        both = load_parts(folder, job, placed(stock), as_stock), load_parts(folder, job, placed(name), PARTS)
+        found = (snapshots.difference(*pair) for pair in zip(*both, strict=True))
+        rows += [(part, from_fp32, differing) for part, differing in zip(PARTS, found, strict=True)]
     return rows
 
 
-def load_part(folder: str, job: Any, zero: dict[str, Any], part: dict[str, bool]) -> dict[str, Any]:
-    """Train another run, load a part, look."""
+def load_parts(folder: str, job: Any, zero: dict[str, Any], parts: list[dict[str, bool]]) -> list[dict[str, Any]]:
+    """Return what is there after a step of another run and the load of a part, of each part in turn."""
     from tests.harness import snapshots, training
 
     engine, model = training.make_engine(job, zero)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
-    engine.load_checkpoint(folder, **part)
-    seen = snapshots.snapshot(engine, model, job)
+    rows = []
+    for part in parts:
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
+        engine.load_checkpoint(folder, **part)
+        seen = snapshots.snapshot(engine, model, job)
+        if "load_lr_scheduler_states" not in part:  # moments of the step before: their last bit is of other sums
+            seen = {key: value for key, value in seen.items() if " exp_avg" not in key}
+        rows.append(seen)
     engine.destroy()
-    if "load_lr_scheduler_states" not in part:  # moments of the step before: their last bit is of other sums
-        seen = {key: value for key, value in seen.items() if " exp_avg" not in key}
-    return seen
+    return rows
 
 
 class Growing(nn.Linear):
@@ -292,7 +353,7 @@ class Growing(nn.Linear):
         """Nothing."""
 
 
-def test_what_is_left_to_torch_and_to_the_user(ranks: Any, tmp_path: Path) -> None:
+def test_options_of_saves_and_loads_are_those_of_deepspeed(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(4).run(own_way_case, str(tmp_path)):
         assert rows == [(name, [], [], True, "KeyError") for name in ("NIG", "IIG")]
 
@@ -336,7 +397,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
 
 @pytest.mark.quick
 def test_weights_are_those_of_the_tag(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(tag_case, str(tmp_path)):
+    for rows in ranks(2).run(tag_case, str(tmp_path)):
         assert rows == [("IIG", 0.0, True), ("NIG", 0.0, True)]
 
 
@@ -363,7 +424,7 @@ def tag_case(folder: str) -> list[tuple[str, float, bool]]:
     return rows
 
 
-@BOTH
+@pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "III", "IIG"), *deep((ALL,))], ids=by_strategies)
 def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(bytes_case, str(tmp_path), names):
         for name, files, written, received, due in rows:
