@@ -82,7 +82,8 @@ def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float]
     made = []
     for _ in range(2):
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        engine.load_checkpoint(folder)
+        with snapshots.converting_here():
+            engine.load_checkpoint(folder)
         made.append(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
     found = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
     names = names_in(folder)
@@ -106,14 +107,16 @@ def again_case(folder: str) -> tuple[list[str], dict[str, float]]:
     engine.load_checkpoint(folder)
     as_it_is = names_in(folder)
     other, _ = training.make_engine(job, zero_of("NIG", 2))
-    other.load_checkpoint(folder)
+    with snapshots.converting_here():
+        other.load_checkpoint(folder)
     other.destroy()
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     engine.save_checkpoint(folder, tag="global_step3")
     wanted = snapshots.snapshot(engine, model, job)
     engine.destroy()
     other, model = training.make_engine(job, zero_of("NIG", 2))
-    other.load_checkpoint(folder, tag="global_step3")
+    with snapshots.converting_here():
+        other.load_checkpoint(folder, tag="global_step3")
     found = snapshots.difference(wanted, snapshots.snapshot(other, model, job))
     other.destroy()
     return as_it_is, found

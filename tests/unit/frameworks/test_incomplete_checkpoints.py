@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.checkpoint import frameworks
-from tests.harness.frameworks.table import needs
+from tests.harness.frameworks.comparison import needs
 
 NEWEST, COMPLETE, RUNNING, WEIGHTS_ONLY, NO_STATE = "newest", "complete", "running", "weights only", "no state"
 FILES = {

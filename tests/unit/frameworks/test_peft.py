@@ -4,12 +4,15 @@
 
 from typing import Any, NamedTuple
 
+import pytest
+
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement
-from tests.harness.frameworks.table import needs, note
+from tests.harness.frameworks.comparison import needs
+from tests.harness.tiers import by_strategies, deep
 
 pytestmark = needs("transformers", "peft")
 
-STRATEGIES_HERE = ("NIG", *(name for name, strategy in STRATEGIES.items() if strategy.p))
+SHARDED = tuple(name for name, strategy in STRATEGIES.items() if strategy.p)
 GROUP = 2
 CLUSTER = GroupSizes(4, GROUP)
 ON_HOST = {"paro_strategy": "ING", "paro_group_size": GROUP, "offload_param": {"device": "cpu", "pin_memory": True}}
@@ -39,10 +42,11 @@ class Answer(NamedTuple):
     moved: float  # how far stock training moves the adapters, relative to the largest weight
 
 
-def test_fine_tuning_with_lora(frameworks: Any) -> None:
-    for answer in frameworks(4).run(lora_case):
+@pytest.mark.parametrize("names", [("NIG", "IGG"), *deep((SHARDED,))], ids=by_strategies)
+def test_fine_tuning_with_lora(frameworks: Any, names: tuple[str, ...]) -> None:
+    for answer in frameworks(4).run(lora_case, names):
         assert answer.adapters and answer.moved > 0.01, answer.moved
-        assert [row.strategy for row in answer.rows] == [*STRATEGIES_HERE, "ING"]
+        assert [row.strategy for row in answer.rows] == [*names, "ING"]
         for row in answer.rows:
             strategy = STRATEGIES[row.strategy]
             assert row.weights <= 1e-5 and row.losses <= 1e-5, row
@@ -58,8 +62,6 @@ def test_fine_tuning_with_lora(frameworks: Any) -> None:
             assert row.gradients == held(answer.adapters, strategy.g or strategy.os, strategy.os), row
             assert row.base_bytes == 4 * held(answer.base, strategy.p, strategy.os), row
             assert row.base_gathered == 0, row
-        for row in answer.rows:
-            note("peft", "LoRA, what is held of adapters and base", row.strategy, row.losses, row.weights)
 
 
 def held(numels: dict[str, int], placement: Placement, os: Placement) -> int:
@@ -68,13 +70,10 @@ def held(numels: dict[str, int], placement: Placement, os: Placement) -> int:
     return sum(chunks * -(-numel // CLUSTER.shards(os)) for numel in numels.values())
 
 
-def lora_case() -> Answer:
+def lora_case(names: tuple[str, ...]) -> Answer:
     """Fine-tune the same model with stock ZeRO-3 and with each strategy."""
     stock, model_sizes, moved = fine_tune({"stage": 3})
-    rows = [
-        compared(name, stock, fine_tune({"paro_strategy": name, "paro_group_size": GROUP})[0])
-        for name in STRATEGIES_HERE
-    ]
+    rows = [compared(one, stock, fine_tune({"paro_strategy": one, "paro_group_size": GROUP})[0]) for one in names]
     rows.append(compared("ING", stock, fine_tune(ON_HOST, checkpointing=True)[0]))
     return Answer(rows, *model_sizes, moved)
 

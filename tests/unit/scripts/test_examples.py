@@ -14,7 +14,7 @@ import pytest
 
 from scripts import ROOT
 from tests.harness import examples
-from tests.harness.frameworks.table import needs
+from tests.harness.frameworks.comparison import needs
 from tests.harness.installed import since
 
 NODES = 2
