@@ -4,11 +4,19 @@
 
 import os
 import re
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+from deepspeed_ext.checkpoint import converting, owned
+from tests.harness import snapshots, training
+from tests.harness.snapshots import convert, error_of
 from tests.harness.tiers import deep
 
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
@@ -24,8 +32,6 @@ LOCO, MUON, OWN = " + LoCo", " + Muon", " + own order"
 
 def names_in(folder: str) -> list[str]:
     """Names of checkpoints in a folder, and of what a load has left there. Collective."""
-    from deepspeed import comm as dist
-
     found = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     dist.barrier()
     return found
@@ -33,8 +39,6 @@ def names_in(folder: str) -> list[str]:
 
 def zero_of(name: str, group_size: int) -> dict[str, Any]:
     """Keys of a strategy or stage, with or without LoCo."""
-    from tests.harness import training
-
     more = {"zeropp_loco_param": {}} if name.endswith(LOCO) else {}
     return training.placed(name.removesuffix(LOCO).removesuffix(MUON).removesuffix(OWN), group_size, **more)
 
@@ -54,11 +58,6 @@ def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: s
 
 def save_case(folder: str, name: str) -> None:
     """Three steps, a checkpoint, and what is in it."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     config = {"checkpoint": {"zero_order": False}} if name.endswith(OWN) else {}
     job = training.Job(optimizer=optimizer_of(name), empty=False, zero=training.SMALL, config=config)
     engine, model = training.make_engine(job, zero_of(name, 2))
@@ -73,10 +72,6 @@ def save_case(folder: str, name: str) -> None:
 def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float], float, float, list[str]]:
     """What differs from what was saved; when the universal checkpoint was made, before and after a second load; what
     is in the folder."""
-    import torch
-
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer=optimizer_of(name), empty=False, config=UNIVERSAL)
     engine, model = training.make_engine(job, zero_of(name, group_size))
     made = []
@@ -100,8 +95,6 @@ def test_a_fitting_save_is_not_converted_a_newer_one_is_again(ranks: Any, tmp_pa
 
 def again_case(folder: str) -> tuple[list[str], dict[str, float]]:
     """What is in the folder after a load that fits; what differs where a save has the tag of a converted one."""
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
     engine, model = training.make_engine(job, zero_of("IIG", 2))
     engine.load_checkpoint(folder)
@@ -139,8 +132,6 @@ def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     """The error, whether a weight or state has changed, what is in the folder."""
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
     engine, model = training.make_engine(job, zero_of("NIG", 2))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -168,10 +159,6 @@ def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
 def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
     """The errors of a conversion that ends while momentum is renamed, and of one over something else; what is in the
     folder then, and after another, which replaces a universal checkpoint; what is the latest."""
-    from unittest import mock
-
-    from tests.harness.snapshots import convert, error_of
-
     target = Path(folder, "global_step3_universal")
     rename = Path.rename
 
@@ -228,14 +215,6 @@ def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path
 def ends_case(folder: str) -> dict[str, str]:
     """The errors of a converter that fails late, of one that raises, of a full disk, of a name that is taken, of a
     first rank that is gone, of one that can write nothing more, and where each rank has a folder of its own."""
-    import subprocess
-    import time
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import converting
-    from tests.harness.snapshots import error_of
 
     class Gone(BaseException):
         """As if the process were no more."""
@@ -295,13 +274,6 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
     """What two jobs load, of which the second begins and ends while the first converts; what is in it and beside it.
 
     Of earlier conversions one is left by a dead process, one has no marker, and another job loads one."""
-    import subprocess
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import converting, owned
-
     first = dist.get_rank() == 0
     second: list[str] = []
     jobs = iter((1, 2))

@@ -2,11 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Disks that are not shared between nodes, and writers that are not torch's."""
 
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from deepspeed import comm as dist
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
+from deepspeed_ext.checkpoint import commit
+from deepspeed_ext.checkpoint import folder as folders
+from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
+from tests.harness import snapshots, training
+from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep
 
@@ -15,10 +25,6 @@ LOCAL = {"checkpoint": {"use_node_local_storage": True}}
 
 def make(job: Any, name: str = "NGG") -> tuple[Any, Any]:
     """An engine after a step, on one of two nodes with two ranks each."""
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
     engine.local_rank = dist.get_rank() % 2
     engine._configure_checkpointing()
@@ -28,8 +34,6 @@ def make(job: Any, name: str = "NGG") -> tuple[Any, Any]:
 
 def node_dir(folder: str) -> str:
     """Where this node's disk is."""
-    from deepspeed import comm as dist
-
     return f"{folder}/node{dist.get_rank() // 2}"
 
 
@@ -44,14 +48,6 @@ def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Pat
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, Any, list[str]]:
     """A publication that fails on the second node only: the error, what differs in what was there before, on all
     nodes, and in what is saved next; and what is on the disk then. Disks are slow when the save is taken back."""
-    import time
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import folder as folders
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
     engine, model = make(job, name)
     disk = node_dir(folder)
@@ -94,13 +90,6 @@ def test_disks_that_are_not_shared_are_noticed(ranks: Any, tmp_path: Path) -> No
 
 def not_shared_case(folder: str) -> tuple[str, list[str]]:
     """The error where each node has its own disk and nobody has said so, and what is left on the first one."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import commit
-    from tests.harness import training
-
     engine, _ = make(training.Job(empty=False))
     disk = node_dir(folder)
     (Path(disk) / ".global_step1.saving").mkdir(parents=True, exist_ok=True)
@@ -117,12 +106,6 @@ def test_another_checkpoint_writer_is_left_alone(ranks: Any) -> None:
 
 def writer_case() -> tuple[bool, bool, bool]:
     """Whether torch's is ours then, whether another is, and whether a warning names the key."""
-    from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
-    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-
-    from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
-    from tests.harness.logs import logged
-
     fast = object.__new__(FastCheckpointEngine)
     with logged() as lines:
         kinds = [isinstance(wrap(inner), CheckpointFiles) for inner in (TorchCheckpointEngine(), fast)]
@@ -137,8 +120,6 @@ def test_stock_loads_files_that_are_no_zip_archives(ranks: Any, tmp_path: Path, 
 
 def stock_case(folder: str, stage: int) -> float:
     """Stock DeepSpeed's universal checkpoint, loaded by it, with our package beside it: largest difference."""
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
     weights = []
     for universal in (False, True):

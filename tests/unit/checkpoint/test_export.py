@@ -1,13 +1,25 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Whole weights: ``export_weights``, which no rank gathers whole, ``save_16bit_model``, and models of transformers."""
+"""Whole weights: ``export_weights``, which no rank gathers whole, and ``save_16bit_model``."""
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from safetensors.torch import load_file
 
+import deepspeed_ext
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.host_writer import HostWriter
+from tests.harness import experts, networks, saves, snapshots, training
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
@@ -58,13 +70,6 @@ def header(path: Path) -> dict[str, tuple[int, int]]:
 def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
     """Of each: what differs from DeepSpeed's whole state dict; what is missing; whether training goes on as without an
     export; elements live at once, of the largest module, and bytes of buffers on the host."""
-    import torch
-    from deepspeed import comm as dist
-    from safetensors.torch import load_file
-
-    import deepspeed_ext
-    from tests.harness import networks, snapshots, training
-
     more = {**GATHER, "paro_overlap_updates": True}
     tied = "layers.1.weight", "layers.2.weight"
     job = training.Job(
@@ -129,12 +134,6 @@ def test_experts_have_the_names_of_a_whole_model(
 def experts_case(folder: str, kind: str, names: tuple[str, ...]) -> list[tuple[str, bool, float]]:
     """Of each: whether an export before the first step is the model that was given; and how far the model that loads
     one after two steps is from it."""
-    import torch
-    from safetensors.torch import load_file
-
-    import deepspeed_ext
-    from tests.harness import experts, networks, snapshots, training
-
     sizes, rows = (13, 10, 10, 7), []
     for name in names:
         network: Any = {"MoE": networks.RoutedOverTwo, "AutoEP": experts.SmallMixtral}[kind]
@@ -174,18 +173,6 @@ def test_training_goes_on_while_weights_are_written(ranks: Any, tmp_path: Path) 
 def asynchronous_case(folder: str) -> list[tuple[str, list[str], bool, list[str], list[str]]]:
     """Of each: what is in the folder while nothing is written yet, after a step; whether the export has ended then;
     what differs from the weights before the step; and what is there in the end."""
-    import threading
-    from unittest import mock
-
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from safetensors.torch import load_file
-
-    import deepspeed_ext
-    from deepspeed_ext.checkpoint.host_writer import HostWriter
-    from tests.harness import snapshots, training
-
     job, write, rows = training.Job(empty=False), HostWriter._write, []
     for name in ("NIG", "IIG"):
         place = Path(folder, name)
@@ -223,13 +210,6 @@ def test_a_failed_export_leaves_the_folder_as_it_was(ranks: Any, tmp_path: Path)
 def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
     """Errors: of an export, and of the one after an asynchronous one. What is in the folder around then, whether it is
     as it was, and the error of an export when there is space."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from deepspeed_ext.checkpoint.host_writer import HostWriter
-    from tests.harness import snapshots, training
 
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
@@ -274,16 +254,6 @@ def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path
 def turns_case(folder: str) -> tuple[list[str], str, str]:
     """What has been done with folders: for a save, an export right after it, one that is asynchronous, a save right
     after that. What an export raises after a save that fails on one rank, and what is raised once more."""
-    import time
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-    from deepspeed_ext.checkpoint.host_writer import HostWriter
-    from tests.harness import saves, snapshots, training
-
     turns: list[str] = []
 
     def noted(what: str) -> Any:
@@ -329,15 +299,6 @@ def test_impossible_exports_are_refused(ranks: Any, tmp_path: Path) -> None:
 
 def refused_case(folder: str) -> dict[str, str]:
     """What is said of each, and what is in the folder afterwards."""
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    import deepspeed_ext
-    from tests.harness import snapshots, training
-
     engine, _ = training.make_engine(training.Job(empty=False, optimizer="Adam"), training.placed("IIG", 1))
 
     def said(name: str = "new", **more: Any) -> str:
@@ -371,13 +332,6 @@ def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Pa
 
 def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, list[str], list[str]]]:
     """Of each: whether it has saved, what differs from the model, and the files after a save that fails."""
-    from unittest import mock
-
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
 
     def fail(state: Any, path: str, **kwargs: Any) -> None:
         Path(path).write_bytes(b"a part")
@@ -406,50 +360,4 @@ def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, lis
         engine.destroy()
         left = sorted(path.name for path in Path(folder, name).iterdir())
         rows.append((name, bool(said), differing + sorted(saved.keys() - wanted.keys()), left))
-    return rows
-
-
-def test_a_model_of_transformers_is_exported(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(safetensors_case, str(tmp_path)):
-        assert rows == [(name, ["model.safetensors"], []) for name in ("NIG", "IIG")]
-
-
-def safetensors_case(folder: str) -> list[tuple[str, list[str], list[str]]]:
-    """As the Trainer of transformers does it, and without a whole state dict: files of weights, and what differs when
-    the model is read again."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    import deepspeed_ext
-
-    rows = []
-    for name in ("NIG", "IIG"):
-        torch.manual_seed(1)
-        small = {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2}
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=50, tie_word_embeddings=True, **small)).bfloat16()
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "bf16": {"enabled": True},
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-            "zero_optimization": {"paro_strategy": name, "paro_group_size": 2, **(GATHER if name[0] != "N" else {})},
-        }
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        tokens = torch.arange(8).view(2, 4) + dist.get_rank()
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
-        whole = engine._zero3_consolidated_16bit_state_dict() if name[0] != "N" else model.state_dict()
-        if dist.get_rank() == 0:
-            model.save_pretrained(f"{folder}/{name}", state_dict=whole)
-            model.config.save_pretrained(f"{folder}/{name}/exported")
-        deepspeed_ext.export_weights(engine, f"{folder}/{name}/exported", max_shard_bytes=9000)
-        files = sorted(path.name for path in Path(folder, name).glob("*.safetensors"))
-        differing = []
-        for place in (f"{folder}/{name}", f"{folder}/{name}/exported"):
-            again = LlamaForCausalLM.from_pretrained(place, dtype=torch.bfloat16).state_dict()
-            with deepspeed.zero.GatheredParameters(list(model.parameters())):
-                differing += [key for key, value in model.state_dict().items() if not torch.equal(value, again[key])]
-        engine.destroy()
-        rows.append((name, files, differing))
     return rows

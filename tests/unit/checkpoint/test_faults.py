@@ -2,12 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fault in a save or a load loses nothing that was there, and every rank reports it."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARAM_SLICE_MAPPINGS
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from tests.harness import snapshots, training
 from tests.harness.kills import Kill
 from tests.harness.kills import run as run_kill
 from tests.harness.snapshots import SHARD, after_a_step, error_of
@@ -55,12 +63,6 @@ def damaged_case(folder: str, name: str) -> tuple[list[tuple[str, str, str]], di
 
     With parameters sharded, weights without optimizer states come from all shards.
     """
-    import shutil
-
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered)
     engine, model = after_a_step(job, name)
     engine.save_checkpoint(folder, tag="before")
@@ -98,10 +100,6 @@ def test_a_damaged_file_of_a_universal_checkpoint_is_named(ranks: Any, tmp_path:
 
 def damaged_universal_case(folder: str, name: str) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
     """Return file, fault and error of each load, and what these have changed."""
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"load_universal": True}})
     engine, model = after_a_step(job, name)
     engine.save_checkpoint(folder)
@@ -149,10 +147,6 @@ def test_differently_sharded_states_are_refused(ranks: Any, tmp_path: Path) -> N
 
 def misfits_case(folder: str) -> list[tuple[str, bool]]:
     """Return the error of each load, of the class that scripts catch with stock, and whether a weight changed."""
-    from deepspeed.runtime.zero.utils import ZeRORuntimeException
-
-    from tests.harness import snapshots, training
-
     job, rows = training.Job(empty=False), []
     for saved, loaded, keys, _ in MISFITS:
         if not Path(folder, saved).exists():
@@ -183,8 +177,6 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:
 
 def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, bool]]:
     """The error where a model has another layer, or a layer of another width, and whether a weight changed."""
-    from tests.harness import training
-
     rows = []
     for name in ("NIG", "IIG"):
         for sizes in ((13, 37, 7), (13, 38, 7), (13, 37, 31, 7)):
@@ -215,12 +207,6 @@ def test_parameters_of_one_shape_are_matched_by_name(ranks: Any, tmp_path: Path,
 
 def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, float]]:
     """For several models and checkpoints, what a load raises and how far the weights are from the saved ones."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARAM_SLICE_MAPPINGS
-
-    from tests.harness import snapshots, training
 
     class Reversed(training.Network):
         """The same names, with the parameters in reverse order of layers, and so of the same shapes."""
@@ -300,13 +286,6 @@ def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path:
 
 def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float], dict[str, float]]:
     """The error; what differs in the previous checkpoint; and in that of the next save, when there is space."""
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = after_a_step(job, "IIG")
     engine.save_checkpoint(folder, tag="same")
@@ -347,10 +326,6 @@ def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Pa
 def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
     """Return what a load without a file latest returns; errors of a save and of a load with another tag on each rank,
     of a load of a tag that does not exist, and of a save to the name of a file."""
-    from deepspeed import comm as dist
-
-    from tests.harness import training
-
     engine, _ = after_a_step(training.Job(empty=False), "NIG")
     nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
     differing = [error_of(act, folder, tag=own) for act in (engine.save_checkpoint, engine.load_checkpoint)]

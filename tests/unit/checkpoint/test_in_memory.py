@@ -10,10 +10,20 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+import deepspeed_ext
+from deepspeed_ext.checkpoint import in_memory
+from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
+from deepspeed_ext.comm.agreement import broadcast_text
+from deepspeed_ext.strategy import GroupSizes
+from tests.harness import logs, memory_saves, snapshots, training
 from tests.harness.tiers import deep
 
 LOST = [("NIG + LoCo", 1), ("IIG", 0), ("NNN", 0)]
@@ -49,8 +59,6 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     """See ``memory_saves.py``."""
-    from tests.harness import memory_saves
-
     return memory_saves.lost_case(base, name, node)
 
 
@@ -62,12 +70,6 @@ def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
 
 def four_ranks_case(base: str) -> None:
     """A step, a save in memory; a file has what was saved."""
-    import torch
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from tests.harness import memory_saves, snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_engine(job, training.placed("IIG"))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -81,12 +83,6 @@ def four_ranks_case(base: str) -> None:
 
 def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
     """What a load by two ranks does not restore, and the names in the folder. It saves in memory, alone."""
-    import torch
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from tests.harness import memory_saves, snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base, load_universal=True))
     engine, model = training.make_engine(job, training.placed("NIG", 2))
     assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
@@ -129,11 +125,6 @@ def test_the_newest_whole_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
 
 def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
     """What is loaded, the error of a save, and warnings of a load, for each of the cases."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.agreement import broadcast_text
-    from tests.harness import logs, memory_saves, training
-
     found = {}
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, _ = training.make_engine(job, training.placed("IIG"))
@@ -170,9 +161,6 @@ def tag_of_a_load(engine: Any, folder: str) -> str:
 
 def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
     """A step and a save, three times. The error of a save in memory."""
-    import deepspeed_ext
-    from tests.harness import snapshots
-
     error = ""
     for tag in ("1", "2", "3"):
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -190,10 +178,6 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
 @contextmanager
 def beside(what: str) -> Iterator[None]:
     """Memory that is full, or of which nothing is removed."""
-    from unittest import mock
-
-    from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
-
     changed: dict[str, Any] = {}
     if what == "torn":
         changed = {"keep_only": lambda self, number: None}
@@ -220,12 +204,6 @@ def _open_to_others(publish: Callable[..., None]) -> Callable[..., None]:
 @contextmanager
 def last_fails(fails: bool) -> Iterator[None]:
     """Rank 3 has no room for the copies that it gets, within this context."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import in_memory
-
     if not fails or dist.get_rank() != 3:
         yield
         return
@@ -261,8 +239,6 @@ def test_missing_requirements_are_refused(ranks: Any, tmp_path: Path) -> None:
 
 def refused_case(base: str) -> list[str]:
     """Errors: without ``async_save``, with storage of each node, and of bad values."""
-    import deepspeed_ext
-    from tests.harness import snapshots, training
 
     def of(section: dict[str, Any]) -> str:
         def save() -> None:
@@ -310,15 +286,6 @@ def written(rank: int, size: int) -> dict[str, int]:
 def virtual_rank(rank: int, groups: int, size: int, copies: int, node: int, free: int) -> Iterator[tuple[Any, Any]]:
     """A save in memory on one of many ranks, ``node`` of which share a folder, and the numbers that it sends to the
     others, in this context."""
-    from types import SimpleNamespace
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import in_memory
-    from deepspeed_ext.strategy import GroupSizes
-
     world, sent, known_by = groups * size, [], in_memory._known_by
 
     def gathered(values: list[int]) -> torch.Tensor:
@@ -358,8 +325,6 @@ def virtual_rank(rank: int, groups: int, size: int, copies: int, node: int, free
 
 def planned_case(groups: int, size: int, copies: int) -> list[tuple[list[list[str]], int, int]]:
     """Of each rank the files that it sends to each target, bytes that it needs, and the number of all files."""
-    from types import SimpleNamespace
-
     found = []
     for rank in range(groups * size):
         with virtual_rank(rank, groups, size, copies, size, 10**9) as (save, sent):
@@ -382,10 +347,6 @@ def test_warnings_and_messages_do_not_grow_with_the_ranks(ranks: Any) -> None:
 def many_case(groups: int) -> tuple[list[list[str]], int, str]:
     """Warnings of ranks 0 and 5 whose nodes have two groups of 8 each; numbers that one sends; the error of a node
     without room."""
-    from types import SimpleNamespace
-
-    from tests.harness import logs, snapshots
-
     lines, numbers, message = [], 0, ""
     for rank, free in ((0, 10**9), (5, 10**9), (0, 10)):
         files = {f"/saved/tag/{name}": nbytes for name, nbytes in written(rank, 8).items()}

@@ -6,9 +6,15 @@ import json
 import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+from deepspeed_ext.checkpoint import host_memory, memory_folder
+from deepspeed_ext.checkpoint.loading import _warn_if_older
+from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
+from tests.harness.logs import logged
 
 pytestmark = pytest.mark.quick
 GIB = 2**30
@@ -16,18 +22,12 @@ GIB = 2**30
 
 def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
     """The folder of a job."""
-    from types import SimpleNamespace
-
-    from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
-
     config: Any = SimpleNamespace(_param_dict={"checkpoint": {"memory_folder": str(memory)}})
     return MemoryFolder(config, save_dir, run)
 
 
 def save(folder: Any, number: int, **more: Any) -> None:
     """A whole save of one rank."""
-    from deepspeed_ext.checkpoint.memory_folder import Identity, Part
-
     staging = folder.begin(number, 0)
     (staging / "file").write_bytes(b"12345")
     identity = Identity(number, "tag", 3, 1.0, "", "model", 1)
@@ -36,8 +36,6 @@ def save(folder: Any, number: int, **more: Any) -> None:
 
 
 def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> None:
-    from deepspeed_ext.checkpoint import memory_folder
-
     save_dir = tmp_path / "checkpoints"  # a volume of its own in each container
     one, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
     save(one, 1)
@@ -108,10 +106,6 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
 def test_room_is_what_memory_and_control_groups_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, Any], room: int
 ) -> None:
-    from types import SimpleNamespace
-
-    from deepspeed_ext.checkpoint import host_memory
-
     for name, text in files.items():
         path = tmp_path / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -133,9 +127,6 @@ def test_room_is_what_memory_and_control_groups_leave(
 
 
 def test_an_older_latest_universal_is_warned_of(tmp_path: Path) -> None:
-    from deepspeed_ext.checkpoint.loading import _warn_if_older
-    from tests.harness.logs import logged
-
     universal, latest = tmp_path / "latest_universal", tmp_path / "latest"
     with logged() as lines:
         universal.touch()

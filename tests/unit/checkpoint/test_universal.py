@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Universal checkpoints from any strategy and stage to any other; Muon's momentum between these and DeepSpeed."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+from tests.harness import snapshots, training
 from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
@@ -21,11 +25,6 @@ SUB_GROUPS = {"reduce_bucket_size": 300, "sub_group_size": 10**6, "allgather_buc
 
 def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, kind: str = "Adam") -> None:
     """Train, save, convert, and keep what was saved beside it."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = job_of_kind(kind, dtype)
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
@@ -43,10 +42,6 @@ def load_case(
     folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2, kind: str = "Adam"
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy; what differs from what was saved."""
-    import torch
-
-    from tests.harness import snapshots, training
-
     job = job_of_kind(kind, dtype, **UNIVERSAL)
     rows = []
     for saved, loaded in pairs:
@@ -149,12 +144,6 @@ def test_weights_alone(ranks: Any, tmp_path: Path, parts: Any) -> None:
 
 def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tuple[str, str, float, float, bool]]:
     """Difference of the model and of the optimizer's weights to what was saved; whether moments have changed."""
-    import dataclasses
-
-    import torch
-
-    from tests.harness import snapshots, training
-
     job = job_of("bf16", **UNIVERSAL)
     job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     rows = []
@@ -212,10 +201,6 @@ def interchange_case(
     folder: str, pairs: list[tuple[Any, ...]], dtype: str, universal: bool
 ) -> list[tuple[Any, float, float]]:
     """Relative differences of weights and momentum between a run and one that another has begun."""
-    import torch
-
-    from tests.harness import snapshots, training
-
     job = training.Job(
         sizes=(13, 37, 29, 29, 7),
         optimizer="Muon",
