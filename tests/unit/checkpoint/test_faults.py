@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fault in a save or a load loses nothing that was there, and every rank reports it."""
 
-import shutil
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,89 +39,69 @@ def spoil(path: Path, fault: str) -> None:
     elif fault == "of another save":
         path.write_bytes((path.parents[1] / "before" / path.name).read_bytes())
     elif fault == "of something else":
-        import torch
-
         torch.save({"a": 1}, path)
     else:
         path.write_text("nothing that torch has written")
 
 
+def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, bool]]]:
+    """Yield a file, what is done to it, and which part is loaded."""
+    if universal:
+        states = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
+        for file in (*(f"layers.2.weight/{state}" for state in states), "optimizer_state.pt"):
+            yield from ((f"zero/{file}", fault, {}) for fault in ("missing", "truncated", "of no checkpoint"))
+    else:
+        yield from ((file, fault, {}) for file in (MODULE[name], SHARD) for fault in FAULTS)
+        if name in PARTITIONED:  # weights without optimizer states come from all shards
+            yield from ((SHARD, fault, {"load_module_only": True}) for fault in FAULTS)
+
+
+@pytest.mark.parametrize("universal", [False, True])
 @pytest.mark.parametrize("name", ["NIG", "IIG", *deep("III")])
-def test_a_damaged_file_is_named_before_a_load_changes_anything(ranks: Any, tmp_path: Path, name: str) -> None:
-    answers = ranks(4).run(damaged_case, str(tmp_path), name)
-    for rows, changed, again in answers:
-        assert len(rows) == (2 if name == "NIG" else 3) * len(FAULTS) and rows == answers[0][0]
-        for file, fault, message in rows:
+def test_a_damaged_file_is_named_before_a_load_changes_anything(
+    ranks: Any, tmp_path: Path, name: str, universal: bool
+) -> None:
+    answers = ranks(4).run(damaged_case, str(tmp_path), name, universal)
+    for messages, changed, again in answers:
+        assert messages == answers[0][0] and (changed, again) == ({}, {})
+        for (file, fault, _), message in zip(files_of(name, universal), messages, strict=True):
             assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
             reason = {"missing": "is missing", "of another save": "of another save"}.get(fault, "cannot be read")
             assert reason in message, (fault, message)
-        assert (changed, again) == ({}, {})
 
 
-def damaged_case(folder: str, name: str) -> tuple[list[tuple[str, str, str]], dict[str, float], dict[str, float]]:
-    """Return file, fault and error of each load; what these have changed; what a load of the whole one restores not.
-
-    With parameters sharded, weights without optimizer states come from all shards.
-    """
-    job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered)
+def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
+    """Return the error of each load, what these have changed, and what a load of whole files does not restore."""
+    config = {"checkpoint": {"load_universal": universal}}
+    job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
     engine, model = after_a_step(job, name)
     engine.save_checkpoint(folder, tag="before")
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     engine.save_checkpoint(folder, tag="good")
     saved = snapshots.snapshot(engine, model, job)
+    if universal:
+        snapshots.convert(folder)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     now = snapshots.snapshot(engine, model, job)
-    rows = []
-    for file, parts in ((MODULE[name], {}), (SHARD, {}), (SHARD, {"load_module_only": True})):
-        for fault in FAULTS if not parts or name in PARTITIONED else ():
-            if dist.get_rank() == 0:
-                shutil.copytree(f"{folder}/good", f"{folder}/bad")
-                spoil(Path(folder, "bad", file), fault)
-            dist.barrier()
-            rows.append((file, fault, error_of(engine.load_checkpoint, folder, tag="bad", **parts)))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(f"{folder}/bad")
+    tag, messages = "good_universal" if universal else "good", []
+    for file, fault, parts in files_of(name, universal):
+        path = Path(folder, tag, file)
+        good = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            spoil(path, fault)
+        dist.barrier()
+        messages.append(error_of(engine.load_checkpoint, folder, tag=tag, **parts))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(good)
+        dist.barrier()
     changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
-    engine.load_checkpoint(folder, tag="good")
+    engine.load_checkpoint(folder, tag=tag)
     again = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     engine.destroy()
-    return rows, changed, again
-
-
-@pytest.mark.parametrize("name", ["NIG", "IIG"])
-def test_a_damaged_file_of_a_universal_checkpoint_is_named(ranks: Any, tmp_path: Path, name: str) -> None:
-    for rows, changed in ranks(2).run(damaged_universal_case, str(tmp_path), name):
-        assert len(rows) == 12 and changed == {}
-        for file, fault, message in rows:
-            assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
-
-
-def damaged_universal_case(folder: str, name: str) -> tuple[list[tuple[str, str, str]], dict[str, float]]:
-    """Return file, fault and error of each load, and what these have changed."""
-    job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"load_universal": True}})
-    engine, model = after_a_step(job, name)
-    engine.save_checkpoint(folder)
-    snapshots.convert(folder)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    now = snapshots.snapshot(engine, model, job)
-    zero, rows = Path(folder, "global_step1_universal", "zero"), []
-    for file in ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "optimizer_state.pt"):
-        path = zero / ("" if file == "optimizer_state.pt" else "layers.2.weight") / file
-        good = path.read_bytes()
-        for fault in ("missing", "truncated", "of no checkpoint"):
-            dist.barrier()
-            if dist.get_rank() == 0:
-                spoil(path, fault)
-            dist.barrier()
-            rows.append((file, fault, error_of(engine.load_checkpoint, folder)))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                path.write_bytes(good)
-    changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
-    engine.destroy()
-    return rows, changed
+    return messages, changed, again
 
 
 # (saved by; loaded by, keys then; what the error says)
@@ -278,14 +258,14 @@ def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, flo
 
 @pytest.mark.parametrize("tag", ["same", *deep("new")])
 def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path: Path, tag: str) -> None:
-    for message, found, again in ranks(4).run(full_disk_case, str(tmp_path), tag):
+    for message, found in ranks(4).run(full_disk_case, str(tmp_path), tag):
         assert message.startswith("CheckpointError: rank 2: ") and "could not be written" in message, message
         assert "No space left on device" in message and SHARD.replace("_1_", "_2_") in message
-        assert found == {} and again == {}, (found, again)
+        assert found == {}
 
 
-def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float], dict[str, float]]:
-    """The error; what differs in the previous checkpoint; and in that of the next save, when there is space."""
+def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
+    """Return the error, and what a load of the previous checkpoint does not restore."""
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = after_a_step(job, "IIG")
     engine.save_checkpoint(folder, tag="same")
@@ -303,14 +283,8 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float], dict[s
     assert Path(folder, "latest").read_text() == latest
     engine.load_checkpoint(folder)
     found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    now = snapshots.snapshot(engine, model, job)
-    engine.save_checkpoint(folder, tag=tag)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    engine.load_checkpoint(folder)
-    again = snapshots.difference(now, snapshots.snapshot(engine, model, job))
     engine.destroy()
-    return message, found, again
+    return message, found
 
 
 def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Universal checkpoints from any strategy and stage to any other; Muon's momentum between these and DeepSpeed."""
+"""Checkpoints of any strategy and stage loaded by any other, as they are if both shard alike, or as universal ones."""
 
 import dataclasses
 from pathlib import Path
@@ -20,12 +20,22 @@ ALL = (*REPLICATED, *PARTITIONED, *STOCK)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # A sub-group for each parameter group: DeepSpeed's stage 3 divides none anew.
-SUB_GROUPS = {"reduce_bucket_size": 300, "sub_group_size": 10**6, "allgather_bucket_size": 10**6}
+ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
+SUB_GROUPS = {"reduce_bucket_size": 300, **ONE_SUB_GROUP}
 
 
-def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, kind: str = "Adam") -> None:
+def save_case(
+    folder: str,
+    names: tuple[str, ...],
+    dtype: str,
+    group_size: int = 2,
+    kind: str = "Adam",
+    zero: dict[str, Any] | None = None,
+    convert: bool = True,
+) -> None:
     """Train, save, convert, and keep what was saved beside it."""
     job = job_of_kind(kind, dtype)
+    job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
@@ -34,15 +44,23 @@ def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int =
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
         if dist.get_rank() == 0:
             torch.save(seen, f"{folder}/{name}/seen.pt")
-        snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
+        if convert:
+            snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
         engine.destroy()
 
 
 def load_case(
-    folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2, kind: str = "Adam"
+    folder: str,
+    pairs: list[tuple[str, str]],
+    dtype: str,
+    group_size: int = 2,
+    kind: str = "Adam",
+    zero: dict[str, Any] | None = None,
+    config: dict[str, Any] = UNIVERSAL,
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy; what differs from what was saved."""
-    job = job_of_kind(kind, dtype, **UNIVERSAL)
+    job = job_of_kind(kind, dtype, **config)
+    job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     rows = []
     for saved, loaded in pairs:
         engine, model = training.make_engine(job, placed(loaded, group_size))
@@ -161,6 +179,43 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
         engine.destroy()
         rows.append((saved, loaded, of_model, of_masters, bool(moved)))
     return rows
+
+
+# (optimizer, saved by, on ranks, loaded by, on ranks); groups of 2. With os = I a group holds all states, whatever the
+# number of groups; with os = G strategies with p = N, and those with p sharded, and DeepSpeed's, load each other's.
+ALIKE = [
+    ("Adam", "2", 4, "NIG", 4),
+    ("Adam", "NNG", 4, "1", 4),
+    ("Adam", "3", 4, "IIG", 4),
+    ("Adam", "GGG", 4, "ING", 4),
+    ("Adam", "III", 4, "INI", 2),
+    ("Adam", "3", 2, "III", 4),
+    ("Adam", "2", 2, "NII", 4),
+    ("Adam", "NNN", 4, "NNN", 2),
+    ("Muon", "GNG", 4, "IIG", 4),
+    ("Muon", "NII", 4, "NNI", 2),
+    *deep(
+        ("Adam", "NIG", 4, "NGG", 4),
+        ("Adam", "IIG", 4, "GGG", 4),
+        ("Adam", "III", 4, "INI", 4),
+        ("Adam", "III", 4, "III", 6),
+        ("Adam", "INI", 6, "III", 4),
+        ("Adam", "NII", 4, "NNI", 6),
+        ("Muon", "III", 4, "INI", 6),
+    ),
+]
+
+
+@pytest.mark.parametrize("optimizer, saved, ranks_before, loaded, ranks_after", ALIKE)
+def test_equally_sharded_states_load_without_conversion(
+    ranks: Any, tmp_path: Path, optimizer: str, saved: str, ranks_before: int, loaded: str, ranks_after: int
+) -> None:
+    case = {"dtype": "fp32", "kind": optimizer}
+    ranks(ranks_before).run(save_case, str(tmp_path), (saved,), **case, zero=ONE_SUB_GROUP, convert=False)
+    more = {"zero": {"sub_group_size": 40}, "config": {}}
+    for ((_, _, found),) in ranks(ranks_after).run(load_case, str(tmp_path), [(saved, loaded)], **case, **more):
+        # Samples of a step go by the number of ranks.
+        assert found.keys() <= ({"counters"} if ranks_before != ranks_after else set()), found
 
 
 # (saved by, loaded by, keys of both, keys of the first)

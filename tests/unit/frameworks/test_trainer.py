@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness.frameworks.comparison import Row, check, needs
-from tests.harness.frameworks.configurations import placed, stock
+from tests.harness.frameworks.configurations import for_trainer, placed, stock
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")
@@ -89,6 +89,49 @@ def test_fastest(frameworks: Any, tmp_path: Path) -> None:
     rows = frameworks(4).run(case, section, stock("NGG"), str(tmp_path), "model", {})
     decided = json.loads(file.read_text())["decisions"][0]["strategy"]
     check(rows, decided, resumed=True)
+
+
+def test_an_incomplete_checkpoint_is_not_resumed(frameworks: Any, tmp_path: Path) -> None:
+    """The only checkpoint to keep is the last complete one while the next is written; a kill leaves no file latest."""
+    assert frameworks(2).run(incomplete_case, str(tmp_path)) == [([0, 2], True)] * 2
+
+
+def incomplete_case(folder: str) -> tuple[list[int], bool]:
+    """Return at which steps two runs begin, the second without the checkpoint of step 4; whether both end alike."""
+    import threading
+    from unittest import mock
+
+    import torch
+    import torch.distributed as dist
+    from transformers import TrainerCallback
+
+    from deepspeed_ext.checkpoint.snapshots import Snapshot
+    from tests.harness import training
+    from tests.harness.frameworks import tiny
+
+    complete, returned = Snapshot.complete, threading.Semaphore(0)
+    begun: list[int] = []
+
+    class Watch(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+            begun.append(state.global_step)
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            returned.release()  # what is to be removed has been
+
+    weights, zero = [], placed("NIG")
+    more = {"save_total_limit": 1, "deepspeed": {**for_trainer(zero), "checkpoint": {"async_save": True}}}
+    with mock.patch.object(Snapshot, "complete", lambda self: (returned.acquire(), complete(self))):
+        for resumes in (False, True):
+            trainer = make(folder, "model", more, zero)
+            trainer.add_callback(Watch)
+            trainer.train(resume_from_checkpoint=resumes)
+            weights.append(training.whole_weights(trainer.model))
+            tiny.ended(trainer.deepspeed, trainer.micro_losses)
+            if dist.get_rank() == 0 and not resumes:
+                Path(folder, "checkpoint-4", "latest").unlink()
+            dist.barrier()
+    return begun, torch.equal(*weights)
 
 
 def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:
