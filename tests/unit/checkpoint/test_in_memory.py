@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,6 @@ import deepspeed_ext
 from deepspeed_ext.checkpoint import in_memory
 from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
 from deepspeed_ext.comm.agreement import broadcast_text
-from deepspeed_ext.strategy import GroupSizes
 from tests.harness import logs, memory_saves, snapshots, training
 from tests.harness.tiers import deep
 
@@ -260,98 +258,39 @@ def refused_case(base: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("groups, size, copies", [(2, 2, 1), (5, 2, 2), (3, 3, 2), (7, 1, 3)])
-def test_all_groups_get_copies_of_what_they_lack(ranks: Any, groups: int, size: int, copies: int) -> None:
-    (found,) = ranks(1).run(planned_case, groups, size, copies)
-    held = [{name for rank in range(j * size, (j + 1) * size) for name in written(rank, size)} for j in range(groups)]
-    total = {rank: sum(written(rank, size).values()) for rank in range(groups * size)}
-    for step in range(1, copies + 1):
-        before = [set(files) for files in held]
-        for rank, (sent, _, count) in enumerate(found):
-            group = (rank // size + step) % groups
-            assert count == len(set().union(*before))
-            assert set(sent[step - 1]) == set(written(rank, size)) - before[group], (rank, step)
-            held[group] |= set(sent[step - 1])
-            total[(rank + step * size) % (groups * size)] += sum(written(rank, size)[name] for name in sent[step - 1])
-    for rank, (_, needed, _) in enumerate(found):
-        assert needed == total[rank], "also what it receives must have room"
+@pytest.mark.parametrize("copies", [2, 5])
+def test_next_groups_get_copies_and_limits_are_logged(ranks: Any, tmp_path: Path, copies: int) -> None:
+    """Four groups on one node, with which copies are lost, and which have no place for five copies."""
+    warnings = ["on the node of those that they are made of, on 4 rank(s)", "for 5 copies", "so there are 3."]
+    for rank, (held, needed, sizes, numbers, lines, message) in enumerate(
+        ranks(4).run(copies_case, str(tmp_path), copies)
+    ):
+        assert held == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
+        assert sum(sizes) <= needed <= sum(sizes) + 2**16 * len(sizes), "also what it receives must have room"
+        assert numbers == 6, "what a rank sends to all others does not grow with their number"
+        assert all((words in lines) == (rank == 0) for words in warnings[: 1 if copies == 2 else 3]), lines
+        assert message.startswith("CheckpointError: rank 0: ") and "on the node of ranks [0, 1, 2, 3]. " in message
 
 
-def written(rank: int, size: int) -> dict[str, int]:
-    """Bytes of the files of a rank: one of its own, and one that all groups have."""
-    return {f"own {rank}": 100 + rank, f"shared {rank % size}": 7 + rank % size}
-
-
-@contextmanager
-def virtual_rank(rank: int, groups: int, size: int, copies: int, node: int, free: int) -> Iterator[tuple[Any, Any]]:
-    """A save in memory on one of many ranks, ``node`` of which share a folder, and the numbers that it sends to the
-    others, in this context."""
-    world, sent, known_by = groups * size, [], in_memory._known_by
-
-    def gathered(values: list[int]) -> torch.Tensor:
-        """What all ranks send."""
-        sent.append(values)
-        places = torch.arange(world) // node
-        if len(sent) > 1:
-            rows = torch.tensor([values]).repeat(world, 1)
-            rows[:, 0] = places
-            return rows
-        rows = []
-        for one in range(world):
-            files = (part for name, nbytes in written(one, size).items() for part in (known_by(name), nbytes))
-            rows.append([5 * 10**6, one // node, *files])
-        return torch.tensor(rows)
-
-    topology = SimpleNamespace(world=None, rank=rank, sizes=GroupSizes(world, size))
-    config = SimpleNamespace(_param_dict={"checkpoint": {"async_save": True, "memory_copies": copies}})
-    engine = SimpleNamespace(_config=config, optimizer=SimpleNamespace(topology=topology), global_steps=1)
+def copies_case(base: str, copies: int) -> tuple[list[int], int, list[int], int, str, str]:
+    """Return the shards that this rank holds, by the ranks that wrote them, bytes that it has asked for, and of its
+    files; the most numbers that it has sent to all at once; warnings; and the error of a node without room."""
+    rank, sent, gather = dist.get_rank(), [], in_memory.all_gather_rows
+    config = {"checkpoint": {"async_save": True, "memory_folder": base, "memory_copies": copies}}
+    job = training.Job(optimizer="Adam", empty=False, config=config)
+    engine, _ = training.make_engine(job, training.placed("NGG", 1))
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
     in_memory._warn_once.cache_clear()
     with (
-        mock.patch.object(in_memory, "data_parallel_ranks", lambda group: list(range(world))),
-        mock.patch.object(in_memory, "all_gather_rows", gathered),
-        mock.patch.object(in_memory, "_BESIDE", 0),
-        mock.patch.object(dist, "get_rank", lambda *args: rank),
-        mock.patch.object(dist, "get_world_size", lambda *args: world),
-        mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: None),
-        mock.patch.object(dist, "broadcast_object_list", lambda *args: None),
+        mock.patch.object(in_memory, "all_gather_rows", lambda values: (sent.append(values), gather(values))[1]),
+        logs.logged() as lines,
     ):
-        save = in_memory.MemorySave(engine, "/saved")
-        save._place = rank // node
-        save._folder = SimpleNamespace(
-            free=free, path=Path("/dev/shm/deepspeed_ext-0-0"), parent=Path("/dev/shm"), others=lambda: []
-        )
-        yield save, sent
-
-
-def planned_case(groups: int, size: int, copies: int) -> list[tuple[list[list[str]], int, int]]:
-    """Of each rank the files that it sends to each target, bytes that it needs, and the number of all files."""
-    found = []
-    for rank in range(groups * size):
-        with virtual_rank(rank, groups, size, copies, size, 10**9) as (save, sent):
-            files = {f"/saved/tag/{name}": nbytes for name, nbytes in written(rank, size).items()}
-            save.expect(files, SimpleNamespace(path="/saved/tag"))
-            found.append((save._sent, sent[1][1], save._count))
-    return found
-
-
-@pytest.mark.quick
-def test_warnings_and_messages_do_not_grow_with_the_ranks(ranks: Any) -> None:
-    few, many = (ranks(1).run(many_case, groups)[0] for groups in (128, 512))
-    for lines, numbers, message in (few, many):
-        assert [len(of_rank) for of_rank in lines] == [1, 0], lines
-        assert "on the node of those" in lines[0][0] and numbers <= 12
-        assert "deepspeed_ext-" in message and "on the node of ranks [0, 1, 2, 3, 4, 5, 6, 7, 8," in message
-        assert "in /dev/shm/deepspeed_ext-" in message, message
-
-
-def many_case(groups: int) -> tuple[list[list[str]], int, str]:
-    """Warnings of ranks 0 and 5 whose nodes have two groups of 8 each; numbers that one sends; the error of a node
-    without room."""
-    lines, numbers, message = [], 0, ""
-    for rank, free in ((0, 10**9), (5, 10**9), (0, 10)):
-        files = {f"/saved/tag/{name}": nbytes for name, nbytes in written(rank, 8).items()}
-        with virtual_rank(rank, groups, 8, 1, 16, free) as (save, sent), logs.logged() as logged:
-            message = snapshots.error_of(save.expect, files, SimpleNamespace(path="/saved/tag"))
-        lines.append([text for level, text in logged if level == "WARNING"])
-        numbers = sum(map(len, sent))
-    return lines[:2], numbers, message
+        deepspeed_ext.save_in_memory(engine, f"{base}/saved")
+        engine.checkpoint_engine.finish()
+    dist.barrier()
+    files = {path.name: path.stat().st_size for path in Path(base).glob(f"deepspeed_ext*/*-{rank}/*.pt")}
+    held = sorted(int(name.split("_")[3]) for name in files if "optim_states" in name)
+    with mock.patch.object(MemoryFolder, "free", 1000):
+        message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")
+    engine.destroy()
+    return held, sent[1][1], [*files.values()], max(map(len, sent)), "".join(text for _, text in lines), message
