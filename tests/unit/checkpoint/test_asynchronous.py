@@ -42,7 +42,6 @@ ROWS = [
     ("IIG", "network", "bf16", FEW_BITS, "Adam"),
     ("III", "network", "bf16", OUTER, "Adam"),
     ("NII", "network", "fp16", OFFLOAD, "Adam"),
-    ("NIG", "experts", "bf16", {}, "Adam"),
     ("NIG", "pipeline", "bf16", {}, "Adam"),
 ]
 DEEP = [

@@ -320,10 +320,10 @@ def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
 # the first one, then the second, whatever the file latest is.
 KILLS = [
     (Kill("IIG", True, 2, call="torch.save", aside=False), 0),
-    (Kill("IIG", True, 0, call="replace", aside=False), 1),
-    (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
     (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
     *deep(
+        (Kill("IIG", True, 0, call="replace", aside=False), 1),
+        (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
         (Kill("IIG", True, 0, call="torch.save", number=1, aside=False), 0),
         (Kill("IIG", True, 0, call="exchange", aside=False), 0),
         (Kill("IIG", True, 0, call="exchange"), 0),

@@ -13,6 +13,7 @@ import pytest
 from deepspeed_ext.checkpoint import folder as module
 from deepspeed_ext.checkpoint import owned
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from tests.harness.tiers import deep
 
 
 class Killed(BaseException):
@@ -216,7 +217,7 @@ def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> 
             assert not latest or (read(one) == {"first"} and (tmp_path / "latest").read_text() == "one")
 
 
-@pytest.mark.parametrize("tag, disk", [("one", False), ("two", False), ("one", True)])
+@pytest.mark.parametrize("tag, disk", [("two", False), ("one", True), *deep(("one", False))])
 def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save.
 

@@ -136,7 +136,7 @@ def test_to_other_numbers_of_ranks(
 def test_experts_divided_otherwise(
     ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int, optimizer: str
 ) -> None:
-    pairs = [("NIG", "IIG"), ("III", "NNG"), ("IIG", "2")][: 2 if optimizer == "Muon" else 3]
+    pairs = [("NIG", "IIG"), ("IIG", "2")][: 1 if optimizer == "Muon" else 2]
     saving, loading = f"{saved_by} {optimizer}", f"{loaded_by} {optimizer}"
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, saving)
     for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, loading):
