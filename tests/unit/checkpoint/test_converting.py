@@ -19,7 +19,6 @@ from tests.harness import snapshots, training
 from tests.harness.snapshots import convert, error_of
 from tests.harness.tiers import deep
 
-UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
 RUNS = [
     ("IIG + LoCo", "NIG + LoCo", 1),
@@ -27,40 +26,28 @@ RUNS = [
     ("2", "III", 2),
     *deep(("NIG + Muon", "III + Muon", 2)),
 ]
-LOCO, MUON, OWN = " + LoCo", " + Muon", " + own order"
 
 
 def names_in(folder: str) -> list[str]:
-    """Names of checkpoints in a folder, and of what a load has left there. Collective."""
+    """Return names of checkpoints in a folder, and of what a load has left there. Collective."""
     found = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     dist.barrier()
     return found
 
 
-def zero_of(name: str, group_size: int) -> dict[str, Any]:
-    """Keys of a strategy or stage, with or without LoCo."""
-    more = {"zeropp_loco_param": {}} if name.endswith(LOCO) else {}
-    return training.placed(name.removesuffix(LOCO).removesuffix(MUON).removesuffix(OWN), group_size, **more)
-
-
-def optimizer_of(name: str) -> str:
-    """The optimizer's type."""
-    return "Muon" if name.endswith(MUON) else "Adam"
-
-
-@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
-def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
-    ranks(4).run(save_case, str(tmp_path), saved)
-    for differences, made, again, names in ranks(2).run(load_case, str(tmp_path), loaded, group_size):
-        assert differences == {} and made == again
-        assert names == ["global_step3", "global_step3_converted", "latest"]
+def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
+    """Return a job that loads universal checkpoints, and engine and model of a strategy or stage."""
+    kind, *more = name.split(" + ")
+    checkpoint = {"load_universal": True, **({"zero_order": False} if "own order" in more else {})}
+    optimizer = "Muon" if "Muon" in more else "Adam"
+    job = training.Job(optimizer=optimizer, empty=False, zero=training.SMALL, config={"checkpoint": checkpoint})
+    loco = {"zeropp_loco_param": {}} if "LoCo" in more else {}
+    return job, *training.make_engine(job, training.placed(kind, group_size, **loco))
 
 
 def save_case(folder: str, name: str) -> None:
-    """Three steps, a checkpoint, and what is in it."""
-    config = {"checkpoint": {"zero_order": False}} if name.endswith(OWN) else {}
-    job = training.Job(optimizer=optimizer_of(name), empty=False, zero=training.SMALL, config=config)
-    engine, model = training.make_engine(job, zero_of(name, 2))
+    """Take three steps, save, and keep what is in the checkpoint beside it."""
+    job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
     seen = snapshots.snapshot(engine, model, job)
@@ -69,50 +56,49 @@ def save_case(folder: str, name: str) -> None:
     engine.destroy()
 
 
-def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float], float, float, list[str]]:
-    """What differs from what was saved; when the universal checkpoint was made, before and after a second load; what
-    is in the folder."""
-    job = training.Job(optimizer=optimizer_of(name), empty=False, config=UNIVERSAL)
-    engine, model = training.make_engine(job, zero_of(name, group_size))
-    made = []
+@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
+def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
+    ranks(4).run(save_case, str(tmp_path), saved)
+    ranks(2).run(load_case, str(tmp_path), loaded, group_size)
+
+
+def load_case(folder: str, name: str, group_size: int) -> None:
+    """Load twice; the second load converts nothing."""
+    job, engine, model = begin(name, group_size)
+    times = set()
     for _ in range(2):
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         with snapshots.converting_here():
             engine.load_checkpoint(folder)
-        made.append(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
+        times.add(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
     found = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
-    names = names_in(folder)
-    found.pop("counters", None)  # samples of a step
     engine.destroy()
-    return found, made[0], made[1], names
+    assert found.keys() <= {"counters"}, found  # samples of a step
+    assert len(times) == 1 and names_in(folder) == ["global_step3", "global_step3_converted", "latest"]
 
 
 def test_a_fitting_save_is_not_converted_a_newer_one_is_again(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "IIG")
-    for as_it_is, differences in ranks(4).run(again_case, str(tmp_path)):
-        assert as_it_is == ["global_step3", "latest"] and differences == {}
+    ranks(4).run(again_case, str(tmp_path))
 
 
-def again_case(folder: str) -> tuple[list[str], dict[str, float]]:
-    """What is in the folder after a load that fits; what differs where a save has the tag of a converted one."""
-    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
-    engine, model = training.make_engine(job, zero_of("IIG", 2))
+def again_case(folder: str) -> None:
+    """Load with the strategy that saved, convert for another one, save under the same tag, and convert again."""
+    job, engine, model = begin("IIG")
     engine.load_checkpoint(folder)
-    as_it_is = names_in(folder)
-    other, _ = training.make_engine(job, zero_of("NIG", 2))
-    with snapshots.converting_here():
-        other.load_checkpoint(folder)
-    other.destroy()
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    engine.save_checkpoint(folder, tag="global_step3")
-    wanted = snapshots.snapshot(engine, model, job)
+    assert names_in(folder) == ["global_step3", "latest"]
+    for number in range(2):
+        if number:
+            snapshots.run(engine, job, snapshots.steps_of(job, 1))
+            engine.save_checkpoint(folder, tag="global_step3")
+        wanted = snapshots.snapshot(engine, model, job)
+        _, other, copy = begin("NIG")
+        with snapshots.converting_here():
+            other.load_checkpoint(folder, tag="global_step3")
+        found = snapshots.difference(wanted, snapshots.snapshot(other, copy, job))
+        assert found == {}, found
+        other.destroy()
     engine.destroy()
-    other, model = training.make_engine(job, zero_of("NIG", 2))
-    with snapshots.converting_here():
-        other.load_checkpoint(folder, tag="global_step3")
-    found = snapshots.difference(wanted, snapshots.snapshot(other, model, job))
-    other.destroy()
-    return as_it_is, found
 
 
 def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
@@ -131,9 +117,8 @@ def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: 
 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
-    """The error, whether a weight or state has changed, what is in the folder."""
-    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
-    engine, model = training.make_engine(job, zero_of("NIG", 2))
+    """Return the error, whether a weight or state has changed, and what is in the folder."""
+    job, engine, model = begin("NIG")
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     before = snapshots.snapshot(engine, model, job)
     base = Path.cwd()
@@ -143,9 +128,8 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     finally:
         os.chdir(base)
     changed = bool(snapshots.difference(before, snapshots.snapshot(engine, model, job)))
-    names = names_in(folder)
     engine.destroy()
-    return message, changed, names
+    return message, changed, names_in(folder)
 
 
 def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
