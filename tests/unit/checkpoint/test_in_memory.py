@@ -5,12 +5,13 @@
 A node is a group of two ranks with a folder of its own.
 """
 
+import dataclasses
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,6 +118,19 @@ CASES = {
 }
 
 
+def open_to_others(self: Any, *args: Any, publish: Callable[..., None] = MemoryFolder.publish) -> None:
+    publish(self, *args)
+    self.path.chmod(0o770)
+
+
+CHANGED: dict[str, tuple[str, Any]] = {  # what of the folder in memory is replaced during the saves
+    "torn": ("keep_only", lambda self, number: None),
+    "old": ("forget", lambda self: None),
+    "full": ("free", 1000),
+    "others": ("publish", open_to_others),
+}
+
+
 @pytest.mark.quick
 def test_the_newest_whole_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(4).run(newest_case, str(tmp_path)):
@@ -133,7 +147,7 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
     engine, _ = training.make_engine(job, training.placed("IIG"))
     for what in CASES:
         folder = f"{base}/{what}_saved"
-        with beside(what):
+        with mock.patch.object(MemoryFolder, *CHANGED[what]) if what in CHANGED else nullcontext():
             error = three_saves(engine, job, folder, what)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -141,9 +155,7 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
         dist.barrier()
         if what == "model":
             engine.destroy()
-            job = training.Job(
-                sizes=(13, 36, 29, 7), optimizer="Adam", empty=False, config=memory_saves.memory_of(base)
-            )
+            job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
             engine, _ = training.make_engine(job, training.placed("IIG"))
         with logs.logged() as lines:
             tag = tag_of_a_load(engine, folder)
@@ -172,46 +184,12 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
         elif tag == "3" and what == "old":
             engine.save_checkpoint(folder, "3 from disk")
         else:
-            with last_fails(what == "failed" and tag == "3"):
+            fails = what == "failed" and tag == "3" and dist.get_rank() == 3
+            room = OSError("no room here") if fails else in_memory._made
+            with mock.patch.object(in_memory, "_made", side_effect=room):  # for the copies that it gets
                 error = snapshots.error_of(deepspeed_ext.save_in_memory, engine, folder, tag)
                 error = snapshots.error_of(engine.checkpoint_engine.finish) or error
     return error
-
-
-@contextmanager
-def beside(what: str) -> Iterator[None]:
-    """Memory that is full, or of which nothing is removed."""
-    changed: dict[str, Any] = {}
-    if what == "torn":
-        changed = {"keep_only": lambda self, number: None}
-    elif what == "old":
-        changed = {"forget": lambda self: None}
-    elif what == "full":
-        changed = {"free": 1000}
-    elif what == "others":
-        changed = {"publish": _open_to_others(MemoryFolder.publish)}
-    with ExitStack() as stack:
-        for name, value in changed.items():
-            stack.enter_context(mock.patch.object(MemoryFolder, name, value))
-        yield
-
-
-def _open_to_others(publish: Callable[..., None]) -> Callable[..., None]:
-    def published(self: Any, *args: Any) -> None:
-        publish(self, *args)
-        self.path.chmod(0o770)
-
-    return published
-
-
-@contextmanager
-def last_fails(fails: bool) -> Iterator[None]:
-    """Rank 3 has no room for the copies that it gets, within this context."""
-    if not fails or dist.get_rank() != 3:
-        yield
-        return
-    with mock.patch.object(in_memory, "_made", side_effect=OSError("no room here")):
-        yield
 
 
 def spoil(base: str, folder: str, what: str) -> None:
@@ -243,24 +221,17 @@ def test_missing_requirements_are_refused(ranks: Any, tmp_path: Path) -> None:
 def refused_case(base: str) -> list[str]:
     """Errors: without ``async_save``, with storage of each node, and of bad values."""
 
-    def of(section: dict[str, Any]) -> str:
-        def save() -> None:
-            job = training.Job(empty=False, config={"checkpoint": section})
-            engine, _ = training.make_engine(job, training.placed("NIG", 1))
-            try:
-                deepspeed_ext.save_in_memory(engine, base)
-            finally:
-                engine.destroy()
+    def save(section: dict[str, Any]) -> None:
+        engine, _ = training.make_engine(
+            training.Job(empty=False, config={"checkpoint": section}), training.placed("NIG", 1)
+        )
+        try:
+            deepspeed_ext.save_in_memory(engine, base)
+        finally:
+            engine.destroy()
 
-        return snapshots.error_of(save)
-
-    aside = {"async_save": True}
-    return [
-        of({}),
-        of({**aside, "use_node_local_storage": True}),
-        of({**aside, "memory_copies": -1}),
-        of({**aside, "memory_folder": "here"}),
-    ]
+    more = ({"use_node_local_storage": True}, {"memory_copies": -1}, {"memory_folder": "here"})
+    return [snapshots.error_of(save, {}), *(snapshots.error_of(save, {"async_save": True, **one}) for one in more)]
 
 
 @pytest.mark.parametrize("copies", [2, 5])
