@@ -26,15 +26,12 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     return accelerated.compare(stock, ours, folder)
 
 
-@pytest.mark.parametrize("strategy", ["III", *deep("NNG")])
-def test_plugin(frameworks: Any, tmp_path: Path, strategy: str) -> None:
-    rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy, resumed=True)
+LEFT_OUT = {"stage": None}
 
 
-@pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
-def test_plugin_without_a_stage(frameworks: Any, tmp_path: Path, strategy: str) -> None:
-    rows = frameworks(4).run(case, placed(strategy, stage=None), stock(strategy), str(tmp_path))
+@pytest.mark.parametrize("strategy, more", [("III", {}), ("NIG", LEFT_OUT), *deep(("NNG", {}), ("IIG", LEFT_OUT))])
+def test_plugin(frameworks: Any, tmp_path: Path, strategy: str, more: dict[str, None]) -> None:
+    rows = frameworks(4).run(case, placed(strategy, **more), stock(strategy), str(tmp_path))
     check(rows, strategy, resumed=True)
 
 

@@ -53,24 +53,22 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str, how: str, mor
 
 
 @pytest.mark.parametrize(
-    "dtype, strategy, how",
+    "dtype, strategy, how, zero",
     [
-        ("bf16", "IIG", "from_pretrained"),
-        *deep(("fp32", "NIG", "model"), ("fp32", "IIG", "from_pretrained"), ("bf16", "NIG", "model")),
+        ("bf16", "IIG", "from_pretrained", {}),
+        ("fp32", "IIG", "from_config", {"stage": None}),
+        *deep(("fp32", "NIG", "model", {}), ("fp32", "IIG", "from_pretrained", {}), ("bf16", "NIG", "model", {})),
+        *deep(("fp32", "NIG", "model", {"stage": None})),
     ],
 )
-def test_training_and_resuming(frameworks: Any, tmp_path: Path, dtype: str, strategy: str, how: str) -> None:
+def test_training_and_resuming(
+    frameworks: Any, tmp_path: Path, dtype: str, strategy: str, how: str, zero: dict[str, None]
+) -> None:
+    """The Trainer reads the stage of the dictionary that it was given: to save, and to make models under zero.Init."""
     more = {"bf16": dtype == "bf16", "eval_strategy": "steps", "eval_steps": 2}
-    rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path), how, more)
+    rows = frameworks(4).run(case, placed(strategy, **zero), stock(strategy), str(tmp_path), how, more)
     bounds = {"losses": 2e-3, "weights": 8e-3} if more["bf16"] else {}  # an ulp of the largest weight
     check(rows, strategy, **bounds, resumed=True)
-
-
-@pytest.mark.parametrize("strategy, how", [("IIG", "from_config"), *deep(("NIG", "model"))])
-def test_without_a_stage(frameworks: Any, tmp_path: Path, strategy: str, how: str) -> None:
-    """The Trainer reads the stage of the dictionary that it was given: to save, and to make models under zero.Init."""
-    rows = frameworks(4).run(case, placed(strategy, stage=None), stock(strategy), str(tmp_path), how, {})
-    check(rows, strategy, resumed=True)
 
 
 @pytest.mark.deep
