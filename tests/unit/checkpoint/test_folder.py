@@ -7,6 +7,7 @@ import shutil
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,6 +33,12 @@ def publish(folder: Any) -> None:
     folder.publish()
     folder.point()
     folder.clear()
+
+
+def save(folder: Any, text: str) -> None:
+    """Save, as one rank does."""
+    write(folder, text)
+    publish(folder)
 
 
 def read(folder: Any) -> set[str]:
@@ -80,8 +87,7 @@ def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
         write(folder, folder.tag)
     del folder, killed  # its lease ends with the process
     folder = CheckpointFolder(tmp_path, "three")
-    write(folder, "done")
-    publish(folder)
+    save(folder, "done")
     left = [running.staging.parent.name, *mine, "latest", "notes", "three"]
     assert names_in(tmp_path) == sorted(left)
     assert all(names_in(tmp_path / name) == ["file"] for name in mine)
@@ -117,8 +123,7 @@ def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host:
 
 def test_a_folder_that_an_older_version_set_aside_is_found(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "one")
-    write(folder, "first")
-    publish(folder)
+    save(folder, "first")
     folder.path.rename(tmp_path / ".one.replaced")
     assert read(folder) == {"first"} and folder.present_tag() == ".one.replaced"
     folder = CheckpointFolder(tmp_path, "one")
@@ -137,11 +142,9 @@ def test_a_tag_names_a_folder_inside(tmp_path: Path, tag: str) -> None:
 def test_tags_may_nest(tmp_path: Path) -> None:
     outer, inner = CheckpointFolder(tmp_path, "run"), CheckpointFolder(tmp_path, "run/step5")
     for folder, text in ((outer, "one"), (inner, "two"), (outer, "three")):
-        write(folder, text)
-        publish(folder)
+        save(folder, text)
     (outer.path / "rng_states.pt").write_text("of somebody else")
-    write(outer, "four")
-    publish(outer)
+    save(outer, "four")
     assert (outer.path / "rng_states.pt").exists() and read(inner) == {"two"}
 
 
@@ -204,8 +207,7 @@ def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> 
     for latest in (None, "one"):
         if latest:
             one = CheckpointFolder(tmp_path, "one")
-            write(one, "first")
-            publish(one)
+            save(one, "first")
         for done in range(3):
             folder = CheckpointFolder(tmp_path, tag)
             write(folder, "second")
@@ -239,8 +241,7 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
         calls += 1
         # The next save works, too, and leaves no extra files, but for a folder that was not marked as ours yet.
         folder = type(folder)(folder.save_dir, tag)
-        write(folder, "third")
-        publish(folder)
+        save(folder, "third")
         names = left_in(folder.save_dir)
         assert read(folder) == {"third"} and names == sorted({"one", tag, "latest"}), (calls, names)
         assert not disk or (folder.path.is_symlink() and left_in(tmp_path / f"disk{calls - 1}") == ["target"])
@@ -255,8 +256,7 @@ def left_in(folder: Path) -> list[str]:
 def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) -> Any:
     """Save to tag "one", then to ``tag``, killed before a call; the second folder, or None if it came to its end."""
     folder = module.CheckpointFolder(path, "one")
-    write(folder, "first")
-    publish(folder)
+    save(folder, "first")
     (folder.path / "tokenizer.json").write_text("of somebody else")
     folder = module.CheckpointFolder(path, tag)
     count, write_text = 0, Path.write_text
@@ -274,22 +274,12 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
         return call
 
     with monkeypatch.context() as patch:
-        for owner, name in (
-            (Path, "mkdir"),
-            (Path, "rename"),
-            (Path, "replace"),
-            (Path, "write_text"),
-            (os, "link"),
-            (os, "unlink"),
-            (os, "rmdir"),
-            (shutil, "copystat"),
-            (owned, "_exchange"),
-            (owned, "claim"),
-        ):
+        paths = ((Path, name) for name in ("mkdir", "rename", "replace", "write_text"))
+        calls = ((os, name) for name in ("link", "unlink", "rmdir"))
+        for owner, name in (*paths, *calls, (shutil, "copystat"), (owned, "_exchange"), (owned, "claim")):
             patch.setattr(owner, name, guarded(getattr(owner, name)))
         try:
-            write(folder, "second")
-            publish(folder)
+            save(folder, "second")
         except Killed:
             return folder
     return None
@@ -315,13 +305,8 @@ def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytes
     publish(folder)
     for number in range(2):
         if number:  # a file system without hard links
-
-            def refuse(*args: Any, **kwargs: Any) -> None:
-                raise OSError("no links here")
-
-            monkeypatch.setattr(os, "link", refuse)
-        write(folder, "again")
-        publish(folder)
+            monkeypatch.setattr(os, "link", mock.Mock(side_effect=OSError("no links here")))
+        save(folder, "again")
         assert (folder.path / "tokenizer" / "vocabulary.json").read_text() == "mine"
         assert (folder.path / "link").is_symlink()
         assert not set(OF_A_LARGER_RUN) & set(names_in(folder.path)) and read(folder) == {"again"}
