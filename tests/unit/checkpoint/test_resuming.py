@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed import comm as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from torch import nn
@@ -87,15 +88,8 @@ def resume_case(
         if lanes > 1:
             continue
         dist.barrier()
-        exported = get_fp32_state_dict_from_zero_checkpoint(place)
-        # In fp32 what is trained; frozen parameters and buffers as the model has them.
-        wanted = {
-            key.split(" ")[0]: value
-            for kind in ("buffer", "model", "fp32")
-            for key, value in saved.items()
-            if key.endswith(f" {kind}")
-        }
-        rows[-1].append(max((exported[key] - value).abs().max().item() for key, value in wanted.items()))
+        if config.get("checkpoint", {}).get("checkpoint_serialization", True):
+            rows[-1].append(gap_of_exported(place, saved))
         assert dtype != "fp16" or saved["loss scale"] < 256
         if convert:
             snapshots.convert(place)
@@ -104,6 +98,14 @@ def resume_case(
             rows[-1].append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
             engine.destroy()
     return rows
+
+
+def gap_of_exported(folder: str, saved: dict[str, torch.Tensor]) -> float:
+    """Return how far weights of zero_to_fp32 are from those in fp32, or from the model's if they are not trained."""
+    exported = get_fp32_state_dict_from_zero_checkpoint(folder)
+    kinds = (" buffer", " model", " fp32")
+    wanted = {key.split(" ")[0]: value for kind in kinds for key, value in saved.items() if key.endswith(kind)}
+    return max((exported[key] - value).abs().max().item() for key, value in wanted.items())
 
 
 DTYPES = ("fp32", "bf16", "bf16 masters")
@@ -181,6 +183,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "persistent parameters": (("IIG",), {"zero": {"stage3_param_persistence_threshold": 100}}),
 }
 
+# The model of the tests is not really cut by tensor parallelism, but converters take it to be. DeepSpeed's
+# zero_to_fp32 reads zip archives only.
+EXCEPTIONS: dict[str, list[Any]] = {"tensor parallel": [{}, {}], "not zip": [{}, {}, {}]}
+
 
 @pytest.mark.parametrize(
     "variant, names",
@@ -190,9 +196,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), "Adam", "bf16", names, convert=True, **VARIANTS[variant][1]):
         for name, *found in rows:
-            # The model of the tests is not really cut by tensor parallelism, but converters take it to be.
-            expected = [{}, {}] if variant == "tensor parallel" else [{}, {}, 0.0, {}]
-            assert found == expected, (name, found)
+            assert found == EXCEPTIONS.get(variant, [{}, {}, 0.0, {}]), (name, found)
 
 
 PARTS = [

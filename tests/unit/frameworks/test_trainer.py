@@ -81,6 +81,7 @@ def test_loco(frameworks: Any, kernels: bool, tmp_path: Path) -> None:
     assert all(1e-3 * row.moved < row.weights < 0.2 * row.moved for row in rows), rows
 
 
+@pytest.mark.deep
 def test_fastest(frameworks: Any, tmp_path: Path) -> None:
     file = tmp_path / "decision.json"
     section = placed("NGG", paro_strategy="fastest", paro_decision_file=str(file))
