@@ -43,6 +43,7 @@ class Kill:
         call: what it does then, of ``CALLS``; empty: whatever it does ``seconds`` after the save has begun.
         number: of the call, from 0.
         after: whether the call is done first.
+        aside: whether the saves are asynchronous.
     """
 
     strategy: str
@@ -53,6 +54,7 @@ class Kill:
     number: int = 0
     after: bool = False
     seconds: float = 0.0
+    aside: bool = True
 
     def __str__(self) -> str:
         when = (
@@ -142,7 +144,7 @@ def killed_case(folder: str, kill: Kill) -> None:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
 
-    _train_and_save(folder, kill.strategy, kill.same, arm)
+    _train_and_save(folder, kill.strategy, kill.same, arm, kill.aside)
     dist.barrier()
     if dist.get_rank() == kill.rank:
         die()
@@ -162,7 +164,7 @@ def _intercept(count: Callable[[str, Callable[[], Any]], Any]) -> None:
         setattr(place, attribute, counted)
 
 
-def _train_and_save(folder: str, strategy: str, same: bool, arm: Callable[[], None]) -> None:
+def _train_and_save(folder: str, strategy: str, same: bool, arm: Callable[[], None], aside: bool = True) -> None:
     import torch
     from deepspeed import comm as dist
 
@@ -171,6 +173,8 @@ def _train_and_save(folder: str, strategy: str, same: bool, arm: Callable[[], No
     job = _job()
     engine, model = training.make_engine(job, training.placed(strategy))
     snapshots.mark(engine, model)
+    if not aside:
+        engine.checkpoint_engine.aside = None
     for number, tag in enumerate((FIRST, FIRST if same else SECOND)):
         snapshots.run(engine, job, snapshots.steps_of(job, 1, number))
         seen = snapshots.snapshot(engine, model, job)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that save at every step, and are resumed from every save; everything here runs inside rank processes."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed import comm as dist
@@ -25,40 +25,36 @@ class Row(NamedTuple):
         zero: further keys of the section.
         optimizer: of DeepSpeed's.
         every: steps between two saves of a run; there are as many runs, so that each step is saved in one of them.
+        dtype: of ``training.DTYPES``, or "bf16 masters": weights and states of the optimizer, too.
+        starts: saves from which it is resumed, by their steps.
     """
 
     names: tuple[str, ...]
     zero: dict[str, Any]
-    optimizer: str = "Adam"
-    every: int = 1
+    optimizer: str
+    every: int
+    dtype: str
+    starts: Collection[int]
 
 
-def job_of(dtype: str, row: Row) -> Any:
-    """Return a job in a dtype of ``training.DTYPES``, or "bf16 masters": weights and states of the optimizer, too."""
-    config = BF16_MASTERS if dtype == "bf16 masters" else {}
-    aside = {"checkpoint": {"async_save": True}}
-    return snapshots.job_of(dtype.split()[0], row.zero, row.optimizer, **config, **aside)
-
-
-def differences(folder: str, row: Row, dtype: str) -> tuple[int, list[tuple[str, int, Any, Any]]]:
-    """Resume a run from each of its saves, of which every other one is asynchronous.
-
-    Args:
-        folder: of all checkpoints.
-        row, dtype: what to train.
+def differences(folder: str, row: Row) -> tuple[int, list[tuple[str, int, Any, Any]]]:
+    """Resume a run from its saves, of which every other one is asynchronous.
 
     Returns:
         How many runs were resumed. Of each that differs from the uninterrupted one its strategy, the step of the save,
         and what differs after the load and at the end.
     """
-    job, count, found = job_of(dtype, row), 0, []
+    config = BF16_MASTERS if row.dtype == "bf16 masters" else {}
+    config = config | {"checkpoint": {"async_save": True}}
+    job = snapshots.job_of(row.dtype.split()[0], row.zero, row.optimizer, **config)
+    count, found = 0, []
     batches = snapshots.steps_of(job, SAVES + 1)
     for name in row.names:
         for first in range(1, row.every + 1):
             saves = range(first, SAVES + 1, row.every)
             where = f"{folder}/{name}/{first}"
             seen = _train_and_save(where, name, job, batches, saves)
-            for step, *resumed in _resume(where, name, job, batches, saves):
+            for step, *resumed in _resume(where, name, job, batches, saves, row.starts):
                 pairs = zip((seen[step], seen[len(batches)]), resumed, strict=True)
                 found.append((name, step, *(snapshots.difference(*pair) for pair in pairs)))
                 count += 1
@@ -86,7 +82,7 @@ def _train_and_save(
 
 
 def _resume(
-    folder: str, name: str, job: Any, batches: Sequence[tuple[Tensor, Tensor]], saves: range
+    folder: str, name: str, job: Any, batches: Sequence[tuple[Tensor, Tensor]], saves: range, starts: Collection[int]
 ) -> list[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
     """Return each step of a save, with what a resumed run has after the load and at the end.
 
@@ -94,7 +90,7 @@ def _resume(
     """
     engine, model = training.make_engine(job, training.placed(name))
     seen = []
-    for step in saves:
+    for step in (one for one in saves if one in starts):
         engine.load_checkpoint(folder, tag=str(step))
         loaded = snapshots.snapshot(engine, model, job)
         for number, batch in enumerate(batches[step:], step + 1):

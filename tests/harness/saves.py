@@ -77,14 +77,12 @@ class Twins(NamedTuple):
 
     Attributes:
         different: tags of which files differ.
-        where: of the first such file.
         files: how many there are.
         same: whether all losses, and what was raised, are the same.
         raised: by the run beside which saves went on.
     """
 
     different: list[str]
-    where: list[str]
     files: int
     same: bool
     raised: list[str]
@@ -281,9 +279,8 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
     one, two = (files_below(f"{folder}/{kind}", read) for kind in KINDS)
     outcomes = [(run.losses, run.raised) for run in runs]
     different = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
-    where = parts_that_differ(*(f"{folder}/{kind}/{min(different)}" for kind in KINDS)) if different else []
     tags = sorted({Path(name).parts[0] for name in different})
-    return Twins(tags, where, len(one), outcomes[0] == outcomes[1], runs[1].raised)
+    return Twins(tags, len(one), outcomes[0] == outcomes[1], runs[1].raised)
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
@@ -316,25 +313,3 @@ def pipeline_case(folder: str, name: str, pipe: pipelines.Pipe, group_size: int 
     """Of a strategy in a pipeline."""
     keys = training.placed(name, group_size)
     return twins(folder, lambda into: PipelineRun(pipelines.make_pipeline(pipe, keys), pipe, into))
-
-
-def parts_that_differ(one: str, two: str) -> list[str]:
-    """Say where two files differ, for whoever looks for the reason."""
-    found: list[str] = []
-
-    def compare(left: Any, right: Any, at: str) -> None:
-        if isinstance(left, dict):
-            for key in left.keys() | right.keys():
-                compare(left.get(key), right.get(key), f"{at}/{key}")
-        elif isinstance(left, list | tuple):
-            for number, pair in enumerate(zip(left, right, strict=True)):
-                compare(*pair, f"{at}/{number}")
-        elif isinstance(left, torch.Tensor):
-            if not torch.equal(left, right):
-                found.append(at)
-        elif isinstance(left, int | float | str) and left != right:
-            found.append(f"{at}: {left!r}, {right!r}")
-
-    # One may have been saved from a device, and the other from the host.
-    compare(*(torch.load(path, map_location="cpu", weights_only=False) for path in (one, two)), "")
-    return found

@@ -7,10 +7,12 @@ Everything here runs inside rank processes.
 
 import contextlib
 import io
+import subprocess
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
@@ -171,21 +173,35 @@ def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
 
 def convert(folder: str, ours: bool = False) -> None:
     """Run a converter on the first rank, DeepSpeed's or ours. Collective."""
-    if dist.get_rank() == 0:
-        source = Path(folder) / Path(folder, "latest").read_text()
-        arguments = Namespace(
-            input_folder=str(source),
-            output_folder=f"{source}_universal",
-            num_extract_workers=1,
-            num_merge_workers=1,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                (to_universal.convert if ours else ds_to_universal.main)(arguments)
-        finally:
-            dist.barrier()
-    else:
+    try:
+        if dist.get_rank() == 0:
+            source = Path(folder) / Path(folder, "latest").read_text()
+            _convert(source, Path(f"{source}_universal"), ours)
+    finally:
         dist.barrier()
+
+
+def _convert(source: Path, target: Path, ours: bool) -> None:
+    arguments = Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        (to_universal.convert if ours else ds_to_universal.main)(arguments)
+
+
+@contextlib.contextmanager
+def converting_here() -> Iterator[None]:
+    """Let loads convert in this process within the context, which takes less time than in a new one."""
+
+    def run(command: list[str], **_: Any) -> Any:
+        _convert(Path(command[-3]), Path(command[-1]), ours=True)
+        return subprocess.CompletedProcess(command, 0, "")
+
+    with mock.patch.object(subprocess, "run", run):
+        yield

@@ -161,8 +161,6 @@ def module_sources(name: str, module: str) -> str:
         return path.read_text(encoding="utf-8")
     if module == "tests.perf.NAME":
         return ""
-    if module == "pytest":
-        return (ROOT / "tests" / "unit" / "frameworks" / "conftest.py").read_text(encoding="utf-8")
     path = ROOT / module.replace(".", "/")
     path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     assert path.is_file(), f"{name}: there is no module {module}"

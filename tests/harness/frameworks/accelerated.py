@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.harness import training
 from tests.harness.frameworks import configurations, tiny
-from tests.harness.frameworks.table import Row
+from tests.harness.frameworks.comparison import Row
 
 STEPS = 4
 HALF = STEPS // 2 * configurations.ACCUMULATION  # micro-steps until the checkpoint

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.harness import training
 from tests.harness.frameworks import configurations, tiny
-from tests.harness.frameworks.table import Row
+from tests.harness.frameworks.comparison import Row
 
 STEPS = 4
 Look = Callable[[Any], Any]

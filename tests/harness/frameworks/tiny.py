@@ -17,7 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.harness import training
-from tests.harness.frameworks.table import Row
+from tests.harness.frameworks.comparison import Row
 
 VOCABULARY = 53
 _ATTENTION = (ALL_ATTENTION_FUNCTIONS._global_mapping, ALL_ATTENTION_FUNCTIONS._local_mapping)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.harness import training
 from tests.harness.frameworks import configurations, tiny
-from tests.harness.frameworks.table import Row
+from tests.harness.frameworks.comparison import Row
 
 MakeTrainer = Callable[[dict[str, Any]], Any]  # from a ``zero_optimization`` section
 STEPS = 4

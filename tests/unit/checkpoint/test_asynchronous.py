@@ -1,181 +1,134 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that go on beside the training have what saves at once have, wherever they are called, whatever comes next."""
+"""Asynchronous saves hold what synchronous ones hold; if one fails, all ranks raise and the training can go on."""
 
+import dataclasses
+import gc
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from torch.distributed import distributed_c10d
 
+import deepspeed_ext
+from deepspeed_ext.checkpoint import folder as folders
+from deepspeed_ext.checkpoint import residuals
+from deepspeed_ext.checkpoint.folder import CheckpointFolder
+from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
+from deepspeed_ext.comm import host_channel
+from deepspeed_ext.comm.disjoint_groups import timeout_of
+from deepspeed_ext.comm.host_channel import HostChannel
+from tests.harness import pipelines, saves, snapshots, training
 from tests.harness.tiers import deep
-from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 ALL = (*REPLICATED, *PARTITIONED)
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 FEW_BITS: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
 EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
 OUTER = {"paro_outer_optimizer": {"steps": 2}}
-
-
+# (strategy, model, dtype, keys of zero_optimization, optimizer)
 ROWS = [
-    ("NIG", "fp32", EVERYTHING, "Adam"),
-    ("IIG", "bf16", FEW_BITS, "Adam"),
-    ("NIG", "bf16", {}, "Muon"),
-    ("III", "bf16", OUTER, "Adam"),
-    ("NII", "fp16", OFFLOAD, "Adam"),
+    ("NIG", "network", "fp32", EVERYTHING, "Muon"),
+    ("IIG", "network", "bf16", FEW_BITS, "Adam"),
+    ("III", "network", "bf16", OUTER, "Adam"),
+    ("NII", "network", "fp16", OFFLOAD, "Adam"),
+    ("NIG", "pipeline", "bf16", {}, "Adam"),
 ]
-DEEP = [(name, dtype, zero, "Adam") for name in ALL for dtype in ("fp32", "bf16", "fp16") for zero in ({}, OFFLOAD)]
-DEEP += [(name, "bf16", {}, "Muon") for name in ALL]
-DEEP += [(name, "bf16", FEW_BITS, "Adam") for name in ("NGG", "NIG", "IIG", "ING", "IGG")]
-DEEP += [(name, "fp32", EVERYTHING, "Adam") for name in ("NGG", "NNG")]
-DEEP += [(name, dtype, OUTER, "Adam") for name in ("III", "NII", "INI", "NNI") for dtype in ("fp32", "bf16")]
+DEEP = [
+    (name, "network", dtype, zero, "Adam")
+    for name in ALL
+    for dtype in ("fp32", "bf16", "fp16")
+    for zero in ({}, OFFLOAD)
+]
+DEEP += [(name, "network", "bf16", {}, "Muon") for name in ALL]
+DEEP += [(name, "network", "bf16", FEW_BITS, "Adam") for name in ("NGG", "NIG", "ING", "IGG")]
+DEEP += [(name, "network", "fp32", EVERYTHING, "Adam") for name in ("NGG", "NIG", "NNG")]
+DEEP += [
+    (name, "network", dtype, OUTER, "Adam") for name in ("III", "NII", "INI", "NNI") for dtype in ("fp32", "bf16")
+]
+DEEP += [
+    (name, "experts", "bf16", {}, kind) for name in ("NIG", "IIG", "III", "GNG", "NNN") for kind in ("Adam", "Muon")
+]
+DEEP += [(name, "pipeline", "bf16", {}, kind) for name, kind in (("IIG", "Adam"), ("NNI", "Adam"), ("NIG", "Muon"))]
+DEEP += [("NIG", "pipeline of experts", "bf16", {}, "Adam")]
 
 
-@pytest.mark.parametrize("name, dtype, zero, optimizer", [*ROWS, *deep(*DEEP)])
-def test_files_are_those_of_saves_at_once(
-    ranks: Any, tmp_path: Path, name: str, dtype: str, zero: dict[str, Any], optimizer: str
-) -> None:
-    for found in ranks(4).run(twins_case, str(tmp_path), name, dtype, zero, optimizer):
+@pytest.mark.parametrize("row", [*ROWS, *deep(*((row,) for row in DEEP))], ids=str)
+def test_files_are_those_of_synchronous_saves(ranks: Any, tmp_path: Path, row: tuple[Any, ...]) -> None:
+    for found in ranks(4).run(twins_case, str(tmp_path), *row):
         assert found.different == [] and found.files >= 28 and found.same, tuple(found)
 
 
-def twins_case(folder: str, name: str, dtype: str, zero: dict[str, Any], optimizer: str) -> Any:
-    """See ``saves.py``."""
-    from tests.harness import saves
-
-    return saves.twins_case(folder, name, saves.job_of_row(dtype, zero, optimizer))
-
-
-DIVIDED = ("NIG", "IIG", "III", "GNG", "NNN")
-
-
-@pytest.mark.parametrize(
-    "name, dtype, optimizer",
-    [("NIG", "bf16", "Adam"), *deep(*((name, "bf16", kind) for name in DIVIDED for kind in ("Adam", "Muon")))],
-)
-def test_files_of_experts_are_those_of_saves_at_once(
-    ranks: Any, tmp_path: Path, name: str, dtype: str, optimizer: str
-) -> None:
-    for found in ranks(4).run(experts_case, str(tmp_path), name, dtype, optimizer):
-        assert found.different == [] and found.files >= 28 and found.same, tuple(found)
-
-
-def experts_case(folder: str, name: str, dtype: str, optimizer: str) -> Any:
-    """AutoEP's, divided among two ranks."""
-    from tests.harness import experts, saves, training
-
-    zero = {"reduce_bucket_size": 3000, "allgather_bucket_size": 3000, "stage3_param_persistence_threshold": 0}
-    job = training.Job(
-        sizes=(13, 7),
-        network=experts.SmallMixtral,
-        optimizer=optimizer,
-        zero=zero,
-        config={**saves.ASIDE, **experts.autoep(2)},
-        dtype=dtype,
-        accumulation=2,
-    )
+def twins_case(folder: str, name: str, model: str, dtype: str, zero: dict[str, Any], optimizer: str) -> Any:
+    """Compare the files of two runs that save everywhere; see ``saves.py``."""
+    if model.startswith("pipeline"):
+        experts = 2 if model.endswith("experts") else 0
+        pipe = pipelines.Pipe(dtype=dtype, optimizer=optimizer, experts=experts, config=saves.ASIDE)
+        return saves.pipeline_case(folder, name, pipe, 1)
+    job = saves.job_of_row(dtype, zero, optimizer)
+    if model == "experts":  # divided among two ranks
+        job = dataclasses.replace(snapshots.job_of_kind(f"2 {optimizer}", dtype, **saves.ASIDE), accumulation=2)
     return saves.twins_case(folder, name, job)
 
 
-@pytest.mark.parametrize(
-    "name, optimizer, experts",
-    [("NIG", "Adam", 0), *deep(("IIG", "Adam", 0), ("NNI", "Adam", 0), ("NIG", "Muon", 0), ("NIG", "Adam", 2))],
-)
-def test_files_of_pipelines_are_those_of_saves_at_once(
-    ranks: Any, tmp_path: Path, name: str, optimizer: str, experts: int
-) -> None:
-    for found in ranks(4).run(pipeline_case, str(tmp_path), name, optimizer, experts):
-        assert found.different == [] and found.files >= 28 and found.same, tuple(found)
-
-
-def pipeline_case(folder: str, name: str, optimizer: str, experts: int) -> Any:
-    """Of two stages."""
-    from tests.harness import pipelines, saves
-
-    pipe = pipelines.Pipe(dtype="bf16", optimizer=optimizer, experts=experts, config=saves.ASIDE)
-    return saves.pipeline_case(folder, name, pipe, 1)
-
-
-@pytest.mark.parametrize("names", [("NIG", "NII", "IIG"), *deep((ALL,))])
-def test_states_stay_where_they_are_and_host_memory_is_made_once(ranks: Any, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("names", [("NII", "IIG"), *deep((ALL,))])
+def test_snapshots_reuse_host_memory(ranks: Any, names: tuple[str, ...]) -> None:
     for rank, rows in enumerate(ranks(4).run(memory_case, names)):
-        for name, held, written, addresses, received, alive, more, due in rows:
+        for name, held, written, addresses, more in rows:
             wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
             assert held[0] <= written <= 1.02 * held[0] + 30_000 * wrote and (held[0] > 0) == wrote, (name, held)
-            assert held == [held[0]] * 3 and addresses == 1 and alive == 0, (name, held, addresses, alive)
+            assert held == [held[0]] * 3 and addresses == 1, (name, held, addresses)
             given = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
             assert more == [held[0] + given, held[0]], (name, held, more)
-            # Nor are slices gathered; DeepSpeed gathers persistent parameters again, inside groups.
-            assert received < (0.02 if name[0] == "N" else 0.1) * due, (name, received, due)
 
 
-def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, int, int, list[int], int]]:
-    """Of three saves bytes of host memory, bytes of files, how many sets of addresses there were, bytes received, and
-    how many snapshots live after them; bytes of host memory after a larger save and the next one; of the optimizer's
-    states."""
-    import tempfile
-    import weakref
-
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import snapshots as copies
-    from scripts.emulation.traffic import TrafficMeter
-    from tests.harness import saves, snapshots, training
-
+def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, list[int]]]:
+    """Return of three saves bytes of host memory, bytes of files, and how many sets of addresses there were; bytes of
+    host memory after a larger save and the next one."""
     job = training.Job(sizes=(128, 512, 256), optimizer="Adam", empty=False, config=saves.ASIDE)
     rows = []
     for name in names:
-        engine, model = training.make_engine(job, training.placed(name))
+        engine, _ = training.make_engine(job, placed(name))
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        if name[0] != "N":
-            engine.optimizer.drain_parameters()
-        files, made = engine.checkpoint_engine, weakref.WeakSet[copies.Snapshot]()
-        buffers, meter = files.aside.buffers, TrafficMeter()
-        take = files.aside.snapshot
-        files.aside.snapshot = lambda *args, take=take, made=made: made.add(one := take(*args)) or one
-        write, paths = files.write, set[str]()
+        files = engine.checkpoint_engine
+        buffers, write, paths = files.aside.buffers, files.write, set[str]()
         files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
         with tempfile.TemporaryDirectory() as own:
             shared = [own]
             dist.broadcast_object_list(shared, 0)
             folder, held, addresses = Path(shared[0]), [], set()
-            for number in range(3):
-                dist.barrier()
-                if number:
-                    meter.start()
-                dist.barrier()
-                engine.save_checkpoint(folder, "tag")
-                files.finish()
-                meter.stop()
-                held.append(buffers.nbytes)
-                addresses.add(tuple(sorted(one.data_ptr() for many in buffers._free.values() for one in many)))
-            received = sum(meter.read()[dist.get_rank()])
-            written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
-            alive, more = len(made), []
-            for extra in ({"more": torch.zeros(1000)}, {}):  # the second frees what the first alone had
+            for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
                 engine.save_checkpoint(folder, "tag", extra)
                 files.finish()
-                more.append(buffers.nbytes)
+                held.append(buffers.nbytes)
+                if len(held) == 3:
+                    written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
+                if len(held) <= 3:
+                    addresses.add(tuple(sorted(one.data_ptr() for many in buffers._free.values() for one in many)))
             dist.barrier()
-        due = 12 * sum(getattr(param, "ds_numel", param.numel()) for param in model.parameters())
-        rows.append((name, held, written, len(addresses), received, alive, more, due))
+        rows.append((name, held[:3], written, len(addresses), held[3:]))
         engine.destroy()
     return rows
 
 
-def test_files_one_after_the_other_have_what_they_are_given(ranks: Any) -> None:
-    """What one file has may be gone, and its memory used again, when the next one is taken; storages stay shared."""
+def test_a_snapshot_holds_what_each_file_was_given(ranks: Any) -> None:
+    """Memory of one file may be reused when the next one is copied; storages stay shared."""
     assert ranks(1).run(taken_case) == [(list(range(5)), True, [1.0, 7.0])]
 
 
 def taken_case() -> tuple[list[int], bool, list[float]]:
     """First elements of tensors that live in one place one after the other; whether two that share a storage do so in
     what was taken; one that only steps change, before and after it is completed."""
-    import torch
-
-    from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
-
     late, memory, taken = torch.ones(1000), bytearray(4000), []
     snapshot = Snapshot(HostBuffers(), [late])
     for number in range(5):
@@ -187,3 +140,249 @@ def taken_case() -> tuple[list[int], bool, list[float]]:
     snapshot.complete()
     shared = two[0].untyped_storage().data_ptr() == two[1].untyped_storage().data_ptr()
     return [int(one[0]) for one in taken], shared, [before, float(two[0][0])]
+
+
+FAULTS = {  # what fails, on which rank, how, and what the error says
+    "a full disk": ("save", 2, OSError(28, "No space left on device"), "No space left on device"),
+    "no memory": ("complete", 1, MemoryError(), "MemoryError"),
+    "a writer that dies as it commits": ("publish", 0, SystemExit(7), "SystemExit"),
+    "a read-only folder": ("publish", 0, PermissionError(13, "Permission denied"), "Permission denied"),
+    "a file latest that cannot be written": ("point", 0, OSError(5, "Input/output error"), "Input/output error"),
+    "a writer that dies": ("save", 3, SystemExit(7), "SystemExit"),
+}
+
+
+def rank_of(fault: str, name: str) -> int:
+    """On which rank of a strategy it happens: some have replicas that write nothing."""
+    what, rank, *_ = FAULTS[fault]
+    return rank if name[2] == "G" or what != "save" else 0
+
+
+@contextmanager
+def failing(fault: str, rank: int) -> Iterator[None]:
+    """Let the next save fail so, half-way, on this rank, in this context."""
+    what, _, error, _ = FAULTS[fault]
+    owner: Any = {"save": torch, "publish": CheckpointFolder, "point": folders, "complete": Snapshot}[what]
+    name = "replace_text" if what == "point" else what
+    original = getattr(owner, name)
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() != rank:
+            return original(*args, **kwargs)
+        if what in ("save", "publish"):
+            original(*({"a": "part"}, *args[1:]) if what == "save" else args, **kwargs)
+        raise error
+
+    with mock.patch.object(owner, name, fail):
+        yield
+
+
+def host_groups() -> int:
+    """How many process groups on the host there are, for saves beside the training."""
+    channels = [one for one in gc.get_objects() if isinstance(one, HostChannel)]
+    return sum(group.gloo is not None for channel in channels for group in channel._groups)
+
+
+class Failure(NamedTuple):
+    """A save that failed, what raised its error, type and text, and whether the folder is as it was before."""
+
+    fault: str
+    at: str
+    message: str
+    untouched: bool
+
+
+@pytest.mark.parametrize(
+    "name, boundary, faults",
+    [
+        ("NIG", "step", list(FAULTS)[:3]),
+        ("IIG", "engine", list(FAULTS)[3:]),
+        *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
+    ],
+)
+def test_a_failed_save_is_raised_on_all_ranks(
+    ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]
+) -> None:
+    answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, faults, timeout=120.0)
+    for failures, losses, undisturbed, changed, groups in answers:
+        assert failures == answers[0][0], "the same on all ranks"
+        assert {one.at for one in failures} == {"step", "save", "load", "destroy"}
+        for one in failures:
+            rank, says = rank_of(one.fault, name), FAULTS[one.fault][-1]
+            assert one.message.startswith("SaveFailed: the checkpoint ") and one.untouched, one
+            assert f"rank {rank}: " in one.message and says in one.message, one
+        assert losses == undisturbed and changed == {} and groups == 0, (losses, undisturbed, changed, groups)
+
+
+def faults_case(
+    folder: str, name: str, boundary: str, faults: list[str]
+) -> tuple[list[Failure], list[float], list[float], dict[str, float], int]:
+    """Return the failures; losses of that run, and of an undisturbed one; what a load of the next save does not
+    restore; how many process groups on the host are left."""
+    job = snapshots.job_of("bf16", **saves.ASIDE, wall_clock_breakdown=True, steps_per_print=10**6)
+    job = dataclasses.replace(job, boundary=boundary, accumulation=2)
+    runs = []
+    for _ in range(2):
+        engine, model = training.make_engine(job, placed(name))
+        runs.append(saves.Run(engine, model, job, folder))
+    run, undisturbed = runs
+    run.step()
+    run.save("last")
+    failures = []
+
+    def fail(fault: str, at: str, act: Callable[[], Any]) -> None:
+        run.engine.checkpoint_engine.finish()
+        dist.barrier()
+        before = saves.files_below(folder)
+        dist.barrier()
+        with failing(fault, rank_of(fault, name)):
+            run.save("last")
+            message = snapshots.error_of(act)
+        dist.barrier()
+        failures.append(Failure(fault, at, message, saves.files_below(folder) == before))
+
+    for fault in faults:
+        fail(fault, "step", run.steps_until_one_raises)
+        run.engine.step()  # the one that has raised
+    fail(faults[0], "save", lambda: run.save("other"))
+    while len(undisturbed.losses) < len(run.losses):
+        undisturbed.step()
+    losses = list(run.losses)
+    run.save("last")
+    seen = snapshots.snapshot(run.engine, run.model, job)
+    run.step()
+    fail(faults[1], "load", lambda: run.engine.load_checkpoint(folder, "last"))
+    run.engine.load_checkpoint(folder, "last")
+    changed = snapshots.difference(seen, snapshots.snapshot(run.engine, run.model, job))
+    fail(faults[2], "destroy", run.engine.destroy)
+    undisturbed.engine.destroy()
+    return failures, losses, undisturbed.losses, changed, host_groups()
+
+
+def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
+    for loaded, messages, latest, groups in ranks(4).run(two_engines_case, str(tmp_path)):
+        assert loaded == [{}, {}] and latest == "1" and groups == [1, 0]
+        for message, why in zip(messages, ("local object", "MemoryError"), strict=True):
+            assert message.startswith("CheckpointError: rank 0: ") and why in message, message
+
+
+def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str, list[int]]:
+    """What two engines load that have saved at the same time, each twice, one on a rank without threads, the other on
+    disks of nodes; what saves raise that cannot be; what ``latest`` names; process groups left as they are destroyed.
+    """
+    runs = []
+    for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
+        job = snapshots.job_of(checkpoint={**saves.ASIDE["checkpoint"], **keys})
+        engine, model = training.make_engine(job, placed(name))
+        runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
+    if dist.get_rank() == 2:
+        runs[0].engine.checkpoint_engine.aside._background.add = no_thread
+    for tag in range(2):
+        for run in runs:
+            run.step()
+        seen = [snapshots.snapshot(run.engine, run.model, run.job) for run in runs]
+        with saves.late_copies():
+            for run in runs:
+                run.save(str(tag))
+    loaded, unsaved = [], ({"bad": lambda: 0}, {"bad": Uncopyable()})
+    messages = [snapshots.error_of(runs[0].engine.save_checkpoint, f"{folder}/0", "1", bad) for bad in unsaved]
+    for run, wanted in zip(runs, seen, strict=True):
+        run.step()
+        run.engine.load_checkpoint(run.folder)
+        loaded.append(snapshots.difference(wanted, snapshots.snapshot(run.engine, run.model, run.job)))
+    latest = Path(folder, "0", "latest").read_text()
+    groups = []
+    for run in runs:
+        run.engine.destroy()
+        run.engine.checkpoint_engine.cleanup()  # another destroy, as of the garbage collector
+        groups.append(host_groups())
+    return loaded, messages, latest, groups
+
+
+def no_thread(*_: Any) -> None:
+    """As the system does that has no more."""
+    raise RuntimeError("can't start new thread")
+
+
+class Uncopyable:
+    """Cannot be copied to the host."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise MemoryError
+
+
+def test_a_save_may_outlive_the_process_groups(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(1).run(outliving_case, str(tmp_path)) == ["1"]
+
+
+def outliving_case(folder: str) -> str:
+    """What ``latest`` names after that, and after the end of what has saved."""
+    engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
+    engine.save_checkpoint(folder, "1")
+    deepspeed.comm.destroy_process_group()
+    engine.checkpoint_engine.cleanup()
+    # The engine is destroyed before the next case, which takes a process group.
+    deepspeed.init_distributed("gloo", init_method=f"file://{folder}/again", rank=0, world_size=1)
+    return Path(folder, "latest").read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.0, *deep(4.0)])
+def test_saves_go_on_after_slow_disks_and_lost_connections(ranks: Any, tmp_path: Path, seconds: float) -> None:
+    for slow, lost, after, left in ranks(2).run(connections_case, str(tmp_path), seconds):
+        assert slow == ["", "slow"]
+        for message in lost:
+            assert message.startswith(("SaveFailed: rank ", "RuntimeError: in the middle")), message
+        assert "connection" in lost[0] and "connection" in lost[1], lost
+        assert after == ["", "", "after"] and left == [], (after, left)
+
+
+def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return errors and outcomes: of a save slower by so many seconds than the timeout of process groups; of saves to
+    disk and to memory on which a rank loses its connections, and one that an exception ends; of saves after that; and
+    the hidden names that are left."""
+    section = {"async_save": True, "memory_folder": folder}
+    job = training.Job(empty=False, config={"checkpoint": section})
+    brief = timedelta(seconds=2.5)
+    patched = mock.patch.object(host_channel, "timeout_of", lambda group: brief)
+    with patched:
+        engine, _ = training.make_engine(job, placed("IIG", 1))
+    files, saved = engine.checkpoint_engine, f"{folder}/saved"
+    complete, total = Snapshot.complete, host_channel.HostChannel.all_reduce_sum
+
+    def slowly(self: Snapshot) -> None:
+        time.sleep(seconds * dist.get_rank())
+        complete(self)
+
+    def lose(self: host_channel.HostChannel, *args: Any) -> int:
+        if dist.get_rank() == 1:
+            self.close()
+        return total(self, *args)
+
+    def save(tag: str) -> None:
+        engine.save_checkpoint(saved, tag)
+        files.finish()
+
+    def save_in_memory(tag: str) -> None:
+        deepspeed_ext.save_in_memory(engine, saved, tag)
+        files.finish()
+
+    engine.save_checkpoint(saved, "first")
+    files.finish()
+    before = timeout_of(None)
+    distributed_c10d._set_pg_timeout(brief, dist.get_world_group())
+    with patched, mock.patch.object(Snapshot, "complete", slowly):
+        slow = [snapshots.error_of(save, "slow"), Path(saved, "latest").read_text()]
+    distributed_c10d._set_pg_timeout(before, dist.get_world_group())
+    lost = []
+    with mock.patch.object(host_channel.HostChannel, "all_reduce_sum", lose):
+        lost.append(snapshots.error_of(save, "lost"))
+    with mock.patch.object(host_channel.HostChannel, "exchange_text", lambda self, *args: lose(self, 1)):
+        lost.append(snapshots.error_of(save_in_memory, "lost"))
+    with mock.patch.object(residuals, "save", side_effect=RuntimeError("in the middle")):
+        lost.append(snapshots.error_of(save, "in the middle"))
+    after = [snapshots.error_of(save_in_memory, "after"), snapshots.error_of(save, "after")]
+    after.append(Path(saved, "latest").read_text())
+    dist.barrier()
+    engine.destroy()
+    hidden = [path.name for path in Path(folder).rglob(".*") if path.name.endswith((".saving", ".replaced"))]
+    return slow, lost, after, hidden

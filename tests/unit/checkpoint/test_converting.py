@@ -4,62 +4,50 @@
 
 import os
 import re
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
-UNIVERSAL = {"checkpoint": {"load_universal": True}}
+from deepspeed_ext.checkpoint import converting, owned
+from tests.harness import snapshots, training
+from tests.harness.snapshots import convert, error_of
+from tests.harness.tiers import deep
+
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
 RUNS = [
     ("IIG + LoCo", "NIG + LoCo", 1),
     ("NIG + own order", "GGG", 2),
     ("2", "III", 2),
-    ("NIG + Muon", "III + Muon", 2),
+    *deep(("NIG + Muon", "III + Muon", 2)),
 ]
-LOCO, MUON, OWN = " + LoCo", " + Muon", " + own order"
 
 
 def names_in(folder: str) -> list[str]:
-    """Names of checkpoints in a folder, and of what a load has left there. Collective."""
-    from deepspeed import comm as dist
-
+    """Return names of checkpoints in a folder, and of what a load has left there. Collective."""
     found = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     dist.barrier()
     return found
 
 
-def zero_of(name: str, group_size: int) -> dict[str, Any]:
-    """Keys of a strategy or stage, with or without LoCo."""
-    from tests.harness import training
-
-    more = {"zeropp_loco_param": {}} if name.endswith(LOCO) else {}
-    return training.placed(name.removesuffix(LOCO).removesuffix(MUON).removesuffix(OWN), group_size, **more)
-
-
-def optimizer_of(name: str) -> str:
-    """The optimizer's type."""
-    return "Muon" if name.endswith(MUON) else "Adam"
-
-
-@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=lambda one: str(one))
-def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
-    ranks(4).run(save_case, str(tmp_path), saved)
-    for differences, made, again, names in ranks(2).run(load_case, str(tmp_path), loaded, group_size):
-        assert differences == {} and made == again
-        assert names == ["global_step3", "global_step3_converted", "latest"]
+def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
+    """Return a job that loads universal checkpoints, and engine and model of a strategy or stage."""
+    kind, *more = name.split(" + ")
+    checkpoint = {"load_universal": True, **({"zero_order": False} if "own order" in more else {})}
+    optimizer = "Muon" if "Muon" in more else "Adam"
+    job = training.Job(optimizer=optimizer, empty=False, zero=training.SMALL, config={"checkpoint": checkpoint})
+    loco = {"zeropp_loco_param": {}} if "LoCo" in more else {}
+    return job, *training.make_engine(job, training.placed(kind, group_size, **loco))
 
 
 def save_case(folder: str, name: str) -> None:
-    """Three steps, a checkpoint, and what is in it."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
-    config = {"checkpoint": {"zero_order": False}} if name.endswith(OWN) else {}
-    job = training.Job(optimizer=optimizer_of(name), empty=False, zero=training.SMALL, config=config)
-    engine, model = training.make_engine(job, zero_of(name, 2))
+    """Take three steps, save, and keep what is in the checkpoint beside it."""
+    job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
     seen = snapshots.snapshot(engine, model, job)
@@ -68,78 +56,80 @@ def save_case(folder: str, name: str) -> None:
     engine.destroy()
 
 
-def load_case(folder: str, name: str, group_size: int) -> tuple[dict[str, float], float, float, list[str]]:
-    """What differs from what was saved; when the universal checkpoint was made, before and after a second load; what
-    is in the folder."""
-    import torch
+@pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
+def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
+    ranks(4).run(save_case, str(tmp_path), saved)
+    ranks(2).run(load_case, str(tmp_path), loaded, group_size)
 
-    from tests.harness import snapshots, training
 
-    job = training.Job(optimizer=optimizer_of(name), empty=False, config=UNIVERSAL)
-    engine, model = training.make_engine(job, zero_of(name, group_size))
-    made = []
+def load_case(folder: str, name: str, group_size: int) -> None:
+    """Load twice; the second load converts nothing."""
+    job, engine, model = begin(name, group_size)
+    times = set()
     for _ in range(2):
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        engine.load_checkpoint(folder)
-        made.append(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
+        with snapshots.converting_here():
+            engine.load_checkpoint(folder)
+        times.add(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
     found = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
-    names = names_in(folder)
-    found.pop("counters", None)  # samples of a step
     engine.destroy()
-    return found, made[0], made[1], names
+    assert found.keys() <= {"counters"}, found  # samples of a step
+    assert len(times) == 1 and names_in(folder) == ["global_step3", "global_step3_converted", "latest"]
 
 
-def test_what_fits_is_loaded_as_it_is_and_what_was_saved_again_is_converted_again(ranks: Any, tmp_path: Path) -> None:
+def test_a_fitting_save_is_not_converted_a_newer_one_is_again(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "IIG")
-    for as_it_is, differences in ranks(4).run(again_case, str(tmp_path)):
-        assert as_it_is == ["global_step3", "latest"] and differences == {}
+    ranks(4).run(again_case, str(tmp_path))
 
 
-def again_case(folder: str) -> tuple[list[str], dict[str, float]]:
-    """What is in the folder after a load that fits; what differs where a save has the tag of a converted one."""
-    from tests.harness import snapshots, training
-
-    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
-    engine, model = training.make_engine(job, zero_of("IIG", 2))
+def again_case(folder: str) -> None:
+    """Load with the strategy that saved, convert for another one, save under the same tag, and convert again."""
+    job, engine, model = begin("IIG")
     engine.load_checkpoint(folder)
-    as_it_is = names_in(folder)
-    other, _ = training.make_engine(job, zero_of("NIG", 2))
-    other.load_checkpoint(folder)
-    other.destroy()
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    engine.save_checkpoint(folder, tag="global_step3")
-    wanted = snapshots.snapshot(engine, model, job)
+    assert names_in(folder) == ["global_step3", "latest"]
+    for number in range(2):
+        if number:
+            snapshots.run(engine, job, snapshots.steps_of(job, 1))
+            engine.save_checkpoint(folder, tag="global_step3")
+        wanted = snapshots.snapshot(engine, model, job)
+        _, other, copy = begin("NIG")
+        with snapshots.converting_here():
+            other.load_checkpoint(folder, tag="global_step3")
+        found = snapshots.difference(wanted, snapshots.snapshot(other, copy, job))
+        assert found == {}, found
+        other.destroy()
     engine.destroy()
-    other, model = training.make_engine(job, zero_of("NIG", 2))
-    other.load_checkpoint(folder, tag="global_step3")
-    found = snapshots.difference(wanted, snapshots.snapshot(other, model, job))
-    other.destroy()
-    return as_it_is, found
 
 
-def test_a_conversion_that_fails_is_told_on_all_ranks_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+    """The converter runs in the current folder, and imports nothing from there."""
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("statistics", "queue", "argparse"):
+        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     ranks(4).run(save_case, str(tmp_path), "IIG")
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
         assert "cannot be loaded as it is" in message and "has failed" in message, message
         assert f"python -m deepspeed_ext convert --input_folder {tmp_path}/global_step3 " in message, message
-        assert names == ["global_step3", "latest"]
+        assert names == ["global_step3", "here", "latest"]
 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
-    """The error, whether a weight or state has changed, what is in the folder."""
-    from tests.harness import snapshots, training
-
-    job = training.Job(optimizer="Adam", empty=False, config=UNIVERSAL)
-    engine, model = training.make_engine(job, zero_of("NIG", 2))
+    """Return the error, whether a weight or state has changed, and what is in the folder."""
+    job, engine, model = begin("NIG")
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     before = snapshots.snapshot(engine, model, job)
-    message = snapshots.error_of(engine.load_checkpoint, folder)
+    base = Path.cwd()
+    os.chdir(f"{folder}/here")
+    try:
+        message = snapshots.error_of(engine.load_checkpoint, folder)
+    finally:
+        os.chdir(base)
     changed = bool(snapshots.difference(before, snapshots.snapshot(engine, model, job)))
-    names = names_in(folder)
     engine.destroy()
-    return message, changed, names
+    return message, changed, names_in(folder)
 
 
 def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
@@ -153,10 +143,6 @@ def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
 def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
     """The errors of a conversion that ends while momentum is renamed, and of one over something else; what is in the
     folder then, and after another, which replaces a universal checkpoint; what is the latest."""
-    from unittest import mock
-
-    from tests.harness.snapshots import convert, error_of
-
     target = Path(folder, "global_step3_universal")
     rename = Path.rename
 
@@ -177,7 +163,7 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
     return message, taken, found
 
 
-def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path: Path) -> None:
+def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path) -> None:
     place = tmp_path / "one"
     place.mkdir()
     (place / "file").write_text("")
@@ -213,14 +199,6 @@ def test_whatever_becomes_of_the_first_rank_the_others_end(ranks: Any, tmp_path:
 def ends_case(folder: str) -> dict[str, str]:
     """The errors of a converter that fails late, of one that raises, of a full disk, of a name that is taken, of a
     first rank that is gone, of one that can write nothing more, and where each rank has a folder of its own."""
-    import subprocess
-    import time
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import converting
-    from tests.harness.snapshots import error_of
 
     class Gone(BaseException):
         """As if the process were no more."""
@@ -280,13 +258,6 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
     """What two jobs load, of which the second begins and ends while the first converts; what is in it and beside it.
 
     Of earlier conversions one is left by a dead process, one has no marker, and another job loads one."""
-    import subprocess
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import converting, owned
-
     first = dist.get_rank() == 0
     second: list[str] = []
     jobs = iter((1, 2))
@@ -323,25 +294,3 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
         lease.close()
         used.close()
     return tag, second[0], found, names
-
-
-def test_the_converter_imports_nothing_from_the_current_folder(ranks: Any, tmp_path: Path) -> None:
-    ranks(1).run(imports_case, str(tmp_path))
-    assert not (tmp_path / "imported").exists()
-
-
-def imports_case(folder: str) -> None:
-    """A conversion of what is no checkpoint, in a folder with modules of the standard library's names."""
-    from deepspeed_ext.checkpoint import converting
-    from tests.harness.snapshots import error_of
-
-    base, before = Path(folder), Path.cwd()
-    for name in ("statistics", "queue", "argparse"):
-        Path(folder, f"{name}.py").write_text(f"open({str(base / 'imported')!r}, 'w')\n")
-    (base / "one").mkdir()
-    os.chdir(folder)
-    try:
-        message = error_of(converting.converted, folder, "one", "another strategy")
-    finally:
-        os.chdir(before)
-    assert "can't find *_optim_states.pt files" in message, message

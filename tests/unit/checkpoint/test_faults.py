@@ -1,16 +1,33 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A fault in a save or a load loses nothing that was there, and every rank reports what it was."""
+"""A fault in a save or a load loses nothing that was there, and every rank reports it."""
 
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARAM_SLICE_MAPPINGS
+from deepspeed.runtime.checkpoint_engine.fast_checkpoint_engine import FastCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.zero.utils import ZeRORuntimeException
 
+from deepspeed_ext.checkpoint import commit
+from deepspeed_ext.checkpoint import folder as folders
+from deepspeed_ext.checkpoint.files import CheckpointFiles, wrap
+from tests.harness import snapshots, training
+from tests.harness.kills import Kill
+from tests.harness.kills import run as run_kill
+from tests.harness.logs import logged
 from tests.harness.snapshots import SHARD, after_a_step, error_of
 from tests.harness.tiers import deep
-from tests.harness.training import placed
+from tests.harness.training import PARTITIONED, placed
 
 # Of the folder of a tag, in groups of 2: a file that one rank reads; ``SHARD`` is another.
 MODULE = {"NIG": "mp_rank_00_model_states.pt", "III": "zero_pp_rank_1_mp_rank_00_model_states.pt"}
@@ -29,182 +46,114 @@ def spoil(path: Path, fault: str) -> None:
     elif fault == "of another save":
         path.write_bytes((path.parents[1] / "before" / path.name).read_bytes())
     elif fault == "of something else":
-        import torch
-
         torch.save({"a": 1}, path)
     else:
         path.write_text("nothing that torch has written")
 
 
-@pytest.mark.parametrize("name", ["NIG", "III", "IIG"])
-def test_a_spoilt_file_is_named_before_anything_changes(ranks: Any, tmp_path: Path, name: str) -> None:
-    answers = ranks(4).run(spoilt_case, str(tmp_path), name)
-    for rows in answers:
-        assert len(rows) == 2 * len(FAULTS) and rows == answers[0]
-        for file, fault, message, changed, again in rows:
+def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, bool]]]:
+    """Yield a file, what is done to it, and which part is loaded."""
+    if universal:
+        states = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
+        for file in (*(f"layers.2.weight/{state}" for state in states), "optimizer_state.pt"):
+            yield from ((f"zero/{file}", fault, {}) for fault in ("missing", "truncated", "of no checkpoint"))
+    else:
+        yield from ((file, fault, {}) for file in (MODULE[name], SHARD) for fault in FAULTS)
+        if name in PARTITIONED:  # weights without optimizer states come from all shards
+            yield from ((SHARD, fault, {"load_module_only": True}) for fault in FAULTS)
+
+
+@pytest.mark.parametrize("universal", [False, True])
+@pytest.mark.parametrize("name", ["NIG", "IIG", *deep("III")])
+def test_a_damaged_file_is_named_before_a_load_changes_anything(
+    ranks: Any, tmp_path: Path, name: str, universal: bool
+) -> None:
+    answers = ranks(4).run(damaged_case, str(tmp_path), name, universal)
+    for messages, changed, again in answers:
+        assert messages == answers[0][0] and (changed, again) == ({}, {})
+        for (file, fault, _), message in zip(files_of(name, universal), messages, strict=True):
             assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
             reason = {"missing": "is missing", "of another save": "of another save"}.get(fault, "cannot be read")
             assert reason in message, (fault, message)
-            assert not changed and again == {}, (fault, changed, again)
 
 
-def spoilt_case(folder: str, name: str) -> list[tuple[str, str, str, bool, dict[str, float]]]:
-    """File, what was done to it, the error, whether a weight or state changed, and what the repaired one loads."""
-    import shutil
-
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
-    job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered)
+def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
+    """Return the error of each load, what these have changed, and what a load of whole files does not restore."""
+    config = {"checkpoint": {"load_universal": universal}}
+    job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
     engine, model = after_a_step(job, name)
     engine.save_checkpoint(folder, tag="before")
     snapshots.mark(engine, model)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     engine.save_checkpoint(folder, tag="good")
     saved = snapshots.snapshot(engine, model, job)
+    if universal:
+        snapshots.convert(folder)
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     now = snapshots.snapshot(engine, model, job)
-    rows = []
-    for file in (MODULE[name], SHARD):
-        for fault in FAULTS:
-            if dist.get_rank() == 0:
-                shutil.copytree(f"{folder}/good", f"{folder}/bad")
-                spoil(Path(folder, "bad", file), fault)
-            dist.barrier()
-            message = error_of(engine.load_checkpoint, folder, tag="bad")
-            changed = bool(snapshots.difference(now, snapshots.snapshot(engine, model, job)))
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(f"{folder}/bad")
-            rows.append((file, fault, message, changed))
-    engine.load_checkpoint(folder, tag="good")
-    again = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-    engine.destroy()
-    return [(*row, again) for row in rows]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_weights_alone_are_not_taken_from_a_spoilt_shard(ranks: Any, tmp_path: Path, fault: str) -> None:
-    for message, changed in ranks(4).run(spoilt_weights_case, str(tmp_path), fault):
-        assert message.startswith("CheckpointError: rank ") and SHARD in message and not changed, message
-
-
-def spoilt_weights_case(folder: str, fault: str) -> tuple[str, bool]:
-    """With parameters cut, weights without optimizer states come from all shards."""
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
-    job = training.Job(optimizer="Adam", empty=False)
-    engine, model = after_a_step(job, "IIG")
-    engine.save_checkpoint(folder, tag="before")
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    engine.save_checkpoint(folder, tag="bad")
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    if dist.get_rank() == 0:
-        spoil(Path(folder, "bad", SHARD), fault)
-    dist.barrier()
-    now = snapshots.snapshot(engine, model, job)
-    message = error_of(engine.load_checkpoint, folder, load_module_only=True)
-    changed = bool(snapshots.difference(now, snapshots.snapshot(engine, model, job)))
-    engine.destroy()
-    return message, changed
-
-
-@pytest.mark.parametrize("name", ["NIG", "IIG"])
-@pytest.mark.parametrize("file", ["fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "optimizer_state.pt"])
-def test_a_spoilt_file_of_a_universal_checkpoint_is_named(ranks: Any, tmp_path: Path, name: str, file: str) -> None:
-    for rows in ranks(4).run(spoilt_universal_case, str(tmp_path), name, file):
-        for fault, message, changed in rows:
-            assert message.startswith("CheckpointError: rank ") and file in message and not changed, (fault, message)
-
-
-def spoilt_universal_case(folder: str, name: str, file: str) -> list[tuple[str, str, bool]]:
-    """What is done to a file, the error, whether a weight or state changed."""
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
-    job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"load_universal": True}})
-    engine, model = after_a_step(job, name)
-    engine.save_checkpoint(folder)
-    snapshots.convert(folder)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1))
-    now = snapshots.snapshot(engine, model, job)
-    zero = Path(folder, "global_step1_universal", "zero")
-    path = zero / ("" if file == "optimizer_state.pt" else "layers.2.weight") / file
-    good, rows = path.read_bytes(), []
-    dist.barrier()
-    for fault in ("missing", "truncated", "of no checkpoint"):
+    tag, messages = "good_universal" if universal else "good", []
+    for file, fault, parts in files_of(name, universal):
+        path = Path(folder, tag, file)
+        good = path.read_bytes()
+        dist.barrier()
         if dist.get_rank() == 0:
-            path.write_bytes(good)
             spoil(path, fault)
         dist.barrier()
-        message = error_of(engine.load_checkpoint, folder)
-        rows.append((fault, message, bool(snapshots.difference(now, snapshots.snapshot(engine, model, job)))))
+        messages.append(error_of(engine.load_checkpoint, folder, tag=tag, **parts))
         dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(good)
+        dist.barrier()
+    changed = snapshots.difference(now, snapshots.snapshot(engine, model, job))
+    engine.load_checkpoint(folder, tag=tag)
+    again = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     engine.destroy()
-    return rows
+    return messages, changed, again
 
 
-# (saved by, keys then; loaded by, keys now; what the error says)
-MISFITS = [
-    (
-        "GGG",
-        {},
-        "III",
-        {},
-        "of stage 3 and sharded over 4 ranks, but those of this run are of stage 3 and sharded over 2",
-    ),
-    ("NIG", {}, "NNN", {}, "of stage 2 and sharded over [4] ranks"),
-    ("NIG", {}, "IIG", {}, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing"),
-    ("IIG", {}, "NIG", {}, "mp_rank_00_model_states.pt is missing"),
-    ("NIG", {}, "NIG", {"round_robin_gradients": True}, "order"),
+# (saved by; loaded by, keys then; what the error says)
+MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
+    ("GGG", "III", {}, "stage 3 and sharded over 4 ranks, but those of this run are of stage 3 and sharded over 2"),
+    ("NIG", "NNN", {}, "of stage 2 and sharded over [4] ranks"),
+    ("NIG", "IIG", {}, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing"),
+    ("IIG", "NIG", {}, "mp_rank_00_model_states.pt is missing"),
+    ("NIG", "NIG", {"round_robin_gradients": True}, "order"),
 ]
 
 
-@pytest.mark.parametrize("saved, then, loaded, now, reason", MISFITS)
-def test_states_that_are_cut_otherwise_are_refused(
-    ranks: Any, tmp_path: Path, saved: str, then: Any, loaded: str, now: Any, reason: str
-) -> None:
-    for message, changed in ranks(4).run(
-        misfit_case, str(tmp_path), {**placed(saved), **then}, {**placed(loaded), **now}
-    ):
-        assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
-        if saved != loaded:
-            assert f"saved with paro_strategy {saved} in groups of 2, by 4 ranks" in message, message
-            assert f"loaded with paro_strategy {loaded} in groups of 2, by 4 ranks" in message, message
-            assert "python -m deepspeed_ext convert" in message
-        assert not changed
+def test_differently_sharded_states_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for rows in ranks(4).run(misfits_case, str(tmp_path)):
+        for (saved, loaded, _, reason), (message, changed) in zip(MISFITS, rows, strict=True):
+            assert message.startswith("CheckpointError: rank 0: ") and reason in message, message
+            if saved != loaded:
+                assert f"saved with paro_strategy {saved} in groups of 2, by 4 ranks" in message, message
+                assert f"loaded with paro_strategy {loaded} in groups of 2, by 4 ranks" in message, message
+                assert "python -m deepspeed_ext convert" in message
+            assert not changed
 
 
-def misfit_case(folder: str, saved: dict[str, Any], loaded: dict[str, Any]) -> tuple[str, bool]:
-    """The error of a load, of the class that scripts catch with stock, and whether a weight changed."""
-    from deepspeed.runtime.zero.utils import ZeRORuntimeException
-
-    from tests.harness import training
-
-    job = training.Job(empty=False)
-    engine, _ = training.make_engine(job, saved)
-    training.micro_step(engine, job, 0, *next(training.batches(job)))
-    engine.step()
-    engine.save_checkpoint(folder)
-    engine.destroy()
-    engine, model = training.make_engine(job, loaded)
-    before = training.whole_weights(model)
-    message = ""
-    try:
-        engine.load_checkpoint(folder)
-    except ZeRORuntimeException as error:
-        message = f"{type(error).__name__}: {error}"
-    changed = bool((training.whole_weights(model) - before).any())
-    engine.destroy()
-    return message, changed
+def misfits_case(folder: str) -> list[tuple[str, bool]]:
+    """Return the error of each load, of the class that scripts catch with stock, and whether a weight changed."""
+    job, rows = training.Job(empty=False), []
+    for saved, loaded, keys, _ in MISFITS:
+        if not Path(folder, saved).exists():
+            engine, _ = training.make_engine(job, placed(saved))
+            snapshots.run(engine, job, snapshots.steps_of(job, 1))
+            engine.save_checkpoint(f"{folder}/{saved}")
+            engine.destroy()
+        engine, model = training.make_engine(job, placed(loaded, **keys))
+        before, message = training.whole_weights(model), ""
+        try:
+            engine.load_checkpoint(f"{folder}/{saved}")
+        except ZeRORuntimeException as error:
+            message = f"{type(error).__name__}: {error}"
+        rows.append((message, bool((training.whole_weights(model) - before).any())))
+        engine.destroy()
+    return rows
 
 
 def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:
-    for rows in ranks(4).run(another_model_case, str(tmp_path)):
+    for rows in ranks(2).run(another_model_case, str(tmp_path)):
         assert len(rows) == 8
         for name, sizes, message, changed in rows:
             assert message.startswith("CheckpointError: rank 0: ") and not changed, (name, message)
@@ -215,8 +164,6 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:
 
 def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, bool]]:
     """The error where a model has another layer, or a layer of another width, and whether a weight changed."""
-    from tests.harness import training
-
     rows = []
     for name in ("NIG", "IIG"):
         for sizes in ((13, 37, 7), (13, 38, 7), (13, 37, 31, 7)):
@@ -234,9 +181,9 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [("NIG", "NIG"), ("IIG", "IIG"), ("3", "GGG"), *deep(("III", "III"), ("GGG", "GGG"))]
+    ("saved", "loaded"), [("NIG", "NIG"), ("3", "GGG"), *deep(("IIG", "IIG"), ("III", "III"), ("GGG", "GGG"))]
 )
-def test_parameters_of_one_shape_are_told_apart_by_name(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+def test_parameters_of_one_shape_are_matched_by_name(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
     for rows in ranks(2).run(order_case, str(tmp_path), saved, loaded):
         for what in ("reversed", "reversed, other frozen"):
             message, _ = rows.pop(what)
@@ -247,12 +194,6 @@ def test_parameters_of_one_shape_are_told_apart_by_name(ranks: Any, tmp_path: Pa
 
 def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, float]]:
     """For several models and checkpoints, what a load raises and how far the weights are from the saved ones."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT, PARAM_SHAPES, PARAM_SLICE_MAPPINGS
-
-    from tests.harness import snapshots, training
 
     class Reversed(training.Network):
         """The same names, with the parameters in reverse order of layers, and so of the same shapes."""
@@ -320,3 +261,187 @@ def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, flo
         rows[what] = message, max((one - other).abs().max().item() for one, other in pairs)
         engine.destroy()
     return rows
+
+
+@pytest.mark.parametrize("tag", ["same", *deep("new")])
+def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path: Path, tag: str) -> None:
+    for message, found in ranks(4).run(full_disk_case, str(tmp_path), tag):
+        assert message.startswith("CheckpointError: rank 2: ") and "could not be written" in message, message
+        assert "No space left on device" in message and SHARD.replace("_1_", "_2_") in message
+        assert found == {}
+
+
+def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
+    """Return the error, and what a load of the previous checkpoint does not restore."""
+    job = training.Job(optimizer="Adam", empty=False)
+    engine, model = after_a_step(job, "IIG")
+    engine.save_checkpoint(folder, tag="same")
+    saved, write = snapshots.snapshot(engine, model, job), torch.save
+
+    def fail(state: Any, path: str, **kwargs: Any) -> None:
+        write({"a": "part"}, path, **kwargs)
+        if dist.get_rank() == 2 and "optim" in path:
+            raise OSError(28, "No space left on device")
+
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    latest = Path(folder, "latest").read_text()
+    with mock.patch.object(torch, "save", fail):
+        message = error_of(engine.save_checkpoint, folder, tag=tag)
+    assert Path(folder, "latest").read_text() == latest
+    engine.load_checkpoint(folder)
+    found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    engine.destroy()
+    return message, found
+
+
+def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for nothing, differing, missing, in_the_way in ranks(2).run(tags_case, str(tmp_path)):
+        assert nothing == (None, None), "DeepSpeed's answer where there is no file latest"
+        for message in differing:
+            assert message.startswith("CheckpointError: rank 1: the tag of a checkpoint must be the same"), message
+        assert missing == f"CheckpointError: rank 0: there is no checkpoint {tmp_path}/some_tag."
+        assert in_the_way.startswith(f"CheckpointError: rank 0: {tmp_path}/file must be a folder, or not be there, ")
+
+
+def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
+    """Return what a load without a file latest returns; errors of a save and of a load with another tag on each rank,
+    of a load of a tag that does not exist, and of a save to the name of a file."""
+    engine, _ = after_a_step(training.Job(empty=False), "NIG")
+    nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
+    differing = [error_of(act, folder, tag=own) for act in (engine.save_checkpoint, engine.load_checkpoint)]
+    missing = error_of(engine.load_checkpoint, folder, tag="some_tag")
+    in_the_way = error_of(engine.save_checkpoint, folder, tag="file")
+    engine.destroy()
+    return nothing, differing, missing, in_the_way
+
+
+# Kills in a save over the same tag, synchronous or not, and which save is loaded: until the new folder has its name,
+# the first one, then the second, whatever the file latest is.
+KILLS = [
+    (Kill("IIG", True, 2, call="torch.save", aside=False), 0),
+    (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
+    *deep(
+        (Kill("IIG", True, 0, call="replace", aside=False), 1),
+        (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
+        (Kill("IIG", True, 0, call="torch.save", number=1, aside=False), 0),
+        (Kill("IIG", True, 0, call="exchange", aside=False), 0),
+        (Kill("IIG", True, 0, call="exchange"), 0),
+    ),
+]
+
+
+@pytest.mark.parametrize("kill, loaded", KILLS, ids=str)
+def test_a_rank_killed_in_a_save_leaves_one_whole_save(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
+    assert run_kill(ranks, str(tmp_path / "it"), kill) == (loaded, "")
+
+
+LOCAL = {"checkpoint": {"use_node_local_storage": True}}
+
+
+def make_on_nodes(job: Any, name: str = "NGG") -> tuple[Any, Any]:
+    """An engine after a step, on one of two nodes with two ranks each."""
+    engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2})
+    engine.local_rank = dist.get_rank() % 2
+    engine._configure_checkpointing()
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+    return engine, model
+
+
+def node_dir(folder: str) -> str:
+    """Where this node's disk is."""
+    return f"{folder}/node{dist.get_rank() // 2}"
+
+
+@pytest.mark.parametrize("name, tag", [("NGG", "same"), ("IIG", "new"), *deep(("NGG", "new"), ("IIG", "same"))])
+def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Path, name: str, tag: str) -> None:
+    for message, before, left in ranks(4).run(node_local_case, str(tmp_path), name, tag):
+        assert message.startswith("CheckpointError: rank 2: the checkpoint could not be saved"), message
+        assert "no space for names" in message and before == {}, (message, before)
+        assert left == sorted({"same", tag, "latest"}), left
+
+
+def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[str]]:
+    """Let a publication fail on the second node only, and disks be slow when the save is taken back; return the error,
+    what a load of the save before does not restore, and what is on the disk after another save."""
+    job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
+    engine, model = make_on_nodes(job, name)
+    disk = node_dir(folder)
+    engine.save_checkpoint(disk, "same")
+    saved = snapshots.snapshot(engine, model, job)
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space for names")
+
+    revert = folders.CheckpointFolder.revert
+
+    def revert_late(taken: folders.CheckpointFolder) -> None:
+        time.sleep(0.5)
+        revert(taken)
+
+    with (
+        mock.patch.object(folders, "replace_text", fail if dist.get_rank() == 2 else folders.replace_text),
+        mock.patch.object(folders.CheckpointFolder, "revert", revert_late),
+    ):
+        message = error_of(engine.save_checkpoint, disk, tag)
+    engine.load_checkpoint(disk)
+    before = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    engine.save_checkpoint(disk, tag)
+    engine.destroy()
+    dist.barrier()
+    return message, before, sorted(path.name for path in Path(disk).iterdir() if path.suffix != ".py")
+
+
+def test_disks_that_are_not_shared_are_noticed(ranks: Any, tmp_path: Path) -> None:
+    for message, left in ranks(4).run(not_shared_case, str(tmp_path)):
+        assert message.startswith("CheckpointError: rank 0: of 5 files that all ranks have written rank 0 sees 3 in ")
+        assert "checkpoint.use_node_local_storage must be true" in message and "global_step1" not in left, left
+
+
+def not_shared_case(folder: str) -> tuple[str, list[str]]:
+    """The error where each node has its own disk and nobody has said so, and what is left on the first one."""
+    engine, _ = make_on_nodes(training.Job(empty=False))
+    disk = node_dir(folder)
+    (Path(disk) / ".global_step1.saving").mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    with mock.patch.object(commit, "_LOOKS", 1):
+        message = error_of(engine.save_checkpoint, disk)
+    engine.destroy()
+    return message, sorted(path.name for path in Path(folder, "node0").iterdir())
+
+
+def test_another_checkpoint_writer_is_left_alone(ranks: Any) -> None:
+    assert ranks(1).run(writer_case) == [(True, False, True)]
+
+
+def writer_case() -> tuple[bool, bool, bool]:
+    """Whether torch's is ours then, whether another is, and whether a warning names the key."""
+    fast = object.__new__(FastCheckpointEngine)
+    with logged() as lines:
+        kinds = [isinstance(wrap(inner), CheckpointFiles) for inner in (TorchCheckpointEngine(), fast)]
+    warned = any(level == "WARNING" and "checkpoint.writer" in line for level, line in lines)
+    return kinds[0], kinds[1], warned
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stock_loads_files_that_are_no_zip_archives(ranks: Any, tmp_path: Path, stage: int) -> None:
+    assert ranks(2).run(stock_case, str(tmp_path), stage) == [0.0] * 2
+
+
+def stock_case(folder: str, stage: int) -> float:
+    """Stock DeepSpeed's universal checkpoint, loaded by it, with our package beside it: largest difference."""
+    job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
+    weights = []
+    for universal in (False, True):
+        job.config["checkpoint"]["load_universal"] = universal
+        engine, model = training.make_engine(job, {"stage": stage})
+        snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=int(universal)))
+        if universal:
+            engine.load_checkpoint(folder)
+        else:
+            engine.save_checkpoint(folder)
+            snapshots.convert(folder)
+        weights.append(training.whole_weights(model))
+        engine.destroy()
+    return (weights[0] - weights[1]).abs().max().item()

@@ -5,20 +5,42 @@
 A node is a group of two ranks with a folder of its own.
 """
 
+import dataclasses
 import json
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+import deepspeed_ext
+from deepspeed_ext.checkpoint import host_memory, in_memory, memory_folder
+from deepspeed_ext.checkpoint.loading import _warn_if_older
+from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
+from deepspeed_ext.comm.agreement import broadcast_text
+from tests.harness import logs, memory_saves, snapshots, training
+from tests.harness.logs import logged
 from tests.harness.tiers import deep
 
-LOST = [("NIG", 0), ("NIG + LoCo", 1), ("IIG", 0), ("IIG", 1), ("III", 0), ("NNN", 0)]
+LOST = [("NIG + LoCo", 1), ("IIG", 0), ("NNN", 0)]
 CROSSING = ("residuals", "layer_", "expp_rank")  # files that each rank has, or that DeepSpeed has one rank write
-MORE = deep(("NIG + TP", 1), ("NII + experts", 0), ("III + experts", 0), ("IIG + experts", 1))
+MORE = deep(
+    ("NIG", 0),
+    ("IIG", 1),
+    ("III", 0),
+    ("NIG + TP", 1),
+    ("NII + experts", 0),
+    ("III + experts", 0),
+    ("IIG + experts", 1),
+)
 
 
 @pytest.mark.parametrize("name, node", [*LOST, *MORE])
@@ -41,8 +63,6 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     """See ``memory_saves.py``."""
-    from tests.harness import memory_saves
-
     return memory_saves.lost_case(base, name, node)
 
 
@@ -54,12 +74,6 @@ def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
 
 def four_ranks_case(base: str) -> None:
     """A step, a save in memory; a file has what was saved."""
-    import torch
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from tests.harness import memory_saves, snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_engine(job, training.placed("IIG"))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -73,12 +87,6 @@ def four_ranks_case(base: str) -> None:
 
 def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
     """What a load by two ranks does not restore, and the names in the folder. It saves in memory, alone."""
-    import torch
-    from deepspeed import comm as dist
-
-    import deepspeed_ext
-    from tests.harness import memory_saves, snapshots, training
-
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base, load_universal=True))
     engine, model = training.make_engine(job, training.placed("NIG", 2))
     assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
@@ -110,8 +118,21 @@ CASES = {
 }
 
 
+def open_to_others(self: Any, *args: Any, publish: Callable[..., None] = MemoryFolder.publish) -> None:
+    publish(self, *args)
+    self.path.chmod(0o770)
+
+
+CHANGED: dict[str, tuple[str, Any]] = {  # what of the folder in memory is replaced during the saves
+    "torn": ("keep_only", lambda self, number: None),
+    "old": ("forget", lambda self: None),
+    "full": ("free", 1000),
+    "others": ("publish", open_to_others),
+}
+
+
 @pytest.mark.quick
-def test_what_is_loaded_is_the_newest_that_is_whole(ranks: Any, tmp_path: Path) -> None:
+def test_the_newest_whole_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(4).run(newest_case, str(tmp_path)):
         for what, (loaded, error, warning) in CASES.items():
             assert found[what][0] == loaded, (what, found[what])
@@ -121,17 +142,12 @@ def test_what_is_loaded_is_the_newest_that_is_whole(ranks: Any, tmp_path: Path) 
 
 def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
     """What is loaded, the error of a save, and warnings of a load, for each of the cases."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.agreement import broadcast_text
-    from tests.harness import logs, memory_saves, training
-
     found = {}
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, _ = training.make_engine(job, training.placed("IIG"))
     for what in CASES:
         folder = f"{base}/{what}_saved"
-        with beside(what):
+        with mock.patch.object(MemoryFolder, *CHANGED[what]) if what in CHANGED else nullcontext():
             error = three_saves(engine, job, folder, what)
         dist.barrier()
         if dist.get_rank() == 0:
@@ -139,9 +155,7 @@ def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
         dist.barrier()
         if what == "model":
             engine.destroy()
-            job = training.Job(
-                sizes=(13, 36, 29, 7), optimizer="Adam", empty=False, config=memory_saves.memory_of(base)
-            )
+            job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
             engine, _ = training.make_engine(job, training.placed("IIG"))
         with logs.logged() as lines:
             tag = tag_of_a_load(engine, folder)
@@ -162,9 +176,6 @@ def tag_of_a_load(engine: Any, folder: str) -> str:
 
 def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
     """A step and a save, three times. The error of a save in memory."""
-    import deepspeed_ext
-    from tests.harness import snapshots
-
     error = ""
     for tag in ("1", "2", "3"):
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -173,56 +184,12 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
         elif tag == "3" and what == "old":
             engine.save_checkpoint(folder, "3 from disk")
         else:
-            with last_fails(what == "failed" and tag == "3"):
+            fails = what == "failed" and tag == "3" and dist.get_rank() == 3
+            room = OSError("no room here") if fails else in_memory._made
+            with mock.patch.object(in_memory, "_made", side_effect=room):  # for the copies that it gets
                 error = snapshots.error_of(deepspeed_ext.save_in_memory, engine, folder, tag)
                 error = snapshots.error_of(engine.checkpoint_engine.finish) or error
     return error
-
-
-@contextmanager
-def beside(what: str) -> Iterator[None]:
-    """Memory that is full, or of which nothing is removed."""
-    from unittest import mock
-
-    from deepspeed_ext.checkpoint.memory_folder import MemoryFolder
-
-    changed: dict[str, Any] = {}
-    if what == "torn":
-        changed = {"keep_only": lambda self, number: None}
-    elif what == "old":
-        changed = {"forget": lambda self: None}
-    elif what == "full":
-        changed = {"free": 1000}
-    elif what == "others":
-        changed = {"publish": _open_to_others(MemoryFolder.publish)}
-    with ExitStack() as stack:
-        for name, value in changed.items():
-            stack.enter_context(mock.patch.object(MemoryFolder, name, value))
-        yield
-
-
-def _open_to_others(publish: Callable[..., None]) -> Callable[..., None]:
-    def published(self: Any, *args: Any) -> None:
-        publish(self, *args)
-        self.path.chmod(0o770)
-
-    return published
-
-
-@contextmanager
-def last_fails(fails: bool) -> Iterator[None]:
-    """Rank 3 has no room for the copies that it gets, within this context."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import in_memory
-
-    if not fails or dist.get_rank() != 3:
-        yield
-        return
-    with mock.patch.object(in_memory, "_made", side_effect=OSError("no room here")):
-        yield
 
 
 def spoil(base: str, folder: str, what: str) -> None:
@@ -245,7 +212,7 @@ def spoil(base: str, folder: str, what: str) -> None:
             manifest.write_text(json.dumps({"part": json.loads(manifest.read_text())["part"], "version": 2}))
 
 
-def test_what_it_needs_is_said(ranks: Any, tmp_path: Path) -> None:
+def test_missing_requirements_are_refused(ranks: Any, tmp_path: Path) -> None:
     for without, local, copies, relative in ranks(2).run(refused_case, str(tmp_path)):
         assert "async_save" in without and "node_local" in local
         assert "memory_copies must be an integer of at least 0" in copies and "absolute path" in relative
@@ -253,136 +220,188 @@ def test_what_it_needs_is_said(ranks: Any, tmp_path: Path) -> None:
 
 def refused_case(base: str) -> list[str]:
     """Errors: without ``async_save``, with storage of each node, and of bad values."""
-    import deepspeed_ext
-    from tests.harness import snapshots, training
 
-    def of(section: dict[str, Any]) -> str:
-        def save() -> None:
-            job = training.Job(empty=False, config={"checkpoint": section})
-            engine, _ = training.make_engine(job, training.placed("NIG", 1))
-            try:
-                deepspeed_ext.save_in_memory(engine, base)
-            finally:
-                engine.destroy()
+    def save(section: dict[str, Any]) -> None:
+        engine, _ = training.make_engine(
+            training.Job(empty=False, config={"checkpoint": section}), training.placed("NIG", 1)
+        )
+        try:
+            deepspeed_ext.save_in_memory(engine, base)
+        finally:
+            engine.destroy()
 
-        return snapshots.error_of(save)
-
-    aside = {"async_save": True}
-    return [
-        of({}),
-        of({**aside, "use_node_local_storage": True}),
-        of({**aside, "memory_copies": -1}),
-        of({**aside, "memory_folder": "here"}),
-    ]
+    more = ({"use_node_local_storage": True}, {"memory_copies": -1}, {"memory_folder": "here"})
+    return [snapshots.error_of(save, {}), *(snapshots.error_of(save, {"async_save": True, **one}) for one in more)]
 
 
-@pytest.mark.parametrize("groups, size, copies", [(2, 2, 1), (5, 2, 2), (3, 3, 2), (7, 1, 3)])
-def test_all_groups_get_copies_of_what_they_lack(ranks: Any, groups: int, size: int, copies: int) -> None:
-    (found,) = ranks(1).run(planned_case, groups, size, copies)
-    held = [{name for rank in range(j * size, (j + 1) * size) for name in written(rank, size)} for j in range(groups)]
-    total = {rank: sum(written(rank, size).values()) for rank in range(groups * size)}
-    for step in range(1, copies + 1):
-        before = [set(files) for files in held]
-        for rank, (sent, _, count) in enumerate(found):
-            group = (rank // size + step) % groups
-            assert count == len(set().union(*before))
-            assert set(sent[step - 1]) == set(written(rank, size)) - before[group], (rank, step)
-            held[group] |= set(sent[step - 1])
-            total[(rank + step * size) % (groups * size)] += sum(written(rank, size)[name] for name in sent[step - 1])
-    for rank, (_, needed, _) in enumerate(found):
-        assert needed == total[rank], "also what it receives must have room"
+@pytest.mark.parametrize("copies", [2, 5])
+def test_next_groups_get_copies_and_limits_are_logged(ranks: Any, tmp_path: Path, copies: int) -> None:
+    """Four groups on one node, with which copies are lost, and which have no place for five copies."""
+    warnings = ["on the node of those that they are made of, on 4 rank(s)", "for 5 copies", "so there are 3."]
+    for rank, (held, needed, expected, numbers, lines, message) in enumerate(
+        ranks(4).run(copies_case, str(tmp_path), copies)
+    ):
+        assert held == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
+        assert needed == expected, "also what it receives must have room"
+        assert numbers == 6, "what a rank sends to all others does not grow with their number"
+        assert all((words in lines) == (rank == 0) for words in warnings[: 1 if copies == 2 else 3]), lines
+        assert message.startswith("CheckpointError: rank 0: ") and "on the node of ranks [0, 1, 2, 3]. " in message
 
 
-def written(rank: int, size: int) -> dict[str, int]:
-    """Bytes of the files of a rank: one of its own, and one that all groups have."""
-    return {f"own {rank}": 100 + rank, f"shared {rank % size}": 7 + rank % size}
-
-
-@contextmanager
-def virtual_rank(rank: int, groups: int, size: int, copies: int, node: int, free: int) -> Iterator[tuple[Any, Any]]:
-    """A save in memory on one of many ranks, ``node`` of which share a folder, and the numbers that it sends to the
-    others, in this context."""
-    from types import SimpleNamespace
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import in_memory
-    from deepspeed_ext.strategy import GroupSizes
-
-    world, sent, known_by = groups * size, [], in_memory._known_by
+def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, str]:
+    """Return the shards that this rank holds, by the ranks that wrote them; bytes that it has asked for, and of the
+    files of these ranks, which share one of weights; the most numbers that it has sent to all ranks at once; warnings;
+    and the error of a node without room."""
+    rank, sent, rows, gather = dist.get_rank(), [], [], in_memory.all_gather_rows
 
     def gathered(values: list[int]) -> torch.Tensor:
-        """What all ranks send."""
         sent.append(values)
-        places = torch.arange(world) // node
-        if len(sent) > 1:
-            rows = torch.tensor([values]).repeat(world, 1)
-            rows[:, 0] = places
-            return rows
-        rows = []
-        for one in range(world):
-            files = (part for name, nbytes in written(one, size).items() for part in (known_by(name), nbytes))
-            rows.append([5 * 10**6, one // node, *files])
-        return torch.tensor(rows)
+        rows.append(gather(values))
+        return rows[-1]
 
-    topology = SimpleNamespace(world=None, rank=rank, sizes=GroupSizes(world, size))
-    config = SimpleNamespace(_param_dict={"checkpoint": {"async_save": True, "memory_copies": copies}})
-    engine = SimpleNamespace(_config=config, optimizer=SimpleNamespace(topology=topology), global_steps=1)
+    config = {"checkpoint": {"async_save": True, "memory_folder": base, "memory_copies": copies}}
+    job = training.Job(optimizer="Adam", empty=False, config=config)
+    engine, _ = training.make_engine(job, training.placed("NGG", 1))
+    snapshots.run(engine, job, snapshots.steps_of(job, 1))
     in_memory._warn_once.cache_clear()
-    with (
-        mock.patch.object(in_memory, "data_parallel_ranks", lambda group: list(range(world))),
-        mock.patch.object(in_memory, "all_gather_rows", gathered),
-        mock.patch.object(in_memory, "_BESIDE", 0),
-        mock.patch.object(dist, "get_rank", lambda *args: rank),
-        mock.patch.object(dist, "get_world_size", lambda *args: world),
-        mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: None),
-        mock.patch.object(dist, "broadcast_object_list", lambda *args: None),
-    ):
-        save = in_memory.MemorySave(engine, "/saved")
-        save._place = rank // node
-        save._folder = SimpleNamespace(
-            free=free, path=Path("/dev/shm/deepspeed_ext-0-0"), parent=Path("/dev/shm"), others=lambda: []
-        )
-        yield save, sent
+    with mock.patch.object(in_memory, "all_gather_rows", gathered), logs.logged() as lines:
+        deepspeed_ext.save_in_memory(engine, f"{base}/saved")
+        engine.checkpoint_engine.finish()
+    dist.barrier()
+    shards = Path(base).glob(f"deepspeed_ext*/*-{rank}/*optim_states.pt")
+    held = sorted(int(path.name.split("_")[3]) for path in shards)
+    sizes = {key: size for one in held for key, size in rows[0][one, 2:].view(-1, 2).tolist()}
+    with mock.patch.object(MemoryFolder, "free", 1000):
+        message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")
+    engine.destroy()
+    warnings = "".join(text for _, text in lines)
+    return held, sent[1][1], sum(sizes.values()), max(map(len, sent)), warnings, message
 
 
-def planned_case(groups: int, size: int, copies: int) -> list[tuple[list[list[str]], int, int]]:
-    """Of each rank the files that it sends to each target, bytes that it needs, and the number of all files."""
-    from types import SimpleNamespace
+GIB = 2**30
 
-    found = []
-    for rank in range(groups * size):
-        with virtual_rank(rank, groups, size, copies, size, 10**9) as (save, sent):
-            files = {f"/saved/tag/{name}": nbytes for name, nbytes in written(rank, size).items()}
-            save.expect(files, SimpleNamespace(path="/saved/tag"))
-            found.append((save._sent, sent[1][1], save._count))
-    return found
+
+def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
+    """The folder of a job."""
+    config: Any = SimpleNamespace(_param_dict={"checkpoint": {"memory_folder": str(memory)}})
+    return MemoryFolder(config, save_dir, run)
+
+
+def publish(folder: Any, number: int, **more: Any) -> None:
+    """A whole save of one rank."""
+    staging = folder.begin(number, 0)
+    (staging / "file").write_bytes(b"12345")
+    identity = Identity(number, "tag", 3, 1.0, "", "model", 1)
+    folder.publish(staging, Part(identity, f"{number}-0", {"file": 0}))
+    folder.keep_only(number)
 
 
 @pytest.mark.quick
-def test_lines_and_numbers_of_a_save_do_not_grow_with_the_square_of_the_ranks(ranks: Any) -> None:
-    few, many = (ranks(1).run(many_case, groups)[0] for groups in (128, 512))
-    for lines, numbers, message in (few, many):
-        assert [len(of_rank) for of_rank in lines] == [1, 0], lines
-        assert "on the node of those" in lines[0][0] and numbers <= 12
-        assert "deepspeed_ext-" in message and "on the node of ranks [0, 1, 2, 3, 4, 5, 6, 7, 8," in message
-        assert "in /dev/shm/deepspeed_ext-" in message, message
+def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> None:
+    save_dir = tmp_path / "checkpoints"  # a volume of its own in each container
+    one, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
+    publish(one, 1)
+    writing = one.begin(2, 0)
+    publish(two, 3)
+    two.begin(4, 0)
+    assert [part.save.number for part in one.parts()] == [1] and writing.is_dir()
+    save_dir.mkdir()
+    (save_dir / "deepspeed_ext_run").write_text("b" * 32)
+    config: Any = type("Config", (), {"_param_dict": {"checkpoint": {"memory_folder": str(tmp_path)}}})
+    memory_folder.forget(config, save_dir)
+    assert [part.save.number for part in one.parts()] == [1] and two.parts() == []
+    (other,) = two.others(same=True)
+    assert other.startswith(f"{one.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
+    assert folder_of(tmp_path, tmp_path, "b" * 32).others(same=True) == []
 
 
-def many_case(groups: int) -> tuple[list[list[str]], int, str]:
-    """Warnings of ranks 0 and 5 whose nodes have two groups of 8 each; numbers that one sends; the error of a node
-    without room."""
-    from types import SimpleNamespace
+@pytest.mark.quick
+def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
+    killed, writing = (folder_of(tmp_path, tmp_path, "a" * 32) for _ in range(2))
+    left, kept = killed.begin(1, 0), writing.begin(2, 1)
+    del killed
+    publish(folder_of(tmp_path, tmp_path, "a" * 32), 2)
+    assert kept.is_dir() and not left.parent.exists()
 
-    from tests.harness import logs, snapshots
 
-    lines, numbers, message = [], 0, ""
-    for rank, free in ((0, 10**9), (5, 10**9), (0, 10)):
-        files = {f"/saved/tag/{name}": nbytes for name, nbytes in written(rank, 8).items()}
-        with virtual_rank(rank, groups, 8, 1, 16, free) as (save, sent), logs.logged() as logged:
-            message = snapshots.error_of(save.expect, files, SimpleNamespace(path="/saved/tag"))
-        lines.append([text for level, text in logged if level == "WARNING"])
-        numbers = sum(map(len, sent))
-    return lines[:2], numbers, message
+CHANGES: list[dict[str, Any]] = [{"sizes": None}, {"sizes": []}, {"sizes": {}}, {"part": {}}, {"part": "no JSON"}]
+CHANGES += [{"step": "3"}, {"time": None}, {"tag": 3}, {"color": "blue"}, {"files": {"file": "rank"}}]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
+    folder = folder_of(tmp_path, tmp_path, "a" * 32)
+    publish(folder, 1)
+    assert len(folder.parts()) == 1
+    (manifest,) = folder.path.glob("*/manifest.json")
+    content = json.loads(manifest.read_text())
+    if change.keys() <= content.keys():
+        content |= change
+    else:
+        part = json.loads(content["part"])
+        part = part | change if "files" in change else {**part, "save": part["save"] | change}
+        content["part"] = json.dumps(part)
+    manifest.write_text(json.dumps(content))
+    assert folder.parts() == []
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "groups, files, room",
+    [
+        ("0::/", {}, 9),
+        ("0::/a/b", {"a/b/memory.max": "max", "a/b/memory.current": 8 * GIB}, 9),
+        ("0::/a/b", {"a/memory.max": 4 * GIB, "a/memory.current": 3 * GIB}, 1),
+        ("0::/", {"memory.max": 4 * GIB, "memory.current": 5 * GIB}, 0),
+        ("0::/", {"memory.max": 6 * GIB, "memory.current": 5 * GIB, "memory.stat": f"inactive_file {2 * GIB}"}, 3),
+        ("3:cpu:/\n4:memory:/host/x", {"memory/memory.limit_in_bytes": 8 * GIB}, 9),  # what is in use is not known
+        (
+            "4:cpu,memory:/host/x\n0::/",
+            {
+                "memory/memory.limit_in_bytes": 8 * GIB,
+                "memory/memory.usage_in_bytes": 7 * GIB,
+                "memory/memory.stat": f"cache 7\ntotal_active_file {GIB}\ntotal_inactive_file {GIB}",
+                "memory/host/x/memory.limit_in_bytes": 2**63 - 4096,
+            },
+            3,
+        ),
+    ],
+)
+def test_room_is_what_memory_and_control_groups_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, Any], room: int
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+        if name.endswith(("max", "limit_in_bytes")) and "x" not in name.split("/"):
+            path.with_name("memory.stat").touch()
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {9 * GIB // 1024} kB\nHugePages: 0\n")
+    (tmp_path / "proc" / "self" / "cgroup").write_text(f"{groups}\n")
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(host_memory, "_CONTROL_GROUPS", tmp_path / "cgroup")
+    folder = folder_of(tmp_path, tmp_path, "a" * 32)
+    folder.path.mkdir()
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=20 * GIB, f_frsize=1))
+    monkeypatch.setattr(type(folder), "is_in_memory", True)
+    assert folder.free == room * GIB
+    monkeypatch.setattr(type(folder), "is_in_memory", False)
+    assert folder.free == 20 * GIB
+
+
+@pytest.mark.quick
+def test_an_older_latest_universal_is_warned_of(tmp_path: Path) -> None:
+    universal, latest = tmp_path / "latest_universal", tmp_path / "latest"
+    with logged() as lines:
+        universal.touch()
+        _warn_if_older(universal, latest)
+        latest.touch()
+        os.utime(universal, (time.time() - 7200,) * 2)
+        _warn_if_older(latest, universal)
+        assert lines == []
+        _warn_if_older(universal, latest)
+    ((level, line),) = lines
+    assert level == "WARNING"
+    assert f"{universal} takes precedence, though it is 2 hours old and {latest} only 0 seconds" in line

@@ -2,12 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints in the order in which ranks hold their states: put into ZeRO's order, converted and read otherwise."""
 
-from collections.abc import Iterator
+import contextlib
+import io
+import secrets
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from deepspeed_ext.checkpoint import saving
+from deepspeed_ext.cli import main
+from tests.harness import snapshots, training
 from tests.harness.tiers import deep
 
 OWN = {"checkpoint": {"zero_order": False}}
@@ -30,57 +41,35 @@ SAVES = [
 ]
 
 
-def differences(one: Any, two: Any, place: str = "") -> Iterator[str]:
-    """Where two nested contents of files differ, in keys, their order, types, dtypes, shapes or bits."""
-    import torch
-
-    if type(one) is not type(two):
-        yield f"{place}: {type(one).__name__}, {type(two).__name__}"
-    elif isinstance(one, torch.Tensor):
-        alike = (one.dtype, one.shape, one.requires_grad) == (two.dtype, two.shape, two.requires_grad)
-        if not alike or not torch.equal(one, two):
-            yield f"{place}: {one.dtype} {tuple(one.shape)}, {two.dtype} {tuple(two.shape)}"
-    elif isinstance(one, dict):
-        if list(one) != list(two):
-            yield f"{place}: {[*map(str, one)]}, {[*map(str, two)]}"
-        for key in one.keys() & two.keys():
-            yield from differences(one[key], two[key], f"{place}/{key}")
-    elif isinstance(one, list | tuple):
-        if len(one) != len(two):
-            yield f"{place}: {len(one)}, {len(two)}"
-        for number, (a, b) in enumerate(zip(one, two, strict=False)):
-            yield from differences(a, b, f"{place}/{number}")
-    elif hasattr(one, "__dict__"):
-        yield from differences(vars(one), vars(two), place)
-    elif one != two:
-        yield f"{place}: {one}, {two}"
+def plain(value: Any) -> Any:
+    """Return the content of a file as values that compare: keys in order, types, dtypes, shapes and bits."""
+    if isinstance(value, torch.Tensor):
+        return (
+            value.dtype,
+            value.shape,
+            value.requires_grad,
+            value.detach().flatten().view(torch.uint8).numpy().tobytes(),
+        )
+    if isinstance(value, dict):
+        return [(plain(key), plain(one)) for key, one in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [plain(one) for one in value]
+    return (type(value), plain(vars(value))) if hasattr(value, "__dict__") else (type(value), value)
 
 
-def folders_differ(one: Path, two: Path) -> list[str]:
-    """Where the files of two folders differ."""
-    import torch
+def files_that_differ(one: Path, two: Path) -> list[str]:
+    """Return the names of files that differ in two folders, or that only one of them has."""
 
-    def files(folder: Path) -> dict[str, Path]:
-        return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    def contents(folder: Path) -> dict[str, Any]:
+        paths = [path for path in sorted(folder.rglob("*.pt")) if path.is_file()]
+        return {str(path.relative_to(folder)): plain(torch.load(path, weights_only=False)) for path in paths}
 
-    ours, theirs = files(one), files(two)
-    found = [f"only in one: {name}" for name in ours.keys() ^ theirs.keys()]
-    for name in ours.keys() & theirs.keys():
-        if name.endswith(".pt"):
-            contents = (torch.load(path, weights_only=False) for path in (ours[name], theirs[name]))
-            found += differences(*contents, name)
-    return found
+    ours, theirs = contents(one), contents(two)
+    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def command(folder: Path | str) -> tuple[int, str]:
     """The exit status of the command in this process, and what it says."""
-    import contextlib
-    import io
-    import sys
-    from unittest import mock
-
-    from deepspeed_ext.cli import main
-
     said = io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["deepspeed_ext", "zero-order", "--folder", str(folder)]),
@@ -96,13 +85,6 @@ def command(folder: Path | str) -> tuple[int, str]:
 
 def save_both(engine: Any, folder: str) -> None:
     """Save in own order and in ZeRO's at once, as one save: into ``own`` and ``zeros``. Collective."""
-    import secrets
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint import saving
-
     with mock.patch.object(secrets, "randbits", lambda bits: bits):
         engine.save_checkpoint(f"{folder}/own", tag="tag")
         with mock.patch.object(saving, "saves_in_zeros_order", lambda config: True):
@@ -121,12 +103,6 @@ def test_all_readers_find_what_is_in_zeros_order(
 
 def readers_case(folder: str, name: str, group: int, kind: str, dtype: str, zero: dict[str, Any]) -> dict[str, Any]:
     """What differs between readings of own order, by several readers, and of ZeRO's."""
-    import shutil
-
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = snapshots.job_of_kind(kind, dtype, **OWN)
     engine, _ = training.make_engine(job, training.placed(name, group, **zero))
     snapshots.run(engine, job, snapshots.steps_of(job, 2))
@@ -137,12 +113,12 @@ def readers_case(folder: str, name: str, group: int, kind: str, dtype: str, zero
         snapshots.convert(f"{folder}/{order}", ours=True)
     if dist.get_rank() == 0:
         own, zeros = Path(folder, "own", "tag"), Path(folder, "zeros", "tag")
-        found["in own order"] = sum("own_order" in one for one in folders_differ(own, zeros) if "optim_states" in one)
+        found["in own order"] = sum("optim_states" in name for name in files_that_differ(own, zeros))
         found["files"] = len(list(own.glob("*zero_pp_rank_*_optim_states.pt")))
         if kind[0] in "12":  # of other experts each rank has all
             found["experts"] = ["in ZeRO's order"] * (not experts_in_own_order(own))
-        found["universal"] = folders_differ(Path(f"{own}_universal"), Path(f"{zeros}_universal"))
-        found["zero_to_fp32"] = [*differences(*map(weights_of, (own, zeros)))]
+        found["universal"] = files_that_differ(Path(f"{own}_universal"), Path(f"{zeros}_universal"))
+        found["zero_to_fp32"] = [] if weights_of(own) == weights_of(zeros) else ["differs"]
         real = Path(folder, "elsewhere")
         shutil.copytree(own, real)
         (real / "notes").write_text("kept")
@@ -156,31 +132,27 @@ def readers_case(folder: str, name: str, group: int, kind: str, dtype: str, zero
         left = [*Path(folder).glob(".*"), *Path(folder, "own").glob(".*")]
         (real / "notes").unlink(), (real / "link").unlink()
         found["left"] = [] if kept and not left else [kept, left]
-        found["put in order"] = folders_differ(real, zeros)
+        found["put in order"] = files_that_differ(real, zeros)
     dist.barrier()
     return found
 
 
 def experts_in_own_order(folder: Path) -> bool:
     """Whether experts are among what is in own order."""
-    import torch
-
     state = torch.load(next(folder.glob("*zero_pp_rank_0_*_optim_states.pt")), weights_only=False)
     places = state["optimizer_state_dict"]["paro_own_order"]
     return any(place["experts"] >= 0 for place in places if place)
 
 
 def weights_of(folder: Path) -> Any:
-    """What DeepSpeed's zero_to_fp32 makes of a checkpoint at once and lazily; for an error, which kind."""
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
+    """What DeepSpeed's zero_to_fp32 makes of a checkpoint at once and lazily, as ``plain`` values, or a refusal."""
     found = []
     for lazy in (False, True):
         try:
             weights = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), folder.name, lazy_mode=lazy)
-            found.append({name: weight.contiguous() for name, weight in weights.items()})
+            found.append(plain({name: weight.contiguous() for name, weight in weights.items()}))
         except (ValueError, RuntimeError):
-            found.append({"refused": True})
+            found.append("refused")
     return found
 
 
@@ -192,41 +164,25 @@ def test_a_checkpoint_that_is_not_whole_is_left_alone(ranks: Any, tmp_path: Path
 
 
 def torn_case(folder: str) -> list[tuple[tuple[int, str], dict[str, int], dict[str, int]]]:
-    """Of a missing, a truncated and another save's file, and of a full disk: what the command says, and sizes of
-    files before and after it."""
-    import shutil
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots
-
-    job = snapshots.job_of(**OWN)
-    engine, _ = snapshots.after_a_step(job, "NIG")
+    """Of a missing file, one of another save, and a full disk: what the command says, and times of files before and
+    after it."""
+    engine, _ = snapshots.after_a_step(snapshots.job_of(**OWN), "NIG")
     engine.save_checkpoint(f"{folder}/one", tag="tag")
     engine.save_checkpoint(f"{folder}/other", tag="tag")
     engine.destroy()
     rows = []
-    if dist.get_rank() == 0:
-        full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
-        for number in range(4):
-            own = Path(folder, str(number), "tag")
-            shutil.copytree(f"{folder}/one/tag", own)
-            shard = own / snapshots.SHARD
-            if number == 0:
-                shard.unlink()
-            elif number == 1:
-                shard.write_bytes(shard.read_bytes()[:-2000])
-            elif number == 2:
-                shutil.copy(f"{folder}/other/tag/{snapshots.SHARD}", shard)
-            before = {str(path): path.stat().st_mtime_ns for path in own.parent.rglob("*")}
-            if number == 3:
-                with full:
-                    said = command(own)
-            else:
-                said = command(own)
-            rows.append((said, before, {str(path): path.stat().st_mtime_ns for path in own.parent.rglob("*")}))
+    full = mock.patch.object(torch, "save", side_effect=OSError("the disk is full"))
+    for number in range(3) if dist.get_rank() == 0 else ():
+        own = Path(folder, str(number), "tag")
+        shutil.copytree(f"{folder}/one/tag", own)
+        if number == 0:
+            (own / snapshots.SHARD).unlink()
+        elif number == 1:
+            shutil.copy(f"{folder}/other/tag/{snapshots.SHARD}", own)
+        before = {str(path): path.stat().st_mtime_ns for path in own.parent.rglob("*")}
+        with full if number == 2 else contextlib.nullcontext():
+            said = command(own)
+        rows.append((said, before, {str(path): path.stat().st_mtime_ns for path in own.parent.rglob("*")}))
     dist.barrier()
     return rows
 
@@ -266,7 +222,6 @@ def test_others_load_it_right_or_say_why_not(ranks: Any, tmp_path: Path, loads: 
 
 def loads_case(folder: str, loads: list[Any]) -> list[tuple[Any, str, list[str], list[str]]]:
     """Of each load its error, what it has changed, and what is not as it was saved."""
-    from tests.harness import snapshots, training
 
     class Alike(training.Network):
         """What it trains are matrices of one shape, whose order nobody sees by their sizes."""

@@ -1,12 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Universal checkpoints, converted by DeepSpeed's own tool: from any strategy and stage to any other."""
+"""Checkpoints of any strategy and stage loaded by any other, as they are if both shard alike, or as universal ones."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+from tests.harness import snapshots, training
 from tests.harness.snapshots import job_of, job_of_kind
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
@@ -14,16 +18,24 @@ from tests.harness.training import PARTITIONED, REPLICATED, placed
 STOCK = ("1", "2", "3")
 ALL = (*REPLICATED, *PARTITIONED, *STOCK)
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+# A sub-group for each parameter group: DeepSpeed's stage 3 divides none anew.
+ONE_SUB_GROUP = {"sub_group_size": 10**6, "allgather_bucket_size": 10**6}
+SUB_GROUPS = {"reduce_bucket_size": 300, **ONE_SUB_GROUP}
 
 
-def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int = 2, kind: str = "Adam") -> None:
+def save_case(
+    folder: str,
+    names: tuple[str, ...],
+    dtype: str,
+    group_size: int = 2,
+    kind: str = "Adam",
+    zero: dict[str, Any] | None = None,
+    convert: bool = True,
+) -> None:
     """Train, save, convert, and keep what was saved beside it."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = job_of_kind(kind, dtype)
+    job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
@@ -32,19 +44,23 @@ def save_case(folder: str, names: tuple[str, ...], dtype: str, group_size: int =
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
         if dist.get_rank() == 0:
             torch.save(seen, f"{folder}/{name}/seen.pt")
-        snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
+        if convert:
+            snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
         engine.destroy()
 
 
 def load_case(
-    folder: str, pairs: list[tuple[str, str]], dtype: str, group_size: int = 2, kind: str = "Adam"
+    folder: str,
+    pairs: list[tuple[str, str]],
+    dtype: str,
+    group_size: int = 2,
+    kind: str = "Adam",
+    zero: dict[str, Any] | None = None,
+    config: dict[str, Any] = UNIVERSAL,
 ) -> list[tuple[str, str, dict[str, float]]]:
     """Load with another strategy; what differs from what was saved."""
-    import torch
-
-    from tests.harness import snapshots, training
-
-    job = job_of_kind(kind, dtype, **UNIVERSAL)
+    job = job_of_kind(kind, dtype, **config)
+    job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     rows = []
     for saved, loaded in pairs:
         engine, model = training.make_engine(job, placed(loaded, group_size))
@@ -70,20 +86,23 @@ def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
     return [(a, b) for a, b in pairs if b not in STOCK or (a in sharded) != (b in sharded)]
 
 
+SOME = ("NII", "IIG", "2", "3")
+
+
 @pytest.mark.parametrize(
-    "dtype, sources",
+    "dtype, sources, targets",
     [
-        ("fp32", ("NNN", "NNG", "NII", "NIG", "INI", "IIG", "GNG", "GGG", "2", "3")),
-        ("bf16", ("NII", "IIG", "2", "3")),
-        ("fp16", ("NII", "IIG", "2", "3")),
-        *deep(("fp32", ALL)),
+        ("fp32", ("NNN", "III", "NIG", "GGG", "2", "3"), 2),
+        ("bf16", SOME, 1),
+        ("fp16", SOME, 1),
+        *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2)),
     ],
     ids=by_strategies,
 )
-def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...]) -> None:
+def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...], targets: int) -> None:
     """Weights, moments, step counts, hyperparameters, frozen parameters, buffers and counters: to the bit."""
     ranks(4).run(save_case, str(tmp_path), sources, dtype)
-    for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, 2), dtype):
+    for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, targets), dtype):
         for row in rows:
             assert row[2] == {}, row
 
@@ -91,26 +110,15 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tu
 @pytest.mark.parametrize(
     "world_size, group_size, dtype, optimizer",
     [
-        (6, 2, "fp32", "Adam"),
         (2, 1, "fp32", "Adam"),
         (2, 2, "fp32", "Muon"),
-        *deep((8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
+        *deep((6, 2, "fp32", "Adam"), (8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
     ],
 )
 def test_to_other_numbers_of_ranks(
     ranks: Any, tmp_path: Path, world_size: int, group_size: int, dtype: str, optimizer: str
 ) -> None:
-    pairs = [
-        ("NIG", "IIG"),
-        ("IIG", "GGG"),
-        ("GGG", "NNG"),
-        ("III", "ING"),
-        ("2", "NIG"),
-        ("NIG", "3"),
-        ("INI", "III"),
-    ]
-    if optimizer == "Muon":
-        pairs = [("NIG", "IIG"), ("IIG", "GGG"), ("III", "NIG")]
+    pairs = [("NIG", "IIG"), ("IIG", "GGG"), ("2", "NIG"), ("NIG", "3")][: 2 if optimizer == "Muon" else 4]
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), dtype, 2, optimizer)
     for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, dtype, group_size, optimizer):
         for row in rows:
@@ -128,9 +136,7 @@ def test_to_other_numbers_of_ranks(
 def test_experts_divided_otherwise(
     ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int, optimizer: str
 ) -> None:
-    pairs = [("NIG", "IIG"), ("III", "NNG"), ("NII", "GGG"), ("NNN", "3"), ("GGG", "2")]
-    if optimizer == "Muon":
-        pairs = pairs[:3]
+    pairs = [("NIG", "IIG"), ("IIG", "2")][: 1 if optimizer == "Muon" else 2]
     saving, loading = f"{saved_by} {optimizer}", f"{loaded_by} {optimizer}"
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, saving)
     for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, loading):
@@ -143,28 +149,23 @@ MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
 
 
 @pytest.mark.parametrize(
-    "part, from_fp32", [(MODULE, True), (NO_STATES, False), *deep((MODULE, False), (NO_STATES, True))]
+    "parts", [((MODULE, True), (NO_STATES, False)), *deep((((MODULE, False), (NO_STATES, True)),))]
 )
-def test_weights_alone(ranks: Any, tmp_path: Path, part: dict[str, bool], from_fp32: bool) -> None:
+def test_weights_alone(ranks: Any, tmp_path: Path, parts: Any) -> None:
     ranks(4).run(save_case, str(tmp_path), ("NIG", "IIG"), "bf16")
-    for rows in ranks(4).run(weights_case, str(tmp_path), part, from_fp32):
-        for saved, loaded, model, masters, moments in rows:
-            assert model == 0.0 and (masters == 0.0) == from_fp32, (saved, loaded, model, masters)
-            assert not moments, (saved, loaded)
+    for part, from_fp32 in parts:
+        for rows in ranks(4).run(weights_case, str(tmp_path), part, from_fp32):
+            for saved, loaded, model, masters, moments in rows:
+                assert model == 0.0 and (masters == 0.0) == from_fp32, (saved, loaded, model, masters)
+                assert not moments, (saved, loaded)
 
 
 def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tuple[str, str, float, float, bool]]:
     """Difference of the model and of the optimizer's weights to what was saved; whether moments have changed."""
-    import dataclasses
-
-    import torch
-
-    from tests.harness import snapshots, training
-
     job = job_of("bf16", **UNIVERSAL)
     job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     rows = []
-    for saved, loaded in (("NIG", "NIG"), ("NIG", "III"), ("IIG", "GGG"), ("IIG", "NNI"), ("NIG", "IIG")):
+    for saved, loaded in (("NIG", "III"), ("IIG", "GGG"), ("IIG", "NNI")):
         engine, model = training.make_engine(job, placed(loaded))
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
         before = snapshots.snapshot(engine, model, job)
@@ -177,4 +178,124 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         engine.destroy()
         rows.append((saved, loaded, of_model, of_masters, bool(moved)))
+    return rows
+
+
+# (optimizer, saved by, on ranks, loaded by, on ranks); groups of 2. With os = I a group holds all states, whatever the
+# number of groups; with os = G strategies with p = N, and those with p sharded, and DeepSpeed's, load each other's.
+ALIKE = [
+    ("Adam", "2", 4, "NIG", 4),
+    ("Adam", "NNG", 4, "1", 4),
+    ("Adam", "3", 4, "IIG", 4),
+    ("Adam", "GGG", 4, "ING", 4),
+    ("Adam", "III", 4, "INI", 2),
+    ("Adam", "3", 2, "III", 4),
+    ("Adam", "2", 2, "NII", 4),
+    ("Adam", "NNN", 4, "NNN", 2),
+    ("Muon", "GNG", 4, "IIG", 4),
+    ("Muon", "NII", 4, "NNI", 2),
+    *deep(
+        ("Adam", "NIG", 4, "NGG", 4),
+        ("Adam", "IIG", 4, "GGG", 4),
+        ("Adam", "III", 4, "INI", 4),
+        ("Adam", "III", 4, "III", 6),
+        ("Adam", "INI", 6, "III", 4),
+        ("Adam", "NII", 4, "NNI", 6),
+        ("Muon", "III", 4, "INI", 6),
+    ),
+]
+
+
+@pytest.mark.parametrize("optimizer, saved, ranks_before, loaded, ranks_after", ALIKE)
+def test_equally_sharded_states_load_without_conversion(
+    ranks: Any, tmp_path: Path, optimizer: str, saved: str, ranks_before: int, loaded: str, ranks_after: int
+) -> None:
+    case = {"dtype": "fp32", "kind": optimizer}
+    ranks(ranks_before).run(save_case, str(tmp_path), (saved,), **case, zero=ONE_SUB_GROUP, convert=False)
+    more = {"zero": {"sub_group_size": 40}, "config": {}}
+    for ((_, _, found),) in ranks(ranks_after).run(load_case, str(tmp_path), [(saved, loaded)], **case, **more):
+        # Samples of a step go by the number of ranks.
+        assert found.keys() <= ({"counters"} if ranks_before != ranks_after else set()), found
+
+
+# (saved by, loaded by, keys of both, keys of the first)
+PAIRS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("2", "NIG", {}, {}),
+    ("1", "NNG", {"round_robin_gradients": True}, {}),
+    ("NIG", "2", OFFLOAD, {}),
+]
+SHARDED: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [("3", "IIG", {}, {}), ("GNG", "3", {}, {})]
+MORE_PAIRS = [*PAIRS, ("2", "NGG", {"parameter_alignment": True}, {}), ("1", "NIG", {}, OFFLOAD)]
+MORE_SHARDED = [*SHARDED, ("3", "GIG", OFFLOAD, {})]
+# DeepSpeed's own runs, from universal checkpoints
+CONVERTED = [("IIG", "2", {}, {}), ("IIG", "3", {}, {}), ("NIG", "1", OFFLOAD, {})]
+
+
+@pytest.mark.parametrize(
+    "pairs, dtype, universal",
+    [
+        (PAIRS, "fp32", False),
+        (SHARDED, "fp16", False),
+        (CONVERTED[:1], "fp32", True),
+        *deep(*((pairs, dtype, False) for pairs in (MORE_PAIRS, MORE_SHARDED) for dtype in ("fp32", "fp16"))),
+        *deep((CONVERTED, "fp32", True), (CONVERTED, "fp16", True)),
+    ],
+    ids=lambda value: f"{len(value)} pairs" if isinstance(value, list) else str(value),
+)
+def test_stock_and_strategies_exchange_momentum(
+    ranks: Any, tmp_path: Path, pairs: list[tuple[Any, ...]], dtype: str, universal: bool
+) -> None:
+    # As in parity tests. Momentum with a loss scale too many would be 256 times what it should be.
+    bound = 1e-4 if dtype == "fp32" else 5e-2
+    for rows in ranks(4).run(interchange_case, str(tmp_path), pairs, dtype, universal):
+        for pair, weights, momentum in rows:
+            assert weights < bound and momentum < bound, (pair, weights, momentum)
+
+
+def interchange_case(
+    folder: str, pairs: list[tuple[Any, ...]], dtype: str, universal: bool
+) -> list[tuple[Any, float, float]]:
+    """Relative differences of weights and momentum between a run and one that another has begun."""
+    job = training.Job(
+        sizes=(13, 37, 29, 29, 7),
+        optimizer="Muon",
+        dtype=dtype,
+        groups=2,
+        empty=False,
+        config={"checkpoint": {"load_universal": universal}},
+    )
+    first, then = snapshots.steps_of(job, 3), snapshots.steps_of(job, 2, skip=3)
+
+    def keys(name: str, zero: dict[str, Any]) -> dict[str, Any]:
+        return placed(name, 2, **SUB_GROUPS, **({"reduce_scatter": False} if name == "3" else {}), **zero)
+
+    rows = []
+    for number, (saved, loaded, both, more) in enumerate(pairs):
+        engine, _ = training.make_engine(job, keys(saved, {**both, **more}))
+        snapshots.run(engine, job, first)
+        engine.save_checkpoint(f"{folder}/{number}")
+        engine.destroy()
+        if universal:
+            snapshots.convert(f"{folder}/{number}", ours=True)
+        found = []
+        for resumed in (False, True):
+            engine, model = training.make_engine(job, keys(loaded, both))
+            if resumed:
+                engine.load_checkpoint(f"{folder}/{number}")
+            else:
+                snapshots.run(engine, job, first)
+            snapshots.run(engine, job, then)
+            seen = snapshots.snapshot(engine, model, job)
+            kinds = ("model", "momentum_buffer")
+            found.append([[one for key, one in seen.items() if key.endswith(kind)] for kind in kinds])
+            engine.destroy()
+        apart = [
+            max(
+                (((one - two).abs().max() / two.abs().max()).item() for one, two in zip(*pair, strict=True)),
+                default=0.0,
+            )
+            for pair in zip(*found, strict=True)
+        ]
+        assert all(torch.isfinite(one).all() for kind in found[1] for one in kind)
+        rows.append(((saved, loaded, both, more), *apart))
     return rows

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Rank processes that have imported the frameworks, and the option that writes the table."""
+"""Rank processes that have imported the frameworks."""
 
 import os
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.harness import ranks as rank_pools
-from tests.harness.frameworks import table
 
 # What the cases use of the frameworks, which import most of themselves late.
 _FRAMEWORKS = (
@@ -23,24 +22,11 @@ _FRAMEWORKS = (
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-table", action="store_true", help="write tests/unit/frameworks/README.md")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    table.writing = config.getoption("write_table", False)
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the server import the frameworks while earlier tests run."""
     needed = any("frameworks" in getattr(item, "fixturenames", ()) for item in session.items)
     if needed and not session.config.getoption("collectonly"):
         rank_pools.fork_server(_FRAMEWORKS)
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if table.writing and exitstatus == pytest.ExitCode.OK:
-        table.write()
 
 
 @pytest.fixture(scope="session")

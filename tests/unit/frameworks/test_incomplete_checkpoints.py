@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frameworks resume from complete checkpoints and keep the last of them, though saves end after they have returned."""
 
-import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +11,6 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.checkpoint import frameworks
-from tests.harness.frameworks.table import needs
 
 NEWEST, COMPLETE, RUNNING, WEIGHTS_ONLY, NO_STATE = "newest", "complete", "running", "weights only", "no state"
 FILES = {
@@ -120,30 +116,3 @@ def test_accelerate_loads_the_newest_complete_state(tmp_path: Path) -> None:
     accelerator._models = [SimpleNamespace(checkpoint_engine=object())]  # DeepSpeed's own
     frameworks.load_state(record, accelerator)
     assert calls[6:] == [None]
-
-
-def run(folder: Path, killed_at: int) -> subprocess.CompletedProcess[str]:
-    """Run a script with a Trainer on one rank."""
-    module = "tests.harness.frameworks.killed_trainer"
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-W", "ignore", "-m", module, str(folder), str(killed_at)]
-    return subprocess.run(command, env={**os.environ, **ranks}, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.deep
-@needs("transformers", "accelerate")
-def test_a_killed_trainer_resumes_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    """With ``save_total_limit`` 1, and the best checkpoint loaded at the end, to the bits of a run without a kill."""
-    killed = run(tmp_path / "killed", 6)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert {path.parent.name for path in (tmp_path / "killed").glob("*/latest")} == {"checkpoint-2", "checkpoint-4"}
-    results = []
-    for folder in ("killed", "whole"):
-        done = run(tmp_path / folder, 0)
-        assert done.returncode == 0, done.stderr
-        results.append(json.loads(done.stdout.splitlines()[-1]))
-        assert results[-1]["checkpoints"] == results[-1]["complete"], results
-        warned = "the saves of checkpoint-6 in" in done.stdout + done.stderr
-        assert warned == (folder == "killed"), done.stderr
-    assert [result["begun"] for result in results] == [4, 0]
-    assert results[0]["weights"] == results[1]["weights"]

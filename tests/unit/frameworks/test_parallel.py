@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import placed, plain, stock
-from tests.harness.frameworks.table import Row, check, needs
 from tests.harness.installed import since
 from tests.harness.tiers import deep
 
@@ -94,17 +94,17 @@ def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 @pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
 def test_ulysses_by_an_mpu(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(ulysses_case, placed(strategy), stock(strategy))
-    check(rows, strategy, "deepspeed", "Ulysses by an mpu")
+    check(rows, strategy)
 
 
 @since(transformers="5.0", accelerate="1.12")  # the first that have a ParallelismConfig for DeepSpeed's Ulysses
 @pytest.mark.parametrize("strategy", ["NIG", *deep("IIG")])
 def test_ulysses_by_the_trainer(frameworks: Any, tmp_path: Path, strategy: str) -> None:
     rows = frameworks(4).run(trainer_case, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy, "transformers", "Trainer with a ParallelismConfig (Ulysses)")
+    check(rows, strategy)
 
 
 @pytest.mark.parametrize("strategy", ["NIG", *deep("NNG")])
 def test_tensor_parallelism(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(tensor_case, placed(strategy, paro_group_size=1), stock(strategy))
-    check(rows, strategy, "deepspeed", "AutoTP")
+    check(rows, strategy)

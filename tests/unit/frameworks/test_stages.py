@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.frameworks.comparison import needs
 from tests.harness.frameworks.configurations import placed
-from tests.harness.frameworks.table import needs
 
 pytestmark = needs("transformers", "accelerate")
 

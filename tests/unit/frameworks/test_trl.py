@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import placed, stock
-from tests.harness.frameworks.table import Row, check, needs
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate", "trl", "datasets", "tokenizers")
@@ -75,14 +75,9 @@ def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) ->
     return trainers.compare(functools.partial(make, folder), stock, ours, f"{folder}/{trainers.CHECKPOINT}")
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("strategy", ["GNG", "NIG"])
-def test_supervised_fine_tuning(frameworks: Any, tmp_path: Path, strategy: str) -> None:
-    rows = frameworks(4).run(case, make_sft, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy, "trl", "SFT, gradient checkpointing", resumed=True)
-
-
-@pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
-def test_direct_preference_optimization(frameworks: Any, tmp_path: Path, strategy: str) -> None:
-    rows = frameworks(4).run(case, make_dpo, placed(strategy), stock(strategy), str(tmp_path))
-    check(rows, strategy, "trl", "DPO with a reference model", resumed=True)
+@pytest.mark.parametrize(
+    "make, strategy", [(make_dpo, "IIG"), *deep((make_dpo, "NIG"), (make_sft, "GNG"), (make_sft, "NIG"))]
+)
+def test_fine_tuning(frameworks: Any, tmp_path: Path, make: Any, strategy: str) -> None:
+    rows = frameworks(4).run(case, make, placed(strategy), stock(strategy), str(tmp_path))
+    check(rows, strategy, resumed=True)

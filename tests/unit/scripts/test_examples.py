@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.harness import examples
-from tests.harness.frameworks.table import needs
+from tests.harness.frameworks.comparison import needs
 from tests.harness.installed import since
 
 # What rank 0 logs, what losses begin with, and the packages that they need.
