@@ -93,6 +93,26 @@ def test_what_is_half_removed_is_never_a_checkpoint(tmp_path: Path, monkeypatch:
         folder.present_tag()
 
 
+def test_errors_of_cleanup_do_not_fail_a_committed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_ext.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder(tmp_path, "one")
+    write(folder, "first")
+    publish(folder)
+    write(folder, "second")
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", out_of_memory)
+        publish(folder)
+    assert read(folder) == {"second"} and len(names_in(tmp_path)) == 3
+    write(folder, "third")
+    publish(folder)
+    assert read(folder) == {"third"} and names_in(tmp_path) == ["latest", "one"]
+
+
 def test_latest_is_left_alone_if_so_asked(tmp_path: Path) -> None:
     from deepspeed_ext.checkpoint.folder import CheckpointFolder
 

@@ -4,6 +4,7 @@
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,22 @@ def test_jobs_with_one_path_on_different_volumes_keep_their_saves(tmp_path: Path
     (other,) = two.others(same=True)
     assert other.startswith(f"{one.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
     assert folder_of(tmp_path, tmp_path, "b" * 32).others(same=True) == []
+
+
+def test_errors_of_cleanup_do_not_fail_a_save_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path, tmp_path, "a" * 32)
+    save(folder, 1)
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", out_of_memory)
+        save(folder, 2)
+        folder.drop(1, 0)
+    assert sorted(part.save.number for part in folder.parts()) == [1, 2]
+    save(folder, 3)
+    assert [part.save.number for part in folder.parts()] == [3]
 
 
 def test_a_save_removes_what_a_killed_one_has_left_but_not_what_is_written(tmp_path: Path) -> None:
