@@ -14,7 +14,6 @@ A tag that is a link to a folder stays a link. All this is then done beside the 
 rename stays on one file system.
 """
 
-import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
+from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_text, replaced_by
 
@@ -182,9 +182,7 @@ class CheckpointFolder:
         try:
             self.revert()
         except Exception as error:
-            logging.getLogger("DeepSpeed").error(
-                f"deepspeed_ext: what a failed save has left in {self.save_dir} is still there: {error}"
-            )
+            logger.error(f"deepspeed_ext: a failed save could not be undone in {self.save_dir}: {told(error)}")
 
     def clear(self) -> None:
         """Remove the replaced folder, or what a failed save has written. There is nothing to undo from then on."""

@@ -97,7 +97,7 @@ class OwnedFolder:
         with self._lease:
             try:
                 _discard(self.path)
-            except Exception as error:  # what was made is in its place; an error on one rank would part it from others
+            except Exception as error:  # raised, it would fail a committed save on this rank only
                 _warn(f"{self.path} could not be removed: {error!r}")
         self._lease = None
 

@@ -75,6 +75,22 @@ def test_files_beside_the_folder_are_not_staged(tmp_path: Path) -> None:
     assert folder.staged(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
 
 
+def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = CheckpointFolder(tmp_path, "one")
+    save(folder, "first")
+    write(folder, "second")
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", out_of_memory)
+        publish(folder)
+    assert read(folder) == {"second"} and len(names_in(tmp_path)) == 3
+    save(folder, "third")
+    assert read(folder) == {"third"} and names_in(tmp_path) == ["latest", "one"]
+
+
 def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     mine = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
     for name in mine:  # also those of versions without a marker

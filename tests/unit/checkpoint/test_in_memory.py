@@ -316,6 +316,23 @@ def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> N
 
 
 @pytest.mark.quick
+def test_errors_of_cleanup_fail_no_save_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folder_of(tmp_path, tmp_path, "a" * 32)
+    publish(folder, 1)
+
+    def out_of_memory(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", out_of_memory)
+        publish(folder, 2)
+        folder.drop(1, 0)
+    assert sorted(part.save.number for part in folder.parts()) == [1, 2]
+    publish(folder, 3)
+    assert [part.save.number for part in folder.parts()] == [3]
+
+
+@pytest.mark.quick
 def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     killed, writing = (folder_of(tmp_path, tmp_path, "a" * 32) for _ in range(2))
     left, kept = killed.begin(1, 0), writing.begin(2, 1)
