@@ -232,6 +232,8 @@ class Gathers:
             return UnitGather(unit, ResidentHandle(missing))
         return UnitGather(unit, self._start(missing, wire_dtype(missing[0]), alone=False))
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _all_gather(
         self,
         param: ZeroParameter,

@@ -232,10 +232,10 @@ HOST = {"offload_param": {"device": "cpu"}}
 def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names: Sequence[str], zero: Any) -> None:
     for rows in ranks(4).run(autocast_case, str(tmp_path), names, zero):
         for name, apart in rows:
-            if name == "3":  # what a module has left behind is rounded, and what persists is so before the first step
-                del apart["backward 0"], apart["evaluation"]
+            if name == "3":  # parameters that stay gathered are rounded: of the last module, and persistent ones
+                del apart["backward 0"], apart["backward 1"], apart["evaluation"]
             wrong = {reader: distance for reader, distance in apart.items() if distance}
-            assert {"new", "backward 1", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
+            assert {"new", "step 1", "export"} <= apart.keys() and not wrong, (name, wrong)
 
 
 def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:

@@ -78,6 +78,7 @@ def _losses(
         with mode():
             if after != 4:
                 found[1].extend(module(probe * i).mean().item() for i in range(2) for module in (engine, model))
+                found[1].append(training.whole_weights(model).norm().item())
             if folder and after == 3:
                 engine.save_checkpoint(folder)
                 engine.load_checkpoint(folder)
