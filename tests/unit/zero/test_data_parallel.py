@@ -61,8 +61,10 @@ def differences(strategy: str, **how: Any) -> tuple[float, float]:
     return (ours - stock).abs().max().item(), (ours - first).abs().max().item()
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG", "III"])
-@pytest.mark.parametrize("beside", ["mpu", "size alone", "mesh of one axis"])
+@pytest.mark.parametrize(
+    "strategy, beside",
+    [("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")],
+)
 def test_sequence_parallel_ranks_are_of_one_replica(ranks: Any, strategy: str, beside: str) -> None:
     for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):
         assert from_stock < 1e-6 and from_first == 0
@@ -80,19 +82,22 @@ def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
     return differences(strategy, beside={"data_parallel_size": 4, "sequence_parallel_size": 1})
 
 
+IIG = {"paro_strategy": "IIG", "paro_group_size": 2}
+
+
 @pytest.mark.parametrize(
-    "zero, keys",
+    "given, zero, keys",
     [
-        ({"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
-        ({"paro_strategy": "IIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
-        ({"paro_strategy": "fastest"}, "paro_strategy"),
-        ({"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
-        ({"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+        ("config", {"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
+        ("config", {"paro_strategy": "fastest"}, "paro_strategy"),
+        ("config", {"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
+        ("config", {"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+        ("mesh_param", IIG, "paro_strategy and paro_group_size"),
+        ("by an earlier engine", IIG, "paro_strategy and paro_group_size"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("given", ["config", "mesh_param", "by an earlier engine"])
-def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, zero: dict[str, Any], keys: str, given: str) -> None:
+def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zero: dict[str, Any], keys: str) -> None:
     whose = " of an earlier engine of this process" if given == "by an earlier engine" else ""
     for error in ranks(4).run_expect_error(mesh_case, zero, given):
         assert error.type == "ValueError", error
@@ -124,20 +129,19 @@ def mesh_and_mpu_case() -> tuple[float, float]:
     return differences("IIG", beside=ON_MESH, mpu=parallel_state_sp)
 
 
-@pytest.mark.parametrize("first", ["III", "INI"])
-def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any, first: str) -> None:
+def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any) -> None:
     """It reduces over the ranks of the mesh, as stock does, though its own group is one axis."""
-    answers = ranks(4).run(takeover_case, first)
+    answers = ranks(4).run(takeover_case)
     assert answers == [answers[0]] * 4 and answers[0] < 1e-6
 
 
-def takeover_case(first: str) -> float:
+def takeover_case() -> float:
     """How far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
     import deepspeed
 
     expected = trained(make({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
-    engine = make({"paro_strategy": first, "paro_group_size": 2}, {})
+    engine = make({"paro_strategy": "INI", "paro_group_size": 2}, {})
     model = engine.module
     engine.destroy()
     config = {**CONFIG, **ON_MESH, "zero_optimization": {"stage": 3}}
@@ -145,7 +149,7 @@ def takeover_case(first: str) -> float:
     return float((trained(stock) - expected).abs().max())
 
 
-def test_the_size_of_groups_is_of_the_ranks_that_zero_shards_over(ranks: Any) -> None:
+def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
     for error in ranks(4).run_expect_error(tensor_parallel_case):
         assert error.type == "ValueError", error
         assert "got paro_group_size 4 with 2 data-parallel rank(s)" in error.message
