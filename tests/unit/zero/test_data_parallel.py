@@ -2,9 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks that a strategy shards and reduces over beside tensor and sequence parallelism: as stock, or refused."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+from deepspeed_ext.strategy import STRATEGIES
+from tests.harness.training import whole_weights
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -17,12 +27,6 @@ ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
 
 def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
     """An engine over a small network, from a fixed seed."""
-    import contextlib
-
-    import deepspeed
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
     get_accelerator().is_fp16_supported = lambda: True  # or zero.Init makes bf16 on a CPU
     config = {**CONFIG, **beside, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     torch.manual_seed(3)
@@ -34,11 +38,6 @@ def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, 
 
 def trained(engine: Any, steps: int = 2) -> Any:
     """The weights after some steps on data of this rank's own, 1D."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness.training import whole_weights
-
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())
@@ -50,10 +49,6 @@ def trained(engine: Any, steps: int = 2) -> Any:
 
 def differences(strategy: str, **how: Any) -> tuple[float, float]:
     """How far the weights are from those of stock's stage, and from those of the first rank."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.strategy import STRATEGIES
-
     stock = trained(make({"stage": STRATEGIES[strategy].stage}, **how))
     ours = trained(make({"paro_strategy": strategy, "paro_group_size": 2}, **how))
     first = ours.clone()
@@ -72,8 +67,6 @@ def test_sequence_parallel_ranks_are_of_one_replica(ranks: Any, strategy: str, b
 
 def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
     """See ``differences``; ranks 0 and 1 share a sequence, and so do 2 and 3, or none, or all do."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
     if beside == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
         return differences(strategy, beside={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
@@ -123,8 +116,6 @@ def test_an_mpu_that_names_the_group_goes_before_the_mesh(ranks: Any) -> None:
 
 def mesh_and_mpu_case() -> tuple[float, float]:
     """See ``differences``: an mpu that names the group over both axes, beside the mesh."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
     parallel_state_sp.initialize_sequence_parallel(2)
     return differences("IIG", beside=ON_MESH, mpu=parallel_state_sp)
 
@@ -137,8 +128,6 @@ def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any) -> Non
 
 def takeover_case() -> float:
     """How far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
-    import deepspeed
-
     expected = trained(make({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
     engine = make({"paro_strategy": "INI", "paro_group_size": 2}, {})
@@ -157,9 +146,5 @@ def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
 
 def tensor_parallel_case() -> None:
     """Two data-parallel ranks of two tensor-parallel ones, as AutoTP makes them."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was communicated")):
         make({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})

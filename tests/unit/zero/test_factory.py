@@ -4,11 +4,21 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
+from deepspeed_ext.overrides import _function, overridden
 from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
+from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness.half_frozen import make_engine
 from tests.harness.logs import is_ours, logged
 
@@ -17,8 +27,6 @@ CPU = {"device": "cpu"}
 
 def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: int, zero_init: bool) -> list[Any]:
     """Our lines of the log of an initialization where the machine has so many bytes."""
-    from deepspeed.accelerator import get_accelerator
-
     get_accelerator().total_memory = lambda device_index=None: memory
     with logged() as lines:
         make_engine(zero, config, zero_init).destroy()
@@ -202,9 +210,6 @@ def test_a_compiled_model_is_refused_if_it_is_sharded(ranks: Any) -> None:
 
 def compiled_case(name: str, compiled: str) -> bool:
     """Whether a model that is compiled before or after initialization takes a step."""
-    import deepspeed
-    import torch
-
     model: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     if compiled == "all of it":
         model = torch.compile(model, backend="eager")
@@ -226,11 +231,6 @@ def compiled_case(name: str, compiled: str) -> bool:
 
 def unsupported_case(what: str, zero: dict[str, Any]) -> None:
     """Initialize with a model or an optimizer that the configuration says nothing of."""
-    import deepspeed
-    import torch
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     class Expert(torch.nn.Module):
         def __init__(self) -> None:
@@ -273,12 +273,6 @@ def test_methods_that_other_code_has_replaced_are_refused(ranks: Any, name: str)
 
 def replaced_case(name: str) -> None:
     """Make an engine where other code has replaced the methods of DeepSpeed's optimizers."""
-    from unittest import mock
-
-    from deepspeed_ext.overrides import _function, overridden
-    from deepspeed_ext.zero.stage3 import Stage3Optimizer
-    from deepspeed_ext.zero.stage12 import Stage12Optimizer
-
     cls = Stage12Optimizer if name == "NIG" else Stage3Optimizer
     parent, method = next(
         (parent, method)
