@@ -57,11 +57,10 @@ class Excluded(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Options, what is excluded, and where more than two options have to meet."""
+    """Options, and what is excluded."""
 
     options: tuple[Option, ...]
     excluded: tuple[Excluded, ...]
-    triples: tuple[tuple[str, ...], ...] = ()
 
     def row(self, values: Mapping[str, str]) -> Row:
         """Return a row with these values, and defaults."""
@@ -83,8 +82,7 @@ class Table(NamedTuple):
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
         """Return a covering array with the row that has everything, then one for each exclusion that concerns some
         strategies: the others meet there what is excluded, with each value of another option. Always the same."""
-        sub_models = [{"fields": list(fields), "strength": 3} for fields in self.triples if strength < 3]
-        more = {"strength": strength, "sub_models": sub_models, "presets": [self.everything()]}
+        more = {"strength": strength, "presets": [self.everything()]}
         several = [one for one in self.excluded if one.of_several]
         found = self._array(several, {}, salt, more)
         for one in several:
@@ -105,21 +103,16 @@ class Table(NamedTuple):
         return {**row, **self.row({name: row[name] for name in row if not any(name == _last(one) for one in found)})}
 
     def missing(self, rows: Iterable[Row], strategy: str, strength: int = 2) -> list[Values]:
-        """Return which values of two options, or of a triple, a strategy does not meet together, though it could."""
+        """Return which values of two options, or more, a strategy does not meet together, though it could."""
         options = {option.name: option for option in self.options}
-        fields = [*itertools.combinations(options, strength), *self._all_triples()]
         run = [self.with_strategy(row, strategy) for row in rows]
         excluded = [one for one in self.excluded if one.strategies is None or strategy in one.strategies]
         return [
             values
-            for names in fields
+            for names in itertools.combinations(options, strength)
             for values in _not_met([options[name] for name in names], run)
             if not any(one.found(dict(values)) for one in excluded)
         ]
-
-    def _all_triples(self) -> Iterator[tuple[str, ...]]:
-        for fields in self.triples:
-            yield from itertools.combinations(fields, 3)
 
 
 def _last(one: Excluded) -> str:

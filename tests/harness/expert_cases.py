@@ -65,12 +65,9 @@ def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) 
 
 
 def resume_case(
-    folder: str, ep: int, compressed: bool, kind: str, optimizer: str, names: Sequence[str] = ()
+    folder: str, ep: int, compressed: bool, kind: str, optimizer: str, names: Sequence[str]
 ) -> list[tuple[str, bool, bool, bool]]:
-    """Whether a load brings back this rank's weights and states, and going on is what it was, to the bit.
-
-    Of some strategies, or of those named.
-    """
+    """Whether a load brings back this rank's weights and states, and going on is what it was, to the bit."""
     if kind == "MoE":
         network = {2: networks.RoutedOverTwo, 4: networks.RoutedOverFour}[ep]
         job = Job(sizes=SIZES, network=network, optimizer=optimizer, groups=2, zero=SEVERAL_BUCKETS)
@@ -81,9 +78,8 @@ def resume_case(
         }[kind]
         job = Job(sizes=SIZES, network=network, optimizer=optimizer, zero=PLAIN, config=keys(ep))
     few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
-    some = {2: ("NII", "NIG", "INI", "IIG", "GGG"), 4: ("NNN", "III", "IGG", "ING")}[ep]  # in files of one or more
     rows = []
-    for name in names or (("NIG", "INI", "IIG") if kind == "folded" else some[: 4 if compressed else None]):
+    for name in names:
         zero = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
 
         def held(engine: Any, model: Any) -> list[Any]:

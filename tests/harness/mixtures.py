@@ -116,11 +116,20 @@ class Mixtures(nn.Module):
             self.stem.requires_grad_(False)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """The ids are made of the input."""
-        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        """Apply stem, layers and head."""
+        x = self.embed(x)
         for _ in range(self.loops):
             for layer in self.layers:
                 x = self.apply_layer(layer, x)
+        return self.end(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Make token ids of the input, and vectors of these."""
+        out: Tensor = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        return out
+
+    def end(self, x: Tensor) -> Tensor:
+        """Apply the head."""
         out: Tensor = self.out(self.head(x))
         return out
 
@@ -178,11 +187,10 @@ class Late(Mixtures):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """The first layer's side comes in at the end."""
-        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        x = self.embed(x)
         x, side = self.layers[0](x)
         x, _ = self.layers[1](x)
-        out: Tensor = self.out(self.head(x)) + side.mean()
-        return out
+        return self.end(x) + side.mean()
 
 
 class LateLayer(Layer):
@@ -202,12 +210,10 @@ class Lent(Mixtures):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """Through the layers, then once more through a part of the first."""
-        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        x = nn.functional.linear(x, self.layers[0].mixer.first.weight)  # type: ignore[union-attr]
-        out: Tensor = self.out(self.head(x))
-        return out
+        return self.end(nn.functional.linear(x, self.layers[0].mixer.first.weight))  # type: ignore[union-attr]
 
 
 class PartCalled(Mixtures):
@@ -215,12 +221,10 @@ class PartCalled(Mixtures):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """The first layer's mixer once more at the end."""
-        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        x = self.embed(x)
         for layer in self.layers:
             x = layer(x)
-        x = x + self.layers[0].mixer(x)  # type: ignore[union-attr,operator]
-        out: Tensor = self.out(self.head(x))
-        return out
+        return self.end(x + self.layers[0].mixer(x))  # type: ignore[union-attr,operator]
 
 
 class Pair(nn.Module):
@@ -255,12 +259,11 @@ class Collecting(Mixtures):
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """What the layers have collected counts."""
-        x = self.stem((x * 7).long().sum(-1).remainder(TOKENS))
+        x = self.embed(x)
         seen: list[Tensor] = []
         for layer in self.layers:
             x = layer(x, torch.tanh(x), seen=seen)
-        out: Tensor = self.out(self.head(x)) + sum(seen)
-        return out
+        return self.end(x) + sum(seen)
 
 
 class CollectingLayer(Layer):

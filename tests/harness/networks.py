@@ -13,7 +13,7 @@ import torch
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
-from tests.harness.training import Job, Network
+from tests.harness.training import Network
 
 SQUARE = (13, 29, 29, 29, 7)  # sizes for all networks here
 
@@ -105,38 +105,29 @@ class Mixture(Network):
         return x
 
 
-class Ragged(Network):
-    """Each rank makes sequences of its own length of its input, another one in each call."""
+class Tangled(Network):
+    """Layers 1 and 2 share a weight, layer 1 is applied twice, and two modules borrow this weight.
+
+    Each rank makes sequences of its own length, 1 to 4, of its input, another one in each call.
+    """
 
     calls = 0
-
-    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the layers to sequences of 1 to 4 elements."""
-        self.calls += 1
-        length = 1 + (dist.get_rank() + self.calls) % 4
-        scale = torch.arange(1, 1 + length, dtype=x.dtype, device=x.device).view(1, -1, 1)
-        return self.of_sequence(x.unsqueeze(1) / scale, skipped).mean(1)
-
-    def of_sequence(self, x: Tensor, skipped: Sequence[int]) -> Tensor:
-        """Apply the layers."""
-        return super().forward(x, skipped)
-
-
-class Tangled(Ragged):
-    """Such sequences, layers 1 and 2 share a weight, layer 1 is applied twice, and two modules borrow this weight."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.layers[2].weight = self.layers[1].weight
         self.borrowers = nn.ModuleList([Borrower(self.layers[1], False), Borrower(self.layers[2], True)])
 
-    def of_sequence(self, x: Tensor, skipped: Sequence[int]) -> Tensor:
-        """Apply layers and borrowers."""
+    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
+        """Apply layers and borrowers to sequences."""
+        self.calls += 1
+        length = 1 + (dist.get_rank() + self.calls) % 4
+        x = x.unsqueeze(1) / torch.arange(1, 1 + length, dtype=x.dtype, device=x.device).view(1, -1, 1)
         for i in (0, 1, 2):
             x = self.apply_layer(i, x, skipped)
         for borrower in self.borrowers:
             x = torch.tanh(borrower(x))
-        return self.apply_layer(3, self.apply_layer(1, x, skipped), skipped)
+        return self.apply_layer(3, self.apply_layer(1, x, skipped), skipped).mean(1)
 
 
 class Wandering(Network):
@@ -255,19 +246,22 @@ class RoutedOverFour(Routed):
 class Matrices(Network):
     """Beside layers packed experts, a projection of heads and a kernel: what Muon does not take as one matrix."""
 
+    kernel_shape: tuple[int, ...] = (4, 3, 2, 2)
+
     def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
         super().__init__(sizes, *args, **kwargs)
         width = sizes[1]
         self.experts = nn.Parameter(torch.randn(5, width, 7) / 8)
         self.heads = nn.Linear(width, 12, bias=False)
-        self.kernel = nn.Parameter(torch.randn(4, 3, 2, 2) / 4)
+        self.heads.weight.muon_num_heads = 3  # type: ignore[assignment]  # as ``per_head_muon`` marks it
+        self.kernel = nn.Parameter(torch.randn(self.kernel_shape) / 4)
         self.back = nn.Linear(7 + 12 + 4, width)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """Apply the layers, with the others after the first one."""
         x = torch.tanh(self.layers[0](x))
         image = x[:, :12].reshape(-1, 3, 2, 2)
-        convolved = nn.functional.conv2d(image, self.kernel).flatten(1)
+        convolved = nn.functional.conv2d(image, self.kernel.view(4, 3, 2, 2)).flatten(1)
         mixed = torch.einsum("bi,eij->bj", x, self.experts)
         x = torch.tanh(self.back(torch.cat([mixed, self.heads(x), convolved], 1)))
         for layer in list(self.layers)[1:]:
@@ -275,39 +269,10 @@ class Matrices(Network):
         return x
 
 
-def mark_heads(model: nn.Module) -> None:
-    """Mark the projection of heads, as ``per_head_muon`` does with models that it knows."""
-    model.heads.weight.muon_num_heads = 3  # type: ignore[union-attr]
+class FlatKernel(Matrices):
+    """The same with the kernel as one matrix: with Muon, DeepSpeed's stages fail with another one."""
 
-
-def train_whole(job: Job) -> tuple[Tensor, dict[str, Tensor]]:
-    """Train on the data of all ranks with whole matrices; return the weights (1D), and momentum by parameter."""
-    from deepspeed.runtime.zero.muon.original_muon import muon_update
-
-    torch._dynamo.config.disable = True
-    torch.manual_seed(7)
-    model = job.network(job.sizes, job.checkpointing, job.empty)
-    mark_heads(model)
-    rate, others = 0.1, [p for p in model.parameters() if p.dim() < 2]
-    adam = torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), eps=1e-3, weight_decay=0)
-    momenta = {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.dim() > 1}
-    generators = [torch.Generator().manual_seed(1000 + rank) for rank in range(dist.get_world_size())]
-    for _ in range(job.steps):
-        model.zero_grad()
-        count = job.accumulation * len(generators)
-        for _ in range(job.accumulation):
-            for generator in generators:
-                x, y = (torch.randn(2, size, generator=generator) for size in (job.sizes[0], job.sizes[-1]))
-                (((model(x) - y) ** 2).mean() / count).backward()
-        adam.step()
-        for name, param in model.named_parameters():
-            if name in momenta:
-                shape = (len(param), -1) if param.dim() == 4 else param.shape
-                gradient, momentum = param.grad.view(shape), momenta[name].view(shape)
-                heads = getattr(param, "muon_num_heads", None)
-                with torch.no_grad():
-                    param.sub_(rate * muon_update(gradient, momentum, num_heads=heads).view(param.shape))
-    return torch.cat([p.detach().flatten() for p in model.parameters()]), momenta
+    kernel_shape = (4, 12)
 
 
 class Normed(Network):

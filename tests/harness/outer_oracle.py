@@ -6,7 +6,6 @@ Everything here runs inside rank processes, of which each computes all groups.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -189,11 +188,6 @@ def _offsets(engine: Any, model: Network) -> list[Tensor]:
     return found
 
 
-def of(job: Job, **changed: Any) -> Job:
-    """A job with some fields changed."""
-    return replace(job, **changed)
-
-
 class Run(NamedTuple):
     """How a run compares with the same strategy's otherwise.
 
@@ -202,18 +196,16 @@ class Run(NamedTuple):
         weights: largest difference of weights, relative to the largest one.
         anchors: whether they are the same bits in all groups.
         applied: which steps were taken, the same on all ranks.
-        finite: whether all weights are.
     """
 
     strategy: str
     weights: float
     anchors: bool
     applied: list[bool]
-    finite: bool
 
 
 def against(
-    names: Sequence[str], job: Job, outer: dict[str, Any], other: dict[str, Any] | None, beside_job: Job | None = None
+    names: Sequence[str], job: Job, outer: dict[str, Any], other: dict[str, Any] | None, beside_job: Job
 ) -> list[Run]:
     """Train strategies with an outer optimizer, and with another one, or none; possibly in another way."""
     rows = []
@@ -227,18 +219,10 @@ def against(
             same.append(training.replicas_equal(anchors, own.topology.inter))
 
         found = training.train(job, training.placed(name, 2, **{KEY: outer}), look)
-        beside = training.train(beside_job or job, training.placed(name, 2, **({} if other is None else {KEY: other})))
+        beside = training.train(beside_job, training.placed(name, 2, **({} if other is None else {KEY: other})))
         apart = ((found.weights - beside.weights).abs().max() / beside.weights.abs().max()).item()
-        finite = bool(torch.isfinite(found.weights).all())
-        rows.append(Run(name, apart, same[0], found.applied, finite))
+        rows.append(Run(name, apart, same[0], found.applied))
     return rows
-
-
-def alike(names: Sequence[str], job: Job, outer: dict[str, Any]) -> dict[str, float]:
-    """Train strategies with an outer optimizer; how far each is from the first one, relative to the largest weight."""
-    weights = {name: training.train(job, training.placed(name, 2, **{KEY: outer})).weights for name in names}
-    first = weights[names[0]]
-    return {name: ((found - first).abs().max() / first.abs().max()).item() for name, found in weights.items()}
 
 
 def trained(names: Sequence[str], job: Job, group_size: int, outer: dict[str, Any] | None) -> list[list[float]]:

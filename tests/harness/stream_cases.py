@@ -88,7 +88,6 @@ _PLAIN = replace(_JOB, groups=1, frozen=(), network=None, skipped=((2, 1), (3, 1
 _ASIDE = replace(_ADAM, dtype="bf16", steps=3, config={**WITHOUT_TIMER, "checkpoint": {"async_save": True}})
 _EVERY = replace(_BF16, accumulation=1, steps=3, network=None, skipped=((1, 1), (2, 0)))
 _MIXTURES = replace(_JOB, network=mixtures.Routed, frozen=(1,))
-_ALL_USED = replace(_MIXTURES, network=mixtures.Mixtures)
 _EXPERTS = replace(_JOB, sizes=(13, 10, 10, 7), network=networks.RoutedOverTwo, frozen=(1,), config=WITHOUT_TIMER)
 _AUTOEP = replace(_EXPERTS, network=experts.SmallMixtral, groups=1, config={**WITHOUT_TIMER, **experts.autoep(2)})
 _PIPE = pipelines.Pipe(steps=2, zero=SMALL, config=WITHOUT_TIMER, groups=2, frozen=(1,))

@@ -42,8 +42,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deepspeed_ext.comm.background import THREAD
-from tests.harness.memory_accesses import Access, Clock, Memory, byte_spans, merge, place_of_call
-from tests.harness.streams import Device, Event, Stream, Work
+from tests.harness.streams import Access, Clock, Device, Event, Memory, Stream, Work, byte_spans, merge, place_of_call
 
 # Operators with outputs that nobody has filled, and those that use only the shape of their input.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")

@@ -371,14 +371,6 @@ def stock(job: Job, zero: dict[str, Any]) -> Record:
     return kept((job, zero), lambda: train(job, zero))
 
 
-def stock_spread(job: Job) -> tuple[float, float]:
-    """Return how far stock stages 1 and 2 differ in weights (relative) and losses; at least an ulp of the dtype."""
-    one, two = (stock(job, {"stage": stage}) for stage in (1, 2))
-    apart = difference("stock", one, two, "")
-    ulp = torch.finfo(DTYPES[job.dtype]).eps
-    return max(apart.weights, ulp / 2), max(apart.losses, ulp)
-
-
 def compare(job: Job, group_size: int, strategies: Sequence[str] = REPLICATED, stage: int = 2) -> list[Difference]:
     """Train stock ``stage`` and each strategy; return the differences."""
     oracle = stock(job, {"stage": stage})

@@ -1,21 +1,34 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One order in which buckets leave, whatever is complete first."""
+"""The order in which buckets of gradients are sent between groups. It does not depend on which one is complete first.
+
+See Note [Pieces].
+"""
 
 import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from torch import Tensor
 
 from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.sharded.gradients import boundary_buckets
+from deepspeed_ext.zero.sharded.pieces import Pieces
 
 pytestmark = pytest.mark.quick
 
+ROWS = 2
+DTYPES = (torch.float32, torch.bfloat16)
 
-def test_buckets_leave_in_one_order_whatever_is_complete_first() -> None:
+
+def test_buckets_are_sent_in_one_order() -> None:
     buckets = ["ab", "b", "cd", "", "e"]
     for used in (members for count in range(6) for members in itertools.permutations("abcde", count)):
         boundary = Boundary(buckets, str, early=True)
@@ -26,7 +39,7 @@ def test_buckets_leave_in_one_order_whatever_is_complete_first() -> None:
             assert left == buckets[: complete.index(False) if False in complete else len(buckets)]
             assert boundary.begun == bool(left)
         assert left + boundary.rest() == buckets
-        assert boundary.ready("a") == []  # begun anew
+        assert boundary.ready("a") == []  # a new step
 
 
 def test_a_member_that_is_complete_twice_counts_once() -> None:
@@ -39,36 +52,38 @@ def test_a_member_that_is_complete_twice_counts_once() -> None:
     assert boundary.ready("a") == [] and boundary.rest() == ["ab", "c"]
 
 
-def test_nothing_leaves_early_where_it_may_not() -> None:
+def test_without_early_all_buckets_wait_for_the_boundary() -> None:
     boundary = Boundary(["ab", "c"], str, early=False)
     assert boundary.ready("abc") == [] and not boundary.begun
-    boundary.learn(lambda used: pytest.fail("nothing is learned"))
+    boundary.learn(lambda used: pytest.fail("ranks need not agree"))
     assert boundary.rest() == ["ab", "c"]
 
 
-def parameters(*numels: int) -> list[Any]:
-    """Parameters of this many elements, numbered in turn; even ones in fp32, odd ones in bf16."""
-    dtypes = (torch.float32, torch.bfloat16)
-    return [SimpleNamespace(ds_id=at, ds_numel=numel, dtype=dtypes[at % 2]) for at, numel in enumerate(numels)]
+def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
+    """Parameters with so many elements in each of the rows."""
+    return [
+        SimpleNamespace(ds_id=n, ds_numel=ROWS * numel, ds_tensor=SimpleNamespace(ds_numel=numel), dtype=dtype)
+        for n, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
+    ]
 
 
 def numbered(buckets: list[Any]) -> list[list[int]]:
-    """The numbers of their parameters."""
+    """The numbers of the parameters of buckets."""
     return [[param.ds_id for param in bucket] for bucket in buckets]
 
 
-def test_buckets_are_of_one_dtype_and_the_models_last_ones_are_the_first() -> None:
-    params = parameters(5, 3, 9, 4, 2, 4, 0, 20)
+def test_buckets_have_one_dtype_and_begin_with_the_last_layer() -> None:
+    params = parameters([5, 3, 9, 4, 2, 4, 0, 20], [*DTYPES] * 4)
     shuffled = [params[at] for at in (1, 0, 6, 3, 5, 4, 2, 7)]
-    same = numbered(boundary_buckets(shuffled, 10, lambda param: torch.float32))
+    same = numbered(boundary_buckets(shuffled, 20, lambda param: torch.float32))
     assert same == [[7], [6, 3, 5, 4], [2], [1, 0]]
-    assert numbered(boundary_buckets(shuffled, 10, lambda param: param.dtype)) == [[7], [6, 4], [3, 5], [2], [1], [0]]
+    assert numbered(boundary_buckets(shuffled, 20, lambda param: param.dtype)) == [[7], [6, 4], [3, 5], [2], [1], [0]]
 
 
-def test_what_gets_several_gradients_waits_for_the_boundary_and_what_nobody_uses_holds_up_nobody() -> None:
+def test_only_parameters_with_one_gradient_are_sent_early() -> None:
     buckets = [[4], [3], [2], [1], [0]]
     boundary = Boundary(buckets, list, early=True, once=False, name=lambda member: f"layer.{member}")
-    for member in (3, 2, 1, 1, 0):  # nobody uses 4
+    for member in (3, 2, 1, 1, 0):  # 4 is not used, and must not block the others
         assert boundary.ready([member]) == []
     assert boundary.rest() == buckets
     boundary.learn(lambda used: used)
@@ -77,15 +92,15 @@ def test_what_gets_several_gradients_waits_for_the_boundary_and_what_nobody_uses
     with pytest.raises(RuntimeError, match=r"layer\.3 got another gradient .*overlap_comm to false"):
         boundary.ready([3])
     assert boundary.rest() == [[1], [0], [4]]
-    boundary.learn(lambda used: pytest.fail("it is learned once"))
+    boundary.learn(lambda used: pytest.fail("ranks agree once"))
 
 
 @pytest.mark.parametrize("again", ["in the first step", "always"])
-def test_a_bucket_leaves_again_with_what_comes_after_it(again: Any) -> None:
+def test_a_bucket_is_sent_again_with_a_late_gradient(again: Any) -> None:
     boundary = Boundary(["ab", "c", "d"], str, early=True, once=False, again=again)
     assert [boundary.ready(member) for member in "abca"] == [[], ["ab"], ["c"], []]
     assert boundary.rest() == ["d"] and boundary.again(lambda late: late) == ["ab"]
-    # It has had several gradients, so that its bucket waits; another rank's bucket leaves again.
+    # It has had several gradients, so that its bucket waits; another rank's bucket is sent again.
     assert [boundary.ready(member) for member in "abcad"] == [[]] * 5
     assert boundary.rest() == ["ab", "c", "d"] and boundary.again(lambda late: late + torch.eye(3)[1]) == ["c"]
     boundary.learn(lambda used: used)
@@ -93,7 +108,7 @@ def test_a_bucket_leaves_again_with_what_comes_after_it(again: Any) -> None:
     assert boundary.rest() == ["ab", "c", "d"] and boundary.again(torch.zeros_like) == []
 
 
-def test_after_the_first_step_ranks_agree_only_where_buckets_may_always_leave_again() -> None:
+def test_late_gradients_after_the_first_step() -> None:
     first = Boundary(["a", "b"], str, early=True, once=False, again="in the first step")
     always = Boundary(["a", "b"], str, early=True, once=False, again="always")
     for boundary in (first, always):
@@ -104,4 +119,97 @@ def test_after_the_first_step_ranks_agree_only_where_buckets_may_always_leave_ag
     assert always.ready("a") == always.rest() == [] and always.again(lambda late: late) == ["a"]
     with pytest.raises(RuntimeError, match=r"a got another gradient"):
         first.ready("a")
-    assert first.rest() == first.again(lambda late: pytest.fail("nothing leaves again")) == []
+    assert first.rest() == first.again(lambda late: pytest.fail("nothing is sent again")) == []
+
+
+class Group:
+    """A group of ranks that sends the gradients it gets, which are ones, to other groups."""
+
+    def __init__(self, params: list[Any], limit: int) -> None:
+        self.pieces = Pieces(ROWS)
+        buckets = boundary_buckets(params, limit, lambda param: param.dtype)
+        self.boundary: Boundary[list[Any]] = Boundary(
+            buckets, lambda bucket: numbered([bucket])[0], early=True, once=False, again="always"
+        )
+        self.crossed: list[list[int]] = []
+        self.sums = {param.ds_id: 0 for param in params}
+
+    def backward(self, used: list[Any], cuts: set[int]) -> None:
+        """Parameters get gradients in this order, in buckets that end at ``cuts``."""
+        bucket: list[Any] = []
+        for number, param in enumerate(used):
+            if bucket and (number in cuts or bucket[0].dtype != param.dtype or param in bucket):
+                self.arrive(bucket)
+                bucket = []
+            bucket.append(param)
+        if bucket:
+            self.arrive(bucket)
+
+    def arrive(self, bucket: list[Any]) -> None:
+        """A bucket is reduced, sorted as by DeepSpeed, and with padding."""
+        bucket.sort(key=lambda param: param.ds_id)
+        width = sum(param.ds_tensor.ds_numel for param in bucket)
+        self.pieces.add(bucket, torch.ones(ROWS, width + 1, dtype=bucket[0].dtype).view(-1))
+        self.cross(self.boundary.ready(param.ds_id for param in bucket))
+
+    def cross(self, buckets: list[list[Any]]) -> None:
+        """Take the pieces of buckets that are sent."""
+        for bucket in buckets:
+            self.crossed += numbered([bucket])
+            message = torch.cat(self.pieces.take(bucket), dim=1)
+            columns = message.split([param.ds_tensor.ds_numel for param in bucket], dim=1)
+            for param, part in zip(bucket, columns, strict=True):
+                assert part.min() == part.max()
+                self.sums[param.ds_id] += int(part[0, 0])
+
+
+def together(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tensor]], None]) -> None:
+    """Have groups do what asks for the largest of their values once."""
+    everybody, all_asked = [], threading.Barrier(len(groups), timeout=60)
+
+    def largest(mine: Tensor) -> Tensor:
+        everybody.append(mine)
+        all_asked.wait()
+        return torch.stack(everybody).amax(0)
+
+    with ThreadPoolExecutor(len(groups)) as pool:
+        list(pool.map(lambda group: act(group, largest), groups))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=some.data(), widths=some.lists(some.integers(1, 12), min_size=1, max_size=8), limit=some.integers(1, 60))
+def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit: int) -> None:
+    """In any order, some several times: the same buckets cross in the same order, and each gradient once."""
+    params = parameters(widths, [data.draw(some.sampled_from(DTYPES)) for _ in widths])
+    groups = [Group(params, limit) for _ in range(2)]
+    for step in range(3):
+        for group in groups:
+            group.crossed, group.sums = [], dict.fromkeys(group.sums, 0)
+        uses = [data.draw(some.lists(some.sampled_from(params), max_size=12)) for _ in groups]
+        for group, used in zip(groups, uses, strict=True):
+            group.backward(used, data.draw(some.sets(some.integers(1, 11))))
+        for group in groups:
+            group.cross(group.boundary.rest())
+        together(groups, lambda group, largest: group.cross(group.boundary.again(largest)))
+        assert groups[0].crossed == groups[1].crossed
+        for group, used in zip(groups, uses, strict=True):
+            assert group.sums == {param.ds_id: used.count(param) for param in params}
+            assert not group.pieces._held
+        if step == 1:
+            together(groups, lambda group, largest: group.boundary.learn(largest))
+
+
+def test_gradients_in_the_order_of_the_model_cross_at_once() -> None:
+    params = parameters([3] * 8, [torch.float32] * 8)
+    group = Group(params, 2 * ROWS * 3)
+    for end in (8, 6, 4, 2):
+        group.arrive(params[end - 2 : end])
+        assert group.crossed.pop() == [end - 2, end - 1] and not group.crossed and not group.pieces._held
+
+
+def test_neighbors_cross_without_a_copy() -> None:
+    params = parameters([3, 2, 4], [torch.float32] * 3)
+    pieces, arrived = Pieces(ROWS), torch.rand(ROWS, 9)
+    pieces.add(params, arrived)
+    (piece,) = pieces.take(params)
+    assert piece.data_ptr() == arrived.data_ptr() and torch.equal(piece, arrived)

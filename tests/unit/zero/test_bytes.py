@@ -4,20 +4,28 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.comm.comm import comms_logger
+from deepspeed.moe.utils import is_moe_param
 
+from deepspeed_ext.comm import collectives
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
+from scripts.emulation.traffic import TrafficMeter
+from tests.harness import experts, networks, training
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
 LARGER = (512, 1023, 1024, 600)  # 2.2 million, for what is in 4 bits
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
 MATRICES, SIDE = 6, 300  # as many and as large, so that owners have as much to do
-SQUARES = (SIDE,) * (MATRICES + 1)
+MUON = {"sizes": (SIDE,) * (MATRICES + 1), "optimizer": "Muon"}
 LARGER_BUCKETS = {"reduce_bucket_size": 800_000, "allgather_bucket_size": 800_000}
 WIDTH = 4  # bytes of an element
 RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barriers, norms, ZeRO-3's compared records)
@@ -29,6 +37,7 @@ HELD = (*REPLICATED, *(name for name in PARTITIONED if name[0] == "I"))  # param
 
 Bytes = tuple[float, float]  # within the group, between groups
 Row = tuple[str, list[Bytes]]  # strategy, each micro-step; the last one of an optimizer step includes that step
+Parameter = tuple[int, bool, bool, bool]  # elements, whether trained, of an expert, of Muon
 
 
 def check(
@@ -60,47 +69,49 @@ def check(
         assert total == pytest.approx((whole.intra, whole.inter), rel=RELATIVE), name
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
+def states_of(params: list[Parameter]) -> ModelStates:
+    """The model states of parameters, all in fp32."""
+    trained = sum(numel for numel, trained, *_ in params if trained)
+    return ModelStates.of(sum(one[0] for one in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
+
+
+ONE_BUCKET = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8}
+ON_HOST = {"offload_param": {"device": "cpu"}, "paro_parameter_cache_bytes": 10**5}
+SHAPES = ((4, 2, 3), (6, 3, 1), (4, 2, 1), (4, 2, 4), (6, 2, 4))
+
+
 @pytest.mark.parametrize(
-    "world, group, accumulation",
-    [(6, 3, 2), *deep((4, 2, 3), (6, 3, 1), (4, 2, 1), (4, 2, 4), (6, 2, 4))],
+    "world, group, accumulation, names, zero, frozen",
+    [
+        (6, 3, 2, REPLICATED, {}, ()),
+        (6, 3, 2, PARTITIONED, {}, ()),
+        # Not the first layer: without a gradient to compute, backward would not need its parameters.
+        (4, 2, 2, ("NNG", "NII", "NIG", "NGG"), {}, (1,)),
+        (4, 2, 2, ("INI", "IIG", "GGG"), {}, (1,)),
+        (4, 2, 2, ("ING", "IIG", "IGG"), ON_HOST, (1,)),
+        (4, 2, 1, ("NIG", "NGG", "ING", "IIG", "GGG"), {**ONE_BUCKET, "overlap_comm": True}, ()),
+        *deep(*((*shape, names, {}, ()) for shape in SHAPES for names in (REPLICATED, PARTITIONED))),
+        *deep((4, 2, 1, ("NIG", "NGG", "ING", "IIG", "GGG"), ONE_BUCKET, ())),
+    ],
+    ids=by_strategies,
 )
 def test_bytes_within_and_between_groups(
-    ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
+    ranks: Any,
+    world: int,
+    group: int,
+    accumulation: int,
+    names: tuple[str, ...],
+    zero: dict[str, Any],
+    frozen: tuple[int, ...],
 ) -> None:
-    parameters, _, rows = ranks(world).run(bytes_case, names, group, accumulation)[0]
-    states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4)
-    check(rows, GroupSizes(world, group), states, accumulation)
-
-
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-def test_frozen_parameters_are_gathered_but_neither_reduced_nor_updated(ranks: Any, names: tuple[str, ...]) -> None:
-    # Not the first layer: without a gradient to compute, backward would not need its parameters.
-    parameters, trainable, rows = ranks(4).run(bytes_case, names, 2, 2, frozen=(1,))[0]
-    assert trainable < 0.6 * parameters
-    states = ModelStates.of(parameters, trainable, parameter_bytes=4, gradient_bytes=4)
-    check(rows, GroupSizes(4, 2), states, 2)
-
-
-def test_parameters_on_the_host_send_the_same(ranks: Any) -> None:
-    zero = {"offload_param": {"device": "cpu"}, "paro_parameter_cache_bytes": 10**5}
-    parameters, trainable, rows = ranks(4).run(bytes_case, ("ING", "IIG", "IGG"), 2, 2, zero, frozen=(1,))[0]
-    states = ModelStates.of(parameters, trainable, parameter_bytes=4, gradient_bytes=4)
-    check(rows, GroupSizes(4, 2), states, 2)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_one_big_bucket_and_overlap_send_the_same(ranks: Any, overlap: bool) -> None:
-    zero = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8, "overlap_comm": overlap}
-    parameters, _, rows = ranks(4).run(bytes_case, ("NIG", "NGG", "ING", "IIG", "GGG"), 2, 1, zero)[0]
-    states = ModelStates.of(parameters, parameter_bytes=4, gradient_bytes=4)
-    check(rows, GroupSizes(4, 2), states, 1)
+    params, rows = ranks(world).run(bytes_case, names, group, accumulation, {**BUCKETS, **zero}, frozen=frozen)[0]
+    check(rows, GroupSizes(world, group), states_of(params), accumulation)
 
 
 @pytest.mark.parametrize(
     "world, accumulation, loco, updates, names",
     [
-        (4, 2, None, {}, HELD),
+        (4, 2, None, {}, ("NNG", "NII", "INI", "IGG")),
         (4, 1, {}, {}, HELD),
         (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "NIG", "III", "IGG")),
         (4, 1, {}, None, ("NIG", "NII", "IIG")),
@@ -117,57 +128,54 @@ def test_gradients_and_updates_in_few_bits(
 ) -> None:
     keys = {"zeropp_loco_param": loco, "paro_quantized_updates": updates}
     zero = LARGER_BUCKETS | {key: value for key, value in keys.items() if value is not None}
-    parameters, _, rows = ranks(world).run(bytes_case, names, 2, accumulation, zero, sizes=LARGER)[0]
+    params, rows = ranks(world).run(bytes_case, names, 2, accumulation, zero, sizes=LARGER)[0]
     sent = Compression(
         None if loco is None else LocoSettings(**loco), None if updates is None else UpdateSettings(**updates)
     )
-    states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
-    check(rows, GroupSizes(world, 2), states, accumulation, sent)
+    check(rows, GroupSizes(world, 2), states_of(params), accumulation, sent)
 
 
-@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-@pytest.mark.parametrize("world, group, accumulation", [(4, 2, 2), *deep((6, 3, 1))])
+@pytest.mark.parametrize(
+    "world, group, accumulation, names",
+    [
+        (4, 2, 2, ("NNI", "NIG", "III", "ING", "GGG")),
+        *deep(*((*shape, names) for shape in ((4, 2, 2), (6, 3, 1)) for names in (REPLICATED, PARTITIONED))),
+    ],
+    ids=by_strategies,
+)
 def test_muon_exchanges_parts_of_matrices_once_a_step(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
     # Of stripes of one matrix each, all ranks have a part.
     zero = {**BUCKETS, "reduce_bucket_size": SIDE**2}
-    parameters, _, rows = ranks(world).run(muon_case, names, group, accumulation, zero)[0]
+    params, rows = ranks(world).run(bytes_case, names, group, accumulation, zero, **MUON)[0]
     cluster, matrices = GroupSizes(world, group), MATRICES * SIDE**2 * WIDTH
     between = 2 * (world - group) / world**2 * matrices  # 2 b M / k
     for strategy in map(STRATEGIES.__getitem__, names):
         assert strategy.exchange(cluster, matrices).inter == pytest.approx(
             between if strategy.os == Placement.G else 0
         )
-    states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
-    check(rows, cluster, states, accumulation, exchange=lambda strategy: strategy.exchange(cluster, matrices))
+    check(
+        rows, cluster, states_of(params), accumulation, exchange=lambda strategy: strategy.exchange(cluster, matrices)
+    )
 
 
-def test_of_partitions_without_stripes_only_matrices_at_their_borders_are_exchanged(ranks: Any) -> None:
+def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None:
     # Of the four partitions two end within a matrix, and the other half is with the other rank of the group.
     halves = Volume(2 * 2 * SIDE**2 / 2 * WIDTH / 4, 0)
     zero = {**BUCKETS, "round_robin_gradients": True}
-    parameters, _, rows = ranks(4).run(muon_case, ("NII", "NIG", "NGG"), 2, 1, zero)[0]
-    states = ModelStates.of(parameters, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
-    check(rows, GroupSizes(4, 2), states, 1, exchange=lambda one: halves if one.os == Placement.G else Volume())
+    params, rows = ranks(4).run(bytes_case, ("NII", "NIG", "NGG"), 2, 1, zero, **MUON)[0]
+    exchange = {Placement.G: halves}
+    check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda one: exchange.get(one.os, Volume()))
 
 
-def muon_case(
-    names: tuple[str, ...], group: int, accumulation: int, zero: dict[str, Any]
-) -> tuple[int, int, list[Row]]:
-    """The same as ``bytes_case`` with Muon, without its iteration, which sends nothing and is slow."""
-    from unittest import mock
-
-    with mock.patch("deepspeed.runtime.zero.muon.original_muon.muon_update", lambda matrix, *_, **__: matrix):
-        return bytes_case(names, group, accumulation, zero, sizes=SQUARES, optimizer="Muon")
-
-
-def test_a_skipped_step_sends_no_updates_and_puts_a_whole_one_off(ranks: Any, kernels: bool) -> None:
+def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool) -> None:
+    """A whole update that is due then is sent with the next step."""
     zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
     names = ("NNN", "NIG", "NGG", "III", "IIG", "IGG")
     job = {"steps": 4, "dtype": "fp16", "overflow": ((2, 1),), "sizes": LARGER}
-    parameters, _, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
-    states, width = ModelStates.of(parameters), 2
+    params, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
+    states, width = ModelStates.of(sum(one[0] for one in params)), 2
     coded = Compression(updates=UpdateSettings())
     for name, counted in rows:
         phases = STRATEGIES[name].phases(GroupSizes(4, 2), states)
@@ -184,17 +192,15 @@ def bytes_case(
     zero: dict[str, Any] = BUCKETS,
     steps: int = 1,
     **details: Any,
-) -> tuple[int, int, list[Row]]:
-    """Parameters, trainable ones, and for each strategy the mean bytes a rank of the micro-steps of some steps."""
-    from deepspeed import comm as dist
+) -> tuple[list[Parameter], list[Row]]:
+    """Parameters of this rank, and for each strategy the mean bytes a rank of the micro-steps of some steps.
 
-    from scripts.emulation.traffic import TrafficMeter
-    from tests.harness import training
-
+    Muon does not iterate, which sends nothing and is slow.
+    """
     job = training.Job(**{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, **details})
     rows: list[Row] = []
     for name in names:
-        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group, **TWICE})
+        engine, model = training.make_engine(job, placed(name, group, **TWICE))
         data = training.batches(job)
         meters = [TrafficMeter() for _ in range(steps * accumulation)]
         # A step of one micro-step goes before: it records the order of the modules, which ranks compare once.
@@ -204,7 +210,8 @@ def bytes_case(
             meter.start()
             dist.barrier()
             training.micro_step(engine, job, number, *next(data))
-            engine.step()
+            with mock.patch("deepspeed.runtime.zero.muon.original_muon.muon_update", lambda matrix, *_, **__: matrix):
+                engine.step()
             if STRATEGIES[name].stage == 3:
                 engine.optimizer.drain_parameters()  # or slices are completed during the next forward
             dist.barrier()
@@ -212,25 +219,44 @@ def bytes_case(
             dist.barrier()
         splits = [meter.split(group) for meter in meters]
         rows.append((name, [(split.intra_mean, split.inter_mean) for split in splits]))
-        numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in model.parameters()]
+        params = [
+            (getattr(p, "ds_numel", p.numel()), p.requires_grad, is_moe_param(p), getattr(p, "use_muon", False))
+            for p in model.parameters()
+        ]
         engine.destroy()
-    return sum(numel for numel, _ in numels), sum(numel for numel, trainable in numels if trainable), rows
+    return params, rows
+
+
+class ExpertsAlone(networks.RoutedOverTwo):
+    """Nothing but the experts is trained."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        for name, param in self.named_parameters():
+            param.requires_grad_(".deepspeed_experts." in name)
 
 
 @pytest.mark.parametrize("world, group", [(4, 2), *deep((8, 4))])
 def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int) -> None:
-    *_, alone = ranks(world).run(experts_case, group, ("layers", "gate"))[0]
-    dense, experts, both = ranks(world).run(experts_case, group, ())[0]
-    families = [(dense, GroupSizes(world, group)), (experts, GroupSizes(world // 2, group // 2))]
+    alone, both = (
+        ranks(world).run(bytes_case, REPLICATED, group, 1, network=network)[0]
+        for network in (ExpertsAlone, networks.RoutedOverTwo)
+    )
+    dense, of_experts = (states_of([one for one in both[0] if one[2] == expert]) for expert in (False, True))
     for number, name in enumerate(REPLICATED):
-        due = [
-            STRATEGIES[name].volume(cluster, ModelStates.of(numel, parameter_bytes=WIDTH, gradient_bytes=WIDTH))
-            for numel, cluster in families
-        ]
-        assert alone[number][1] == pytest.approx(due[1].inter, rel=RELATIVE), name
-        for kind in (0, 1):  # tokens, which travel inside groups, are not counted in what is more
-            more = both[number][kind] - alone[number][kind]
-            assert more == pytest.approx((due[0].intra, due[0].inter)[kind], rel=RELATIVE), name
+        of_dense = STRATEGIES[name].volume(GroupSizes(world, group), dense)
+        due = STRATEGIES[name].volume(GroupSizes(world // 2, group // 2), of_experts)
+        ((_, (counted,)), (_, (whole,))) = alone[1][number], both[1][number]
+        assert counted[1] == pytest.approx(due.inter, rel=RELATIVE), name
+        for kind, want in enumerate((of_dense.intra, of_dense.inter)):
+            # Tokens, which move inside groups, are not counted in what is more.
+            assert whole[kind] - counted[kind] == pytest.approx(want, rel=RELATIVE), name
+
+
+class Wide(experts.SmallMixtral):
+    """So wide that tokens are few bytes beside parameters."""
+
+    width, inner = 160, 320
 
 
 @pytest.mark.parametrize(
@@ -238,112 +264,19 @@ def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, gro
     [(("ING", "IIG", "GGG"), "SGD"), (("IIG",), "Muon"), *deep((("III", "IGG"), "SGD"), (("III", "IGG"), "Muon"))],
     ids=by_strategies,
 )
-def test_sharded_experts_are_gathered_among_the_ranks_that_have_them(
-    ranks: Any, names: tuple[str, ...], optimizer: str
-) -> None:
-    dense, trained, experts, matrices, rows = ranks(4).run(autoep_case, 2, names, optimizer)[0]
-    width = {"parameter_bytes": WIDTH, "gradient_bytes": WIDTH}
-    families = [
-        (GroupSizes(4, 2), ModelStates.of(dense, trained, **width)),
-        (GroupSizes(2, 1), ModelStates.of(experts, **width)),
-    ]
-    for name, (intra, inter) in zip(names, rows, strict=True):
-        due = [STRATEGIES[name].volume(*family) for family in families]
-        for (cluster, _), numel in zip(families, matrices, strict=True):
-            due.append(STRATEGIES[name].exchange(cluster, numel * WIDTH))
+def test_sharded_experts_are_gathered_where_they_are_held(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:
+    job = {"sizes": (256, 511, 300), "network": Wide, "optimizer": optimizer, "config": experts.autoep(2)}
+    params, rows = ranks(4).run(bytes_case, names, 2, 1, BUCKETS, 2, **job)[0]
+    families = [[one for one in params if one[2] == expert] for expert in (False, True)]
+    clusters = [GroupSizes(4, 2), GroupSizes(2, 1)]
+    for name, (*_, (intra, inter)) in rows:  # the record of modules is compared in the second forward
+        due = [STRATEGIES[name].volume(*each) for each in zip(clusters, map(states_of, families), strict=True)]
+        for cluster, family in zip(clusters, families, strict=True):
+            matrices = sum(numel for numel, *_, of_muon in family if of_muon)
+            due.append(STRATEGIES[name].exchange(cluster, matrices * WIDTH))
         assert inter == pytest.approx(sum(volume.inter for volume in due), rel=RELATIVE), name
         tokens = 150_000  # to experts and back, in forward and backward
         assert intra == pytest.approx(sum(volume.intra for volume in due), rel=RELATIVE, abs=tokens), name
-
-
-def autoep_case(
-    group: int, names: tuple[str, ...], optimizer: str
-) -> tuple[int, int, int, tuple[int, int], list[Bytes]]:
-    """Dense parameters, those of them that are trained, those of experts that this rank has; Muon's of dense ones and
-    of experts; bytes as above, without Muon's iteration."""
-    from unittest import mock
-
-    with mock.patch("deepspeed.runtime.zero.muon.original_muon.muon_update", lambda matrix, *_, **__: matrix):
-        return autoep_bytes(group, names, optimizer)
-
-
-def autoep_bytes(
-    group: int, names: tuple[str, ...], optimizer: str
-) -> tuple[int, int, int, tuple[int, int], list[Bytes]]:
-    """The same."""
-    from deepspeed import comm as dist
-    from deepspeed.moe.utils import is_moe_param
-
-    from scripts.emulation.traffic import TrafficMeter
-    from tests.harness import experts, training
-
-    class Network(experts.SmallMixtral):
-        width, inner = 160, 320
-
-    job = training.Job((256, 511, 300), zero=BUCKETS, network=Network, optimizer=optimizer, config=experts.autoep(2))
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group, **TWICE})
-        data, meter = training.batches(job), TrafficMeter()
-        for number in range(3):  # the record of the modules is compared in the second forward
-            dist.barrier()
-            if number == 2:
-                meter.start()
-            dist.barrier()
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-            engine.optimizer.drain_parameters()
-            dist.barrier()
-        meter.stop()
-        dist.barrier()
-        split = meter.split(group)
-        rows.append((split.intra_mean, split.inter_mean))
-        numels = [(p.ds_numel, p.requires_grad, is_moe_param(p)) for p in model.parameters() if p.ds_numel > 48]
-        muon = [(p.ds_numel, is_moe_param(p)) for p in model.parameters() if getattr(p, "use_muon", False)]
-        engine.destroy()
-    own = sum(numel for numel, _, expert in numels if expert)
-    dense = [(numel, trained) for numel, trained, expert in numels if not expert]
-    matrices = (sum(numel for numel, expert in muon if not expert), sum(numel for numel, expert in muon if expert))
-    return sum(numel for numel, _ in dense), sum(numel for numel, trained in dense if trained), own, matrices, rows
-
-
-def experts_case(group: int, frozen: tuple[str, ...]) -> tuple[int, int, list[Bytes]]:
-    """Dense parameters, those of experts that this rank has, and for each strategy the mean bytes a rank of a step."""
-    from deepspeed import comm as dist
-    from deepspeed.moe.utils import is_moe_param
-
-    from scripts.emulation.traffic import TrafficMeter
-    from tests.harness import networks, training
-
-    class Network(networks.RoutedOverTwo):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
-            self.unused.requires_grad_(False)
-            for name, param in self.named_parameters():
-                if any(f".{part}." in f".{name}" for part in frozen):
-                    param.requires_grad_(False)
-
-    job = training.Job(sizes=(256, 511, 512, 300), empty=False, zero=BUCKETS, network=Network)
-    rows = []
-    for name in REPLICATED:
-        engine, model = training.make_engine(job, {"paro_strategy": name, "paro_group_size": group})
-        data, meter = training.batches(job), TrafficMeter()
-        for counted in (False, True):
-            dist.barrier()
-            if counted:
-                meter.start()
-            dist.barrier()
-            training.micro_step(engine, job, int(counted), *next(data))
-            engine.step()
-            dist.barrier()
-        meter.stop()
-        dist.barrier()
-        split = meter.split(group)
-        rows.append((split.intra_mean, split.inter_mean))
-        numels = [(p.numel(), is_moe_param(p)) for p in model.parameters() if p is not model.unused]
-        engine.destroy()
-    experts = sum(numel for numel, expert in numels if expert)
-    return sum(numel for numel, _ in numels) - experts, experts, rows
 
 
 @pytest.mark.quick
@@ -356,14 +289,6 @@ def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
 
 def logger_case() -> tuple[set[str], set[str]]:
     """What a step of NIG with collectives leaves: records in DeepSpeed's comms logger, and labels in a trace."""
-    from unittest import mock
-
-    import torch
-    from deepspeed.comm.comm import comms_logger
-
-    from deepspeed_ext.comm import collectives
-    from tests.harness import training
-
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})

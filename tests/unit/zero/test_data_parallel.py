@@ -2,9 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks that a strategy shards and reduces over beside tensor and sequence parallelism: as stock, or refused."""
 
+import contextlib
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+from deepspeed_ext.strategy import STRATEGIES
+from tests.harness.training import whole_weights
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -17,12 +27,6 @@ ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
 
 def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
     """An engine over a small network, from a fixed seed."""
-    import contextlib
-
-    import deepspeed
-    import torch
-    from deepspeed.accelerator import get_accelerator
-
     get_accelerator().is_fp16_supported = lambda: True  # or zero.Init makes bf16 on a CPU
     config = {**CONFIG, **beside, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     torch.manual_seed(3)
@@ -34,11 +38,6 @@ def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, 
 
 def trained(engine: Any, steps: int = 2) -> Any:
     """The weights after some steps on data of this rank's own, 1D."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness.training import whole_weights
-
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())
@@ -50,10 +49,6 @@ def trained(engine: Any, steps: int = 2) -> Any:
 
 def differences(strategy: str, **how: Any) -> tuple[float, float]:
     """How far the weights are from those of stock's stage, and from those of the first rank."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.strategy import STRATEGIES
-
     stock = trained(make({"stage": STRATEGIES[strategy].stage}, **how))
     ours = trained(make({"paro_strategy": strategy, "paro_group_size": 2}, **how))
     first = ours.clone()
@@ -61,8 +56,10 @@ def differences(strategy: str, **how: Any) -> tuple[float, float]:
     return (ours - stock).abs().max().item(), (ours - first).abs().max().item()
 
 
-@pytest.mark.parametrize("strategy", ["NIG", "IIG", "III"])
-@pytest.mark.parametrize("beside", ["mpu", "size alone", "mesh of one axis"])
+@pytest.mark.parametrize(
+    "strategy, beside",
+    [("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")],
+)
 def test_sequence_parallel_ranks_are_of_one_replica(ranks: Any, strategy: str, beside: str) -> None:
     for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):
         assert from_stock < 1e-6 and from_first == 0
@@ -70,8 +67,6 @@ def test_sequence_parallel_ranks_are_of_one_replica(ranks: Any, strategy: str, b
 
 def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
     """See ``differences``; ranks 0 and 1 share a sequence, and so do 2 and 3, or none, or all do."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
     if beside == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
         return differences(strategy, beside={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
@@ -80,19 +75,22 @@ def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
     return differences(strategy, beside={"data_parallel_size": 4, "sequence_parallel_size": 1})
 
 
+IIG = {"paro_strategy": "IIG", "paro_group_size": 2}
+
+
 @pytest.mark.parametrize(
-    "zero, keys",
+    "given, zero, keys",
     [
-        ({"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
-        ({"paro_strategy": "IIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
-        ({"paro_strategy": "fastest"}, "paro_strategy"),
-        ({"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
-        ({"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+        ("config", {"paro_strategy": "NIG", "paro_group_size": 2}, "paro_strategy and paro_group_size"),
+        ("config", {"paro_strategy": "fastest"}, "paro_strategy"),
+        ("config", {"stage": 3, "stage3_leaf_bytes": True}, "stage3_leaf_bytes"),
+        ("config", {"stage": 2, "zeropp_loco_param": {}}, "zeropp_loco_param"),
+        ("mesh_param", IIG, "paro_strategy and paro_group_size"),
+        ("by an earlier engine", IIG, "paro_strategy and paro_group_size"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("given", ["config", "mesh_param", "by an earlier engine"])
-def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, zero: dict[str, Any], keys: str, given: str) -> None:
+def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zero: dict[str, Any], keys: str) -> None:
     whose = " of an earlier engine of this process" if given == "by an earlier engine" else ""
     for error in ranks(4).run_expect_error(mesh_case, zero, given):
         assert error.type == "ValueError", error
@@ -118,26 +116,21 @@ def test_an_mpu_that_names_the_group_goes_before_the_mesh(ranks: Any) -> None:
 
 def mesh_and_mpu_case() -> tuple[float, float]:
     """See ``differences``: an mpu that names the group over both axes, beside the mesh."""
-    from deepspeed.runtime.sequence_parallel import parallel_state_sp
-
     parallel_state_sp.initialize_sequence_parallel(2)
     return differences("IIG", beside=ON_MESH, mpu=parallel_state_sp)
 
 
-@pytest.mark.parametrize("first", ["III", "INI"])
-def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any, first: str) -> None:
+def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any) -> None:
     """It reduces over the ranks of the mesh, as stock does, though its own group is one axis."""
-    answers = ranks(4).run(takeover_case, first)
+    answers = ranks(4).run(takeover_case)
     assert answers == [answers[0]] * 4 and answers[0] < 1e-6
 
 
-def takeover_case(first: str) -> float:
+def takeover_case() -> float:
     """How far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
-    import deepspeed
-
     expected = trained(make({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
-    engine = make({"paro_strategy": first, "paro_group_size": 2}, {})
+    engine = make({"paro_strategy": "INI", "paro_group_size": 2}, {})
     model = engine.module
     engine.destroy()
     config = {**CONFIG, **ON_MESH, "zero_optimization": {"stage": 3}}
@@ -145,7 +138,7 @@ def takeover_case(first: str) -> float:
     return float((trained(stock) - expected).abs().max())
 
 
-def test_the_size_of_groups_is_of_the_ranks_that_zero_shards_over(ranks: Any) -> None:
+def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
     for error in ranks(4).run_expect_error(tensor_parallel_case):
         assert error.type == "ValueError", error
         assert "got paro_group_size 4 with 2 data-parallel rank(s)" in error.message
@@ -153,9 +146,5 @@ def test_the_size_of_groups_is_of_the_ranks_that_zero_shards_over(ranks: Any) ->
 
 def tensor_parallel_case() -> None:
     """Two data-parallel ranks of two tensor-parallel ones, as AutoTP makes them."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was communicated")):
         make({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})

@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's MoE layers and AutoEP's train under strategies what they train in its stages; see ``families.py``."""
 
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.moe.utils import is_moe_param
 
-from tests.harness import training
+from tests.harness import experts, networks, snapshots, training
 from tests.harness.expert_cases import (
     PLAIN,
     SIZES,
@@ -22,7 +25,15 @@ from tests.harness.expert_cases import (
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job
 
-check = partial(training.check, optimizer="Stage12Optimizer")
+FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
+OVERFLOW = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}
+ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+
+
+def check(rows: list[Difference], **bounds: float) -> None:
+    """Check bounds, and that each strategy's optimizer was there."""
+    for row in rows:
+        training.check([row], optimizer=f"Stage{'12' if row.strategy[0] == 'N' else '3'}Optimizer", **bounds)
 
 
 def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
@@ -32,34 +43,32 @@ def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2
     return [max(of, key=lambda row: row.weights) for of in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize("world, ep, group", [(4, 1, 2), (6, 2, 2), *deep((4, 2, 2), (4, 4, 2), (4, 2, 4), (4, 2, 1))])
-def test_parity_at_every_shape(ranks: Any, world: int, ep: int, group: int) -> None:
-    check(run(ranks, ep, {"accumulation": 2, "steps": 3}, world, group))
-
-
-@pytest.mark.parametrize("ep, group, names", [(4, 2, ("NII", "NIG")), *deep((2, 4, REPLICATED), (4, 2, REPLICATED))])
-def test_parity_of_eight_ranks(ranks: Any, ep: int, group: int, names: tuple[str, ...]) -> None:
-    check(run(ranks, ep, {"accumulation": 3, "steps": 3}, 8, group, strategies=names))
+X2, X3 = {"accumulation": 2}, {"accumulation": 3}
+RESTING = {"zero": {"overlap_comm": True}, "accumulation": 3, "skipped": [(n, 1) for n in range(9) if n % 3]}
 
 
 @pytest.mark.parametrize(
-    "job",
+    "world, ep, group, names, job, bounds",
     [
-        {"groups": 2, "frozen": (1,), "optimizer": "Adam", "accumulation": 2},
-        {"zero": {"overlap_comm": True}, "accumulation": 3, "skipped": [(n, 1) for n in range(9) if n % 3]},
-        {"zero": {"round_robin_gradients": True}, "clipping": 0.0},
-        {"zero": {"offload_optimizer": {"device": "cpu"}}, "optimizer": "Adam"},
-        {"boundary": "step", "backward": "loss", "accumulation": 2},
+        (4, 1, 2, ("NNN", "NII", "NIG"), X2, {}),
+        (6, 2, 2, REPLICATED, X2, {}),
+        (8, 4, 2, ("NII", "NIG"), X3, {}),
+        (4, 2, 2, ("NNG", "NIG"), {"groups": 2, "frozen": (1,), "optimizer": "Adam", "accumulation": 2}, {}),
+        (4, 2, 2, ("NNI", "NII", "NGG"), RESTING, {}),
+        (4, 2, 2, ("NNG", "NIG"), {"zero": {"round_robin_gradients": True}, "clipping": 0.0}, {}),
+        (4, 2, 2, ("NII", "NIG"), {**ON_HOST, "optimizer": "Adam"}, {}),
+        (4, 2, 2, ("NNN", "NGG"), {"boundary": "step", "backward": "loss", "accumulation": 2}, {}),
+        (4, 2, 2, ("NNI", "NIG", "NGG"), OVERFLOW, FP16),
+        *deep((4, 2, 2, REPLICATED, {**X2, "dtype": "bf16"}, BF16), (4, 2, 2, REPLICATED, OVERFLOW, FP16)),
+        *deep(*((4, ep, group, REPLICATED, X2, {}) for ep, group in ((2, 2), (4, 2), (2, 4), (2, 1)))),
+        *deep((8, 2, 4, REPLICATED, X3, {}), (8, 4, 2, REPLICATED, X3, {}), (4, 2, 2, REPLICATED, RESTING, {})),
     ],
-    ids=["groups, frozen", "overlap, skipped", "round robin, no clipping", "offload", "own boundary"],
+    ids=by_strategies,
 )
-def test_parity_with_keys_of_deepspeed(ranks: Any, job: dict[str, Any]) -> None:
-    check(run(ranks, 2, {"steps": 3, **job}))
-
-
-@pytest.mark.parametrize("ep, group", [(2, 2), *deep((4, 2))])
-def test_experts_of_autoep(ranks: Any, ep: int, group: int) -> None:
-    check(ranks(4).run(autoep_case, ep, {"accumulation": 2, "steps": 3}, group)[0])
+def test_parity_of_moe_layers(
+    ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any], bounds: dict[str, float]
+) -> None:
+    check(run(ranks, ep, {"steps": 3, **job}, world, group, strategies=names), **bounds)
 
 
 @pytest.mark.parametrize(
@@ -78,23 +87,27 @@ def test_moe_layers_with_parameters_sharded(
     """DeepSpeed's stage 3 refuses them, so the oracle is its stage 2."""
     zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
     rows = run(ranks, ep, {"steps": 3, **job, "zero": zero}, 4, group, strategies=names, stage=2)
-    check(rows, optimizer="Stage3Optimizer")
-
-
-SOME_PARTITIONED = ("III", "IIG", "GGG")
+    check(rows)
 
 
 @pytest.mark.parametrize(
-    "ep, group, names",
+    "ep, group, names, job, bounds",
     [
-        (2, 2, ("INI", "IIG", "GNG")),
-        *deep(*((*shape, PARTITIONED) for shape in ((2, 2), (1, 2), (4, 2), (2, 4)))),
+        (2, 2, ("NNG", "NII", "NIG"), X2, {}),
+        (2, 2, ("INI", "IIG", "GNG"), X2, {}),
+        (2, 2, ("III", "IIG", "GGG"), {**X2, "dtype": "bf16"}, BF16),
+        *deep((2, 2, REPLICATED, X2, {}), (4, 2, REPLICATED, X2, {})),
+        *deep(*((ep, group, PARTITIONED, X2, {}) for ep, group in ((2, 2), (1, 2), (4, 2), (2, 4)))),
+        *deep((2, 2, ("III", "IIG", "GGG"), {**OVERFLOW, "clipping": 0.0}, FP16)),
     ],
+    ids=by_strategies,
 )
-def test_experts_of_autoep_with_parameters_sharded(ranks: Any, ep: int, group: int, names: tuple[str, ...]) -> None:
-    job = {"accumulation": 2, "steps": 3}
-    for rows in ranks(4).run(autoep_case, ep, job, group, strategies=names, stage=3):
-        check(rows, optimizer="Stage3Optimizer")
+def test_parity_of_experts_of_autoep(
+    ranks: Any, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any], bounds: dict[str, float]
+) -> None:
+    stage = 2 if names[0][0] == "N" else 3
+    for rows in ranks(4).run(autoep_case, ep, {"steps": 3, **job}, group, strategies=names, stage=stage):
+        check(rows, **bounds)
 
 
 @pytest.mark.parametrize(
@@ -111,8 +124,7 @@ def test_experts_folded_into_tensor_parallel_ranks(
 ) -> None:
     # Clipped as stock stage 3 does; the norms of its stages 1 and 2 lack experts of all tensor-parallel ranks but one.
     for rows in ranks(world).run(folded_case, ep, group, accumulation, names):
-        for row in rows:
-            check([row], optimizer="Stage12Optimizer" if row.strategy[0] == "N" else "Stage3Optimizer")
+        check(rows)
 
 
 @pytest.mark.parametrize(
@@ -130,8 +142,7 @@ def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) 
 @pytest.mark.parametrize("frozen", ["experts", *deep("others")])
 def test_a_family_without_anything_trained(ranks: Any, frozen: str) -> None:
     for sharded, whole in ranks(4).run(frozen_case, frozen):
-        check(sharded, optimizer="Stage3Optimizer")
-        check(whole)
+        check(sharded + whole)
 
 
 def test_frozen_experts_are_loaded_by_the_ranks_that_have_them(ranks: Any, tmp_path: Path) -> None:
@@ -143,9 +154,6 @@ def test_frozen_experts_are_loaded_by_the_ranks_that_have_them(ranks: Any, tmp_p
 def frozen_load_case(folder: str) -> tuple[list[str], str]:
     """Names of parameters that a load does not bring back, and why the checkpoint is not converted; experts are
     frozen, of one layer in part."""
-    import torch
-
-    from tests.harness import experts, snapshots
 
     class Network(experts.SmallMixtral):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -168,9 +176,6 @@ def frozen_load_case(folder: str) -> tuple[list[str], str]:
 
 def frozen_case(frozen: str) -> tuple[list[Difference], list[Difference]]:
     """Differences from stock where only one family is trained; stock's stage 2 does not take frozen experts."""
-    from deepspeed.moe.utils import is_moe_param
-
-    from tests.harness import experts
 
     class Network(experts.SmallMixtral):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -184,11 +189,8 @@ def frozen_case(frozen: str) -> tuple[list[Difference], list[Difference]]:
     return training.compare(job, 2, strategies[0], stage=3), training.compare(job, 2, strategies[1], stage=3)
 
 
-MUON = {
-    "weights": 1e-4,
-    "losses": 1e-5,
-}  # iterations make more of what rounding leaves in directions of small gradients
-ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
+# Iterations make more of what rounding leaves in directions of small gradients.
+MUON = {"weights": 1e-4, "losses": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -219,59 +221,23 @@ def test_muon_of_autoep(
 ) -> None:
     """Packed experts, beside DeepSpeed's stage 3."""
     for rows in ranks(world).run(muon_case, ep, {"steps": 3, **job}, group, names):
-        for row, name in zip(rows, names, strict=True):
-            check([row], **MUON, optimizer="Stage3Optimizer" if name in PARTITIONED else "Stage12Optimizer")
-
-
-FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
-
-
-@pytest.mark.parametrize(
-    "job, bounds",
-    [
-        ({"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}, FP16),
-        *deep(({"dtype": "bf16", "accumulation": 2, "steps": 3}, BF16)),
-    ],
-    ids=["fp16", "bf16"],
-)
-def test_sixteen_bits(ranks: Any, job: dict[str, Any], bounds: dict[str, float]) -> None:
-    check(run(ranks, 2, job), **bounds)
-
-
-@pytest.mark.parametrize(
-    "job, bounds",
-    [
-        ({"dtype": "bf16", "accumulation": 2, "steps": 3}, BF16),
-        *deep(({"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)], "clipping": 0.0}, FP16)),
-    ],
-    ids=["bf16", "fp16"],
-)
-def test_sixteen_bits_of_autoep(ranks: Any, job: dict[str, Any], bounds: dict[str, float]) -> None:
-    for rows in ranks(4).run(autoep_case, 2, job, 2, strategies=SOME_PARTITIONED, stage=3):
-        check(rows, **bounds, optimizer="Stage3Optimizer")
+        check([row._replace(strategy=name) for row, name in zip(rows, names, strict=True)], **MUON)
 
 
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
     """Those with os = G; what does not fit is refused before anything is changed."""
     for rows, refused in ranks(4).run(exchange_case, str(tmp_path)):
         assert len(rows) == 6 and all(rows.values()), rows
-        assert "mp_rank_00_model_states.pt is missing. The checkpoint was saved with paro_strategy IIG" in refused[5]
         assert "is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers (" in refused[0]
         assert "shard the states otherwise" in refused[1], refused
         assert "does not fit the model's experts: of 3 names 3 are missing, unexpected or have another" in refused[2]
-        assert "layer_0_expert_" in refused[3] and "is missing" in refused[3], refused
-        assert "shard the states otherwise" in refused[4] and "It is not converted either, since Deep" in refused[4]
+        assert "shard the states otherwise" in refused[3] and "It is not converted either, since Deep" in refused[3]
+        assert "mp_rank_00_model_states.pt is missing. The checkpoint was saved with paro_strategy IIG" in refused[4]
+        assert "layer_0_expert_" in refused[5] and "is missing" in refused[5], refused
 
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     """Whether going on is the same from a checkpoint of one's own and from another's; errors of bad loads."""
-    from dataclasses import replace
-    from pathlib import Path
-
-    from deepspeed import comm as dist
-
-    from tests.harness import experts, networks, snapshots
-
     found = {}
     routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
@@ -295,51 +261,46 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         found[f"{job.optimizer}, {saver} to {loader}"] = same
         engine.destroy()
         dist.barrier()
-    refused = []
+
+    def refusal(job: Job, name: str, saver: str = "NIG", tag: str | None = None) -> str:
+        engine, _ = training.make_engine(job, training.placed(name))
+        said = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saver}", tag=tag)
+        engine.destroy()
+        return said
+
     universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
-    engine, _ = training.make_engine(universal, training.placed("NIG"))
-    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG", tag="universal"))
-    engine.destroy()
     wider = Job(sizes=SIZES, network=type("", (networks.RoutedOverTwo,), {"more": 3}), optimizer="Adam")
-    engine, _ = training.make_engine(routed, training.placed("NII"))
-    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
-    engine.destroy()
-    engine, _ = training.make_engine(wider, training.placed("NIG"))
-    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
-    engine.destroy()
-    engine, _ = training.make_engine(universal, training.placed("NII"))
-    unconverted = snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG")
-    engine.destroy()
-    engine, _ = training.make_engine(routed, training.placed("NIG"))
-    sharded = snapshots.error_of(engine.load_checkpoint, f"{folder}/IIG")
-    engine.destroy()
+    refused = [
+        refusal(universal, "NIG", tag="universal"),
+        refusal(routed, "NII"),
+        refusal(wider, "NIG"),
+        refusal(universal, "NII"),
+        refusal(routed, "NIG", "IIG"),
+    ]
     if dist.get_rank() == 0:
         for path in Path(folder, "NIG", "global_step2").glob("layer_0_expert_*"):
             path.unlink()
     dist.barrier()
-    engine, _ = training.make_engine(routed, training.placed("NIG"))
-    refused.append(snapshots.error_of(engine.load_checkpoint, f"{folder}/NIG"))
-    engine.destroy()
-    return found, [*refused, unconverted, sharded]
+    return found, [*refused, refusal(routed, "NIG")]
 
 
 @pytest.mark.parametrize(
-    "kind, ep, compressed, optimizer",
+    "kind, ep, compressed, optimizer, names",
     [
-        ("MoE", 4, True, "Adam"),
-        ("AutoEP", 4, True, "Adam"),
-        ("folded", 2, False, "Adam"),
-        ("MoE", 2, False, "Muon"),
-        *deep(("AutoEP", 2, False, "Muon"), ("folded", 4, True, "Adam")),
-        *deep(("MoE", 2, False, "Adam"), ("MoE", 4, False, "Adam")),
-        *deep(("MoE", 2, True, "Adam"), ("AutoEP", 2, False, "Adam"), ("AutoEP", 2, True, "Adam")),
-        *deep(("AutoEP", 4, False, "Adam")),
+        ("MoE", 2, False, "Muon", ("NIG", "IIG")),
+        ("AutoEP", 4, True, "Adam", ("NNN", "IGG")),
+        ("folded", 2, False, "Adam", ("IIG",)),
+        *deep(
+            *(("folded", ep, compressed, "Adam", ("NIG", "INI", "IIG")) for ep, compressed in ((2, False), (4, True)))
+        ),
+        *deep(*((kind, 4, True, "Adam", ("NNN", "III", "IGG", "ING")) for kind in ("MoE", "AutoEP"))),
+        *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
-    ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str
+    ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]
 ) -> None:
-    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer):
+    for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):
         for name, restored, same_losses, same_weights in rows:
             assert restored and same_losses and same_weights, (name, restored, same_losses, same_weights)

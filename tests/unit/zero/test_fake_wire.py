@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """In the order of the program, nothing is read before it has arrived. See Note [How the wire works]."""
 
+import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
 
-from tests.harness.training import PARTITIONED, REPLICATED
+from tests.harness.fake_wire import JOB, Trained, Wire, enter_virtual_world, train_over
+from tests.harness.stream_order import device_with_streams
+from tests.harness.training import PARTITIONED, REPLICATED, placed
 
 pytestmark = pytest.mark.quick
 
@@ -63,13 +67,6 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
     Returns:
         The strategies that end with other weights; the places where we wait; those without an effect when left out.
     """
-    import contextlib
-    import dataclasses
-
-    from tests.harness.fake_wire import JOB, Trained, Wire, enter_virtual_world, train_over
-    from tests.harness.stream_order import device_with_streams
-    from tests.harness.training import placed
-
     job = dataclasses.replace(JOB, zero={**JOB.zero, "overlap_comm": True})
 
     def train(wire: Wire, name: str, **more: Any) -> Trained:
@@ -88,57 +85,3 @@ def wired_case(names: list[str], streams: bool, waits: dict[str, str]) -> tuple[
         missed = [place for place, name in waits.items() if train(Wire(ignored=place), name) == expected[name]]
     ours = {place for place in late.waits if place.partition(":")[0] not in STOCK}
     return different, ours, missed
-
-
-@pytest.mark.parametrize("removed", ["", "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator.wait_for_current"])
-def test_the_wire_of_a_gpu(ranks: Any, removed: str) -> None:
-    """Its streams, simulated: what is sent and received has an order, and one that is missing is found."""
-    same, findings = ranks(1).run(gpu_case, removed)[0]
-    assert same
-    if removed:
-        assert any("gathers.py" in finding for finding in findings), findings
-    else:
-        assert not findings
-
-
-def gpu_case(removed: str) -> tuple[bool, list[str]]:
-    """Whether weights are those of a prompt wire, and accesses without an order.
-
-    Args:
-        removed: "Class.method" of ours that does nothing instead.
-    """
-    import contextlib
-    import dataclasses
-    import pkgutil
-    from unittest import mock
-
-    import torch
-
-    from tests.harness.fake_wire import JOB, WITHOUT_TIMER, Wire, enter_virtual_world, train_over
-    from tests.harness.stream_order import Event, Stream, device_with_streams
-    from tests.harness.training import placed
-
-    job = dataclasses.replace(JOB, config=WITHOUT_TIMER)
-    enter_virtual_world(6)
-    with device_with_streams() as order, contextlib.ExitStack() as patches:
-        simulated = {
-            "Stream": lambda: Stream(order, "wire"),
-            "Event": lambda **_: Event(order),
-            "stream": order.on,
-            "current_stream": lambda: order.current,
-            "synchronize": order.synchronize,
-            "_sleep": lambda cycles: None,
-        }
-        for name, replacement in simulated.items():
-            patches.enter_context(mock.patch.object(torch.cuda, name, replacement))
-        same, findings = True, []
-        for name in ("GGG", "IGG"):
-            expected = train_over(Wire("cuda", prompt=True), job, placed(name, group_size=3))
-            with contextlib.ExitStack() as without:
-                if removed:
-                    owner, _, method = removed.rpartition(".")
-                    without.enter_context(mock.patch.object(pkgutil.resolve_name(owner), method, lambda *_: None))
-                with order.watch():
-                    same &= train_over(Wire("cuda"), job, placed(name, group_size=3)) == expected
-            findings += map(str, order.findings)
-    return same, findings

@@ -1,21 +1,90 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with p = I or G are read, changed, saved and used as DeepSpeed's own are."""
+"""Parameters with p = I or G are read, modified and used as in DeepSpeed's stage 3."""
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partitioned_param_coordinator import assert_ints_same_as_other_ranks
+from deepspeed.utils import safe_get_full_fp32_param
+from safetensors.torch import load_file
 
+import deepspeed_ext
+from deepspeed_ext.comm.process_groups import get_topology
+from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
 from tests.harness import networks, training
 from tests.harness.networks import SQUARE
-from tests.harness.tiers import deep
-from tests.harness.training import PARTITIONED, SMALL, Job, placed
+from tests.harness.parity_table import PARAMETER_PATHS
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, SMALL, Job, placed
+
+RECORDS: dict[str, tuple[list[list[int]], set[int]]] = {  # each rank's order of modules; the ranks that must raise
+    "equal": ([[1, 2, 3]] * 4, set()),
+    "empty": ([[]] * 4, set()),
+    "groups may differ": ([[1, 2, 3], [1, 2, 3], [3, 1], [3, 1]], set()),
+    "longer on one rank": ([[1, 2], [1, 2], [1, 2], [1, 2, 3]], {2, 3}),
+    "longer on one rank of each group": ([[1], [1, 2], [1, 2, 3], [1, 2]], {0, 1, 2, 3}),
+    "another order": ([[1, 2, 3], [1, 3, 2], [1, 2, 3], [1, 2, 3]], {0, 1}),
+    "other modules": ([[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 3]], {2, 3}),
+    "nothing on one rank": ([[], [5], [5], [5]], {0, 1}),
+}
 
 
-@pytest.mark.parametrize("modifier, dtype", [(0, "bf16"), (3, "fp32")])  # 3 is in the other group
-def test_what_one_rank_modifies_all_ranks_see(ranks: Any, modifier: int, dtype: str) -> None:
+@pytest.mark.quick
+def test_a_different_order_of_modules_is_found_by_its_group(ranks: Any) -> None:
+    for rank, (errors, left) in enumerate(ranks(4).run(compare_case)):
+        assert left
+        for (what, (records, differing)), error in zip(RECORDS.items(), errors, strict=True):
+            assert bool(error) == (rank in differing), (what, rank, error)
+            if error:
+                first = rank - rank % 2
+                lengths = [len(records[first]), len(records[first + 1])]
+                assert f"The ranks {[first, first + 1]}, which gather parameters together" in error
+                assert f"rank {rank}: {len(records[rank])} entries in the record" in error
+                assert f"between {min(lengths)} and {max(lengths)} in the group" in error and "leaf module" in error
+
+
+def compare_case() -> tuple[list[str], bool]:
+    """Compare records within groups of two: the errors, and whether DeepSpeed compares over all ranks afterwards."""
+    errors = []
+    for records, _ in RECORDS.values():
+        try:
+            with _comparing_within(get_topology(None, 2).intra):
+                assert_ints_same_as_other_ranks(records[dist.get_rank()])
+            errors.append("")
+        except RuntimeError as error:
+            errors.append(str(error))
+    with _comparing_within(get_topology(None, 2).intra):
+        within = assert_same_in_group([1, 2])
+    left = assert_same_in_group([1, 2])
+    assert_ints_same_as_other_ranks([1, 2])
+    return errors, bool(within and not left)
+
+
+@pytest.mark.quick
+def test_persistent_parameters_stay_gathered(ranks: Any) -> None:
+    """Already in the first micro-step, when the order of modules is not known."""
+    assert ranks(4).run(persisting_case) == [{"AVAILABLE"}] * 4
+
+
+def persisting_case() -> set[str]:
+    """The states of all parameters, which are persistent, after a first micro-step."""
+    job = Job(empty=False, zero={"stage3_param_persistence_threshold": 10**6})
+    engine, model = training.make_engine(job, placed("IIG"))
+    training.micro_step(engine, job, 0, *next(training.batches(job)))
+    found = {param.ds_status.name for param in model.parameters()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("modifier, dtype", [(3, "fp32"), *deep((0, "bf16"))])  # 3 is in the other group
+def test_all_ranks_see_what_one_rank_modifies(ranks: Any, modifier: int, dtype: str) -> None:
     answers = ranks(4).run(modify_case, modifier, dtype)
     assert answers[0] == [(name, True, True, True, True) for name in PARTITIONED]
     assert all(answer == answers[0] for answer in answers)
@@ -26,10 +95,6 @@ def modify_case(modifier: int, dtype: str) -> list[tuple[str, bool, bool, bool, 
 
     What GatheredParameters changes does not reach the fp32 weights of the optimizer, so a step undoes it in stock too.
     """
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
     def run(zero: dict[str, Any]) -> tuple[list[torch.Tensor], bool]:
@@ -41,8 +106,7 @@ def modify_case(modifier: int, dtype: str) -> list[tuple[str, bool, bool, bool, 
         seen = [training.whole_weights(model)]
         expected = training.Network(job.sizes, empty=False).to(training.DTYPES[dtype])
         torch.nn.utils.vector_to_parameters(seen[0].to(training.DTYPES[dtype]), expected.parameters())
-        layers = model.layers
-        for which, layer in enumerate(layers):  # a parameter, a list, a generator; layer 1 is frozen
+        for which, layer in enumerate(model.layers):  # a parameter, a list, a generator; layer 1 is frozen
             params: Any = [layer.weight, [layer.weight], layer.parameters()][which]
             with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier), torch.no_grad():
                 if dist.get_rank() == modifier:
@@ -72,48 +136,89 @@ def modify_case(modifier: int, dtype: str) -> list[tuple[str, bool, bool, bool, 
     return rows
 
 
+@pytest.mark.parametrize("modifier, names", [(1, ("IIG", "IIG")), (3, ("III", "IIG")), (3, ("stock", "III"))])
+def test_parameters_of_several_engines_in_one_context(ranks: Any, modifier: int, names: tuple[str, ...]) -> None:
+    assert ranks(4).run(several_engines_case, modifier, names) == [[0, 0, 0]] * 4
+
+
+def several_engines_case(modifier: int, names: tuple[str, ...]) -> list[int]:
+    """Modify parameters of two engines, and a layer under zero.Init that is in no engine, in one context; how many
+    elements of each are wrong afterwards."""
+    made = [
+        training.make_engine(Job(empty=False), {"stage": 3} if name == "stock" else placed(name)) for name in names
+    ]
+    with deepspeed.zero.Init():
+        later = torch.nn.Linear(5, 7)
+    params = [list(model.parameters()) for model in (*(model for _, model in made), later)]
+    everything = [param for some in params for param in some]
+    with deepspeed.zero.GatheredParameters(everything, modifier_rank=modifier):
+        for param in everything:
+            param.data.fill_(100 + dist.get_rank())
+    wrong = []
+    for some in params:
+        with deepspeed.zero.GatheredParameters(some[::-1]):
+            wrong.append(sum(int((p.data != 100 + modifier).sum()) for p in some))
+    for engine, _ in made:
+        engine.destroy()
+    assert torch.is_grad_enabled()
+    return wrong
+
+
+UNITS = {"stage3_leaf_bytes": 10**5}
+ON_HOST = {"offload_param": {"device": "cpu", "pin_memory": False}, "paro_parameter_cache_bytes": 3000}
+AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
+
+
 @pytest.mark.parametrize(
-    "strategies, threshold, alone",
+    "names, zero, alone",
     [
-        (PARTITIONED, 0, False),
-        (("III", "ING", "GIG"), 10**6, False),
-        (("INI", "ING", "III", "IIG", "IGG"), 0, True),  # with p = I a group needs no other
+        (PARAMETER_PATHS, {}, False),
+        (("IIG", "GGG"), {"stage3_param_persistence_threshold": 20}, False),
+        (("ING", "IIG", "IGG"), {}, True),  # with p = I a group needs no other
+        *deep((PARTITIONED, UNITS, False), (REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
+        *deep((PARTITIONED, {"stage3_param_persistence_threshold": 10**6}, False)),
     ],
+    ids=by_strategies,
 )
 def test_evaluation_sees_updates_at_once_and_changes_nothing(
-    ranks: Any, strategies: Sequence[str], threshold: int, alone: bool
+    ranks: Any, tmp_path: Path, names: Sequence[str], zero: dict[str, Any], alone: bool
 ) -> None:
-    for rank_rows in ranks(4).run(evaluation_case, strategies, threshold, alone):
-        for name, seen, left in rank_rows:
+    for rows in ranks(4).run(evaluation_case, names, zero, alone, str(tmp_path)):
+        for name, seen, left in rows:
             assert seen == 0.0 and left <= 1e-6, (name, seen, left)
 
 
-def evaluation_case(strategies: Sequence[str], threshold: int, alone: bool) -> list[tuple[str, float, float]]:
-    """Forwards between all micro-steps: distance of outputs to those of the fp32 weights, and what forwards change.
+def evaluation_case(
+    names: Sequence[str], zero: dict[str, Any], alone: bool, folder: str
+) -> list[tuple[str, float, float]]:
+    """Evaluate under ``torch.inference_mode()``, whose tensors autograd refuses, before the first micro-step and after
+    each: distance of outputs to those of the fp32 weights, and how far the trained weights are from stock's.
 
     Args:
         alone: only the first group evaluates; it compares to the gathered weights, for it cannot gather others.
+        folder: where to save and load under inference mode, too.
     """
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    zero = {**SMALL, "stage3_param_persistence_threshold": threshold}
-    job = Job(sizes=SQUARE, network=networks.Shared, accumulation=2, steps=2, empty=False, zero=zero)
+    job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(job, {"stage": 3}).weights
     whole = networks.Shared(SQUARE, empty=False)
     rows = []
-    for name in strategies:
+    for name in names:
         engine, model = training.make_engine(job, placed(name))
         data, probe, seen = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
-        for number in range(4):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
+        for number in range(-1, 4):
+            if number >= 0:
+                training.micro_step(engine, job, number, *next(data))
+                engine.step()
             if alone and dist.get_rank() >= 2:
                 continue
             engine.eval()
-            with torch.no_grad():
+            with torch.inference_mode():
                 outputs = [engine(probe * i) for i in range(1, 4)]
+                training.whole_weights(model)
+                if number == 1 and not alone:
+                    engine.save_checkpoint(f"{folder}/{name}")
+                    engine.load_checkpoint(f"{folder}/{name}")
+            with torch.no_grad():
                 weights = training.whole_weights(model)
                 if not alone:
                     weights = torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
@@ -126,73 +231,13 @@ def evaluation_case(strategies: Sequence[str], threshold: int, alone: bool) -> l
     return rows
 
 
-def test_only_ranks_that_gather_together_compare_what_they_use(ranks: Any) -> None:
-    answers = ranks(4).run(comparison_case)
-    assert answers[:2] == ["True"] * 2
-    assert all("[2, 3]" in answer and "leaf module" in answer for answer in answers[2:])
-
-
-def comparison_case() -> str:
-    """Records that are the same in the first group, and of one length in the second; the answer or the error."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
-
-    engine, *_ = deepspeed.initialize(
-        model=torch.nn.Linear(2, 2),
-        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": placed("III")},
-    )
-    group = next(engine.module.parameters()).ds_process_group
-    try:
-        with _comparing_within(group):
-            return str(assert_same_in_group([7, 7 + max(1, dist.get_rank())]))
-    except RuntimeError as error:
-        return str(error)
-
-
-def test_16_bit_weights_are_saved_whole(ranks: Any, tmp_path: Path) -> None:
-    assert ranks(4).run(save_case, str(tmp_path)) == [[(name, True) for name in PARTITIONED]] * 4
-
-
-def save_case(folder: str) -> list[tuple[str, bool]]:
-    """Whether the saved file has the weights that all ranks see, exactly."""
-    import torch
-    from deepspeed import comm as dist
-
-    zero = {**SMALL, "stage3_gather_16bit_weights_on_model_save": True}
-    job = Job(sizes=SQUARE, network=networks.Shared, frozen=(0,), accumulation=2, dtype="bf16", empty=False, zero=zero)
-    rows = []
-    for name in PARTITIONED:
-        engine, model = training.make_engine(job, placed(name))
-        data = training.batches(job)
-        for number in range(3):  # in the middle of an accumulation
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-        assert engine.save_16bit_model(folder, f"{name}.bin")
-        dist.barrier()
-        saved = torch.load(f"{folder}/{name}.bin")
-        whole = networks.Shared(SQUARE, empty=False).to(torch.bfloat16)
-        whole.load_state_dict(saved)
-        flat = torch.cat([p.detach().float().flatten() for p in whole.parameters()])
-        rows.append((name, torch.equal(flat, training.whole_weights(model)) and flat.abs().sum().item() > 0))
-        engine.destroy()
-    return rows
-
-
-@pytest.mark.parametrize("network", [networks.Shared, networks.External], ids=lambda network: network.__name__)
+@pytest.mark.parametrize("network", [networks.External, *deep(networks.Shared)], ids=lambda network: network.__name__)
 def test_inference_without_an_optimizer(ranks: Any, network: Any) -> None:
     assert ranks(4).run(inference_case, network) == [[(name, 0.0, True) for name in PARTITIONED]] * 4
 
 
 def inference_case(network: Any) -> list[tuple[str, float, bool]]:
-    """Distance of outputs to those of the plain model, and whether its parameters were cut."""
-    import copy
-
-    import deepspeed
-    import torch
-
+    """Distance of outputs to those of the plain model, and whether its parameters were sharded."""
     torch.manual_seed(7)
     plain = network(SQUARE, empty=False)
     rows = []
@@ -210,7 +255,6 @@ def inference_case(network: Any) -> list[tuple[str, float, bool]]:
     return rows
 
 
-LEAF_UNITS = {"stage3_leaf_bytes": 10**6}
 HOST = {"offload_param": {"device": "cpu"}}
 
 
@@ -221,9 +265,8 @@ HOST = {"offload_param": {"device": "cpu"}}
         (("IIG",), {}),
         *deep(
             *(
-                (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": most, "overlap_comm": overlap})
-                for zero in ({}, LEAF_UNITS, HOST)
-                for most in (0, 100, 10**6)
+                (("3", *PARTITIONED), {**zero, "stage3_param_persistence_threshold": 100, "overlap_comm": overlap})
+                for zero in ({}, UNITS, HOST)
                 for overlap in (False, True)
             )
         ),
@@ -240,17 +283,9 @@ def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names:
 
 def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:
     """Of each: how far what its readers return is from the optimizer's weights; infinite if not in fp32."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_fp32_param
-    from safetensors.torch import load_file
-
-    import deepspeed_ext
-
     save = {"stage3_gather_16bit_weights_on_model_save": True}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-    job = Job(empty=False, zero={**training.SEVERAL_BUCKETS, **save}, config=autocast)
+    job = Job(empty=False, zero={**SEVERAL_BUCKETS, **save}, config=autocast)
 
     def compare(read: dict[str, torch.Tensor] | None) -> float:
         """Collective; None on ranks that get none."""
@@ -265,7 +300,7 @@ def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[st
 
     rows = []
     for name in names:
-        keys = {key: value for key, value in zero.items() if name != "3" or key not in LEAF_UNITS}
+        keys = {key: value for key, value in zero.items() if name != "3" or key not in UNITS}
         engine, model = training.make_engine(job, placed(name, **keys))
         data, apart = training.batches(job), {"new": compare(gathered(modifier=0))}
         for number in range(2):

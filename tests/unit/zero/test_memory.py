@@ -9,10 +9,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.loco.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
+from tests.harness import model_states, training
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
@@ -50,14 +54,11 @@ if mallinfo2 is not None:
     mallinfo2.restype = Mallinfo2
 
 
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 
 def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
     """An engine after its first step, which makes the optimizer's states, and what runs a micro-step of it."""
-    from tests.harness import training
-
     details = training.Job(**{**MIXED, **job})
     engine, _ = training.make_engine(details, training.placed(name, group))
     data = training.batches(details)
@@ -73,8 +74,15 @@ def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None
     return engine, micro_step
 
 
-@BOTH
-@pytest.mark.parametrize("world, group, frozen", [(4, 2, ()), (6, 3, (1,))])
+@pytest.mark.parametrize(
+    "world, group, frozen, names",
+    [
+        (6, 3, (1,), REPLICATED),
+        (6, 3, (1,), PARTITIONED),
+        *deep((4, 2, (), REPLICATED), (4, 2, (), PARTITIONED)),
+    ],
+    ids=by_strategies,
+)
 def test_each_state_is_as_large_as_the_formula_says(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
@@ -95,17 +103,15 @@ def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
 ) -> list[tuple[str, ModelStates, StateBytes, float]]:
     """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
-    from tests.harness.model_states import held
-
     rows = []
     for name in names:
         engine, micro_step = begin(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NEVER_KEPT)
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        between = held(engine)
+        between = model_states.held(engine)
         micro_step(True)
-        rows.append((name, states, between, held(engine).gradients))
+        rows.append((name, states, between, model_states.held(engine).gradients))
         engine.destroy()
     return rows
 
@@ -134,17 +140,13 @@ def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[s
             # A layer that is gathered and unpacked, its gradient, the bucket, its message, the parts that arrive and
             # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
             slack = 14 / LAYERS * states.parameters
-            assert accumulating < slack, (name, accumulating / slack)
+            assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
             boundary -= crossing(STRATEGIES[name], cluster, states)
             assert boundary < slack, (name, boundary / slack)
 
 
 def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, float]]:
     """Most bytes beyond the formula's during a micro-step, and during one at the boundary with the optimizer step."""
-    from deepspeed import comm as dist
-
-    from tests.harness.model_states import held
-
     cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
     rows = []
@@ -153,14 +155,14 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
         gc.collect()
         due = STRATEGIES[name].memory(cluster, states).total
         # All that is in use now, less the states that are held now, is not model states.
-        other = bytes_in_use() - held(engine).total
+        other = bytes_in_use() - model_states.held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
         rows.append((name, *(peak - other - due for peak in peaks)))
         engine.destroy()
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NIG",), ("IIG",), *deep((("NII", "NNN"),), (("III", "GNG"),))], ids=by_strategies)
+@pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NII", "NNN"),), (("III", "GNG"),))], ids=by_strategies)
 @has_mallinfo
 def test_muon_takes_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
     """The momentum of this step until it is known to be applied, in fp32, and rounds of a matrix for each owner."""
@@ -277,8 +279,6 @@ def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, fl
 
 def bytes_of_tensors() -> int:
     """What all tensors that Python knows of hold: no noise of the allocator's."""
-    import torch
-
     gc.collect()
     storages = (one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
@@ -292,7 +292,6 @@ def bytes_in_use() -> int:
 
 def peak_of(work: Callable[[], Any]) -> int:
     """Most bytes in use after any operator that ``work`` runs, collectives and backward included."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Peak(TorchDispatchMode):
         most = 0
@@ -305,35 +304,3 @@ def peak_of(work: Callable[[], Any]) -> int:
     with Peak() as peak:
         work()
     return peak.most
-
-
-@has_mallinfo
-def test_the_ruler_sees_what_backward_and_collectives_allocate(ranks: Any) -> None:
-    for before, backward, after, collective in ranks(4).run(ruler_case):
-        assert 64e6 <= backward - before < 65e6
-        assert abs(after - before) < 1e6
-        assert collective - before >= 80e6  # with the part that is sent; gloo makes a copy of its own for a moment
-
-
-def ruler_case() -> tuple[int, int, int, int]:
-    """Bytes in use before, at the peak of a backward that takes 64 MB, after it, and at the peak of such a gather."""
-    import torch
-    from deepspeed import comm as dist
-
-    class Greedy(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            torch.empty(16_000_000)
-            return gradient
-
-    def gather() -> None:
-        mine = torch.empty(16_000_000 // dist.get_world_size())
-        dist.all_gather_into_tensor(mine.new_empty(16_000_000), mine)
-
-    loss = Greedy.apply(torch.ones(1, requires_grad=True)).sum()
-    before = bytes_in_use()
-    return before, peak_of(loss.backward), bytes_in_use(), peak_of(gather)

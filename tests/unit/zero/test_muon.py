@@ -1,13 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon under every strategy: what stock DeepSpeed trains, and what one process with whole matrices does."""
+"""Muon under every strategy trains what stock DeepSpeed trains."""
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed.runtime.zero.muon import original_muon
+from torch._dynamo.utils import counters
 
-from tests.harness import training
+from deepspeed_ext.zero.matrices import matrices_of, newton_schulz_flops
+from deepspeed_ext.zero.muon import Muon
+from tests.harness import networks, training
+from tests.harness.snapshots import error_of
 from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
@@ -27,7 +37,11 @@ def run(
     ranks: Any, job: Job, names: Sequence[str], world: int = 4, group: int = 2, stage: str = "2", **bounds: float
 ) -> None:
     variants = [placed(name, group) for name in names]
-    rows: list[Difference] = ranks(world).run(training.against, job, variants, STOCK[stage])[0]
+    check_each(ranks(world).run(training.against, job, variants, STOCK[stage])[0], names, **bounds)
+
+
+def check_each(rows: list[Difference], names: Sequence[str], **bounds: float) -> None:
+    """Check bounds, and that each strategy's optimizer was there."""
     for row, name in zip(rows, names, strict=True):
         check([row], **(bounds or BOUNDS), optimizer="Stage12Optimizer" if name in REPLICATED else "Stage3Optimizer")
 
@@ -43,29 +57,16 @@ class Row(NamedTuple):
 
 
 STANDARD = {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1, "torch_adam": True}
+RESTING = {"skipped": ((1, 0), (1, 1), (2, 2), (4, 1)), "zero": {**SMALL, "overlap_comm": True}}
 ROWS = {
     "groups, frozen, clipped": Row(4, 2, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}),
-    "overlap, layers that rest": Row(
-        4,
-        2,
-        "2",
-        {
-            "accumulation": 3,
-            "clipping": 0.0,
-            "skipped": ((1, 0), (1, 1), (2, 2), (4, 1)),
-            "zero": {**SMALL, "overlap_comm": True},
-        },
-    ),
-    "groups of three": Row(6, 3, "3", {}),
+    "overlap, layers that rest": Row(4, 2, "2", {"accumulation": 3, "clipping": 0.0, **RESTING}),
     # The standard iteration is in bf16, where an ulp of what comes in may be many of what goes out.
     "standard": Row(
         6,
         2,
         "2",
-        {
-            "accumulation": 3,
-            "config": {"optimizer": {"params": STANDARD}},
-        },
+        {"accumulation": 3, "config": {"optimizer": {"params": STANDARD}}},
         {"weights": 2e-2, "losses": 1e-2},
     ),
 }
@@ -77,7 +78,9 @@ def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str
     run(ranks, muon(**details), names, world, group, stage, **bounds)
 
 
-@pytest.mark.parametrize("dtype, names", [("bf16", ALL), ("fp16", SOME), *deep(("fp16", ALL))], ids=by_strategies)
+@pytest.mark.parametrize(
+    "dtype, names", [("bf16", SOME), ("fp16", SOME), *deep(("bf16", ALL), ("fp16", ALL))], ids=by_strategies
+)
 def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     # Parts travel in bf16, and what is orthogonalized from them is as far off as the gradients are.
     job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
@@ -85,9 +88,10 @@ def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tupl
 
 
 def test_parity_with_optimizer_offload(ranks: Any) -> None:
-    for dtype, bounds in (("fp32", BOUNDS), ("fp16", {"weights": 3e-2, "losses": 5e-2, "norms": 3e-2})):
-        overflow = ((1, 2),) if dtype == "fp16" else ()
-        run(ranks, muon(dtype=dtype, overflow=overflow, zero={**SMALL, **OFFLOAD}), SOME, **bounds)
+    zero = {**SMALL, **OFFLOAD}
+    run(ranks, muon(zero=zero), SOME)
+    job = muon(dtype="fp16", overflow=((1, 2),), zero=zero)
+    run(ranks, job, ("NIG", "IIG"), weights=3e-2, losses=5e-2, norms=3e-2)
 
 
 def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
@@ -113,11 +117,8 @@ def test_under_zero_init_muon_has_its_matrices(ranks: Any) -> None:
 
 def zero_init_case() -> list[Difference]:
     """How far models of deepspeed.zero.Init are from one that is whole."""
-    stock = training.train(muon(), STOCK["2"])
-    return [
-        training.difference(name, training.train(muon(zero_init="config"), placed(name)), stock, "Stage3Optimizer")
-        for name in ("III", "IIG", "GGG")
-    ]
+    stock, sharded = training.stock(muon(), STOCK["2"]), muon(zero_init="config")
+    return [training.beside(stock, name, sharded, placed(name)) for name in ("III", "IIG", "GGG")]
 
 
 def test_an_unknown_iteration_is_refused_in_the_same_words(ranks: Any) -> None:
@@ -128,12 +129,6 @@ def test_an_unknown_iteration_is_refused_in_the_same_words(ranks: Any) -> None:
 
 def unknown_case() -> list[str]:
     """The errors with both orders."""
-    from unittest import mock
-
-    from deepspeed.runtime.zero.muon import original_muon
-
-    from tests.harness.snapshots import error_of
-
     job, messages = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}}), []
     for known in (["gram", "standard"], ["standard", "gram"]):
         with mock.patch.object(original_muon, "NS_METHODS", known):
@@ -142,58 +137,24 @@ def unknown_case() -> list[str]:
 
 
 @pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
-def test_one_process_with_whole_matrices_does_the_same(ranks: Any, names: tuple[str, ...]) -> None:
-    for rows in ranks(6).run(whole_case, names):
-        for name, weights, momentum, equal in rows:
-            assert weights < BOUNDS["weights"] and momentum < BOUNDS["weights"] and equal, (name, weights, momentum)
+def test_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
+    check_each(ranks(6).run(matrices_case, names)[0], names)
 
 
-def whole_case(names: tuple[str, ...]) -> list[tuple[str, float, float, bool]]:
-    """How far weights and momentum of strategies are from those of one process; whether replicas are equal."""
-    import torch
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    from tests.harness import networks
-
-    job = muon(network=networks.Matrices, sizes=networks.SQUARE, clipping=0.0, accumulation=2)
-    wanted, momenta = networks.train_whole(job)
-    rows = []
-    for name in names:
-        engine, model = training.make_engine(job, placed(name, 3))
-        networks.mark_heads(model)
-        data = training.batches(job)
-        for number in range(job.steps * job.accumulation):
-            training.micro_step(engine, job, number, *next(data))
-            engine.step()
-        weights = training.whole_weights(model)
-        apart = max(
-            (safe_get_full_optimizer_state(param, "momentum_buffer") - momenta[key]).abs().max().item()
-            for key, param in model.named_parameters()
-            if key in momenta
-        )
-        engine.destroy()
-        difference = ((weights - wanted).abs().max() / wanted.abs().max()).item()
-        rows.append(
-            (
-                name,
-                difference,
-                apart / max(one.abs().max().item() for one in momenta.values()),
-                training.replicas_equal(weights),
-            )
-        )
-    assert torch.isfinite(wanted).all()
-    return rows
+def matrices_case(names: tuple[str, ...]) -> list[Difference]:
+    """Differences from stage 3, for which the kernel is a matrix."""
+    details = {"sizes": networks.SQUARE, "clipping": 0.0, "accumulation": 2}
+    stock = training.stock(muon(network=networks.FlatKernel, **details), STOCK["3"])
+    job = muon(network=networks.Matrices, **details)
+    return [training.beside(stock, name, job, placed(name, 3)) for name in names]
 
 
 def test_groups_may_differ_in_momentum(ranks: Any) -> None:
-    for row, name in zip(ranks(4).run(groups_case)[0], ("NIG", "IIG", "III"), strict=True):
-        check([row], **BOUNDS, optimizer="Stage12Optimizer" if name in REPLICATED else "Stage3Optimizer")
+    check_each(ranks(4).run(groups_case)[0], ("NIG", "IIG", "III"))
 
 
 def groups_case() -> list[Difference]:
     """Strategies against stage 2, which has what DeepSpeed's stage 3 refuses."""
-    from unittest import mock
-
     groups, job = training.parameter_groups, muon(groups=2)
 
     def differing(*args: Any) -> list[dict[str, Any]]:
@@ -202,3 +163,130 @@ def groups_case() -> list[Difference]:
     with mock.patch.object(training, "parameter_groups", differing):
         oracle = training.train(job, STOCK["2"])  # as patched, which no run that is kept is
         return [training.beside(oracle, name, job, placed(name)) for name in ("NIG", "IIG", "III")]
+
+
+def in_rounds(**details: Any) -> Job:
+    """Muon of more matrices than there are ranks, so that there are rounds."""
+    return muon(**{"sizes": (13, 37, 29, 31, 23, 27, 7), **details})
+
+
+def momenta_of(engine: Any) -> list[Any]:
+    """Return copies of this rank's momentum."""
+    states = engine.optimizer.optimizer.state.values()
+    return [state["momentum_buffer"].clone() for state in states if "momentum_buffer" in state]
+
+
+@contextmanager
+def fails_in_a_later_round() -> Iterator[None]:
+    """Make the second round raise during orthogonalization, on all ranks, with or without a matrix."""
+    rounds = itertools.count()
+
+    def raising(original: Any) -> Any:
+        def orthogonalize(*args: Any) -> None:
+            if next(rounds):
+                raise ZeroDivisionError
+            original(*args)
+
+        return orthogonalize
+
+    with ExitStack() as stack:
+        for name in ("_orthogonalize", "_orthogonalize_own"):
+            original = getattr(Muon, name)
+            stack.enter_context(mock.patch.object(Muon, name, raising(original)))
+        yield
+
+
+@pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
+def test_a_step_that_is_not_applied_leaves_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
+    for rows in ranks(4).run(lost_case, names):
+        for name, kept, raised, weights in rows:
+            assert kept and raised, (name, kept, raised)
+            assert weights == 0.0, (name, weights)  # to the bit what it is without these two steps
+
+
+def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
+    """Whether a step that overflows, and one that raises in its update, leave the momentum; how later steps differ."""
+    rows = []
+    # No loss scale that changes: what follows must be what it is without the lost steps.
+    job = in_rounds(dtype="fp16", overflow=((1, 1),), config={"fp16": {"enabled": True, "loss_scale": 256}})
+    for name in names:
+        weights, kept = [], []
+        for lost in (False, True):
+            engine, model = training.make_engine(job, placed(name))
+            data = training.batches(job)
+            batches = [next(data) for _ in range(2)]
+            training.micro_step(engine, job, 0, *batches[0])
+            engine.step()
+            if lost:
+                before = momenta_of(engine)
+                training.micro_step(engine, job, 1, *batches[1])
+                engine.step()
+                after = momenta_of(engine)
+                kept.append(len(before) > 0 and all(map(torch.equal, before, after)) and not engine.was_step_applied())
+                training.micro_step(engine, job, 2, *batches[1])
+                with fails_in_a_later_round(), pytest.raises(ZeroDivisionError):
+                    engine.step()
+                engine.optimizer.zero_grad()
+                if name in REPLICATED:  # as a step that is skipped does
+                    engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
+                kept.append(all(map(torch.equal, before, momenta_of(engine))))
+            training.micro_step(engine, job, 3, *batches[1])
+            engine.step()
+            assert engine.was_step_applied()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, *kept, (weights[0] - weights[1]).abs().max().item()))
+    return rows
+
+
+def test_a_step_compiles_nothing(ranks: Any) -> None:
+    assert ranks(1).run(compiling_case) == [(0, True)]
+
+
+def compiling_case() -> tuple[int, bool]:
+    """Return how many functions a step of Muon compiles, and whether it has changed the weights."""
+    job = muon(sizes=(5, 3, 4))
+    engine, model = training.make_engine(job, placed("NII", 1))
+    before = training.whole_weights(model)
+    torch._dynamo.config.disable = False  # ``make_engine`` disables the compiler
+    counters.clear()
+    training.micro_step(engine, job, 0, *next(training.batches(job)))
+    engine.step()
+    changed = not torch.equal(before, training.whole_weights(model))
+    engine.destroy()
+    return counters["frames"]["total"], changed
+
+
+@pytest.mark.parametrize(
+    "shape, heads, wanted",
+    [
+        ((6, 4), None, [(0, (6, 4), None)]),
+        ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix
+        ((5, 6, 4), None, [(0, (2, 6, 4), None), (48, (2, 6, 4), None), (96, (1, 6, 4), None)]),  # packed experts
+        ((12, 4), 3, [(0, (8, 4), 2), (32, (4, 4), 1)]),
+    ],
+)
+def test_a_parameter_is_divided_between_matrices(
+    shape: tuple[int, ...], heads: int | None, wanted: list[tuple[int, tuple[int, ...], int | None]]
+) -> None:
+    each = newton_schulz_flops(shape[0] // heads if heads else shape[-2], shape[-1], "gram")
+    found = list(matrices_of(shape, heads, "gram", 2.5 * each))
+    assert [(one.start, one.shape, one.heads) for one in found] == wanted
+    assert sum(one.span.numel for one in found) == math.prod(shape)
+    (together,) = matrices_of(shape, heads, "gram", math.inf)
+    assert together.flops == pytest.approx(sum(one.flops for one in found))
+
+
+def test_flops_are_those_of_the_products() -> None:
+    assert newton_schulz_flops(10, 30, "standard") == 5 * (4 * 100 * 30 + 2 * 1000)
+    assert newton_schulz_flops(30, 10, "gram") == 8 * 100 * 30 + 28 * 1000
+    assert newton_schulz_flops(10, 10, "gram") == newton_schulz_flops(10, 10, "standard")
+
+
+@pytest.mark.parametrize("shape, heads", [((13, 8), 3), ((12, 4, 8), 3), ((12, 4), 0)])
+def test_heads_that_do_not_divide_a_matrix_are_refused(shape: tuple[int, ...], heads: int) -> None:
+    with pytest.raises(
+        ValueError, match=rf"orthogonalize {heads} attention heads \(muon_num_heads\) of a parameter of"
+    ):
+        list(matrices_of(shape, heads, "gram", math.inf))
+    assert not list(matrices_of((0, 4), None, "gram", math.inf))

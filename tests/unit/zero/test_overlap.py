@@ -1,181 +1,162 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Communication under compute: the same bits as with a wait after everything, and really earlier."""
+"""Communication under compute: earlier than with a wait after everything, and with the same bits.
 
-from collections.abc import Callable
+See Note [Leaving early].
+"""
+
+import threading
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.harness.tiers import by_strategies, deep, with_some
-from tests.harness.training import REPLICATED
+from deepspeed_ext.zero.boundary import Boundary
+from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from tests.harness import networks, training
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
-# Each job, whether something can leave before the boundary in it, and strategies for which it is none.
-OPTIONS: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
-    "one micro-step, evaluation and saving in between": ({"between": True}, True, ()),
-    "three micro-steps, two groups, frozen": ({"accumulation": 3, "groups": 2, "frozen": (1,)}, True, ()),
-    "bf16, accumulated in fp32": ({"dtype": "bf16", "config": {"data_types": {"grad_accum_dtype": "fp32"}}}, True, ()),
-    "fp16, overflow": ({"dtype": "fp16", "overflow": ((1, 2), (2, 0)), "accumulation": 2}, True, ()),
-    "LoCo": ({"zero": {"zeropp_loco_param": {}}, "optimizer": "Adam", "groups": 2}, True, ()),
-    "ranks differ in what they use": (
-        {"network": "Wandering", "sizes": (29, 29, 29, 29), "accumulation": 2},
-        True,
-        ("NGG",),
-    ),
-    "first layers last": ({"skipped": ((1, 0), (2, 2), (3, 1)), "accumulation": 2}, True, ()),
-    "nobody uses the last layer": ({"skipped": tuple((number, 2) for number in range(3))}, True, ()),
-    "boundaries of the user": ({"boundary": "user", "accumulation": 2}, True, ()),
-    "boundaries in step": ({"boundary": "step", "accumulation": 2}, False, ("NNN", "NNI", "NNG")),
-    "offload": ({"zero": {"offload_optimizer": {"device": "cpu"}}, "optimizer": "Adam"}, True, ()),
+AT_BOUNDARY = ("INI", "ING", "III", "IIG", "GNG", "GIG")
+IN_EACH_MICRO_STEP = ("IGG",)
+BY_UNITS = (*AT_BOUNDARY, *IN_EACH_MICRO_STEP)  # these send units of gradients before the boundary
+LOCO = {**SMALL, "zeropp_loco_param": {}}
+OFFLOAD = {**SMALL, "offload_optimizer": {"device": "cpu"}}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+_MIXED: dict[str, Any] = {"network": networks.Mixture, "sizes": networks.SQUARE, "groups": 2, "frozen": (2,)}
+_ORDERS: dict[str, Any] = {"network": networks.Wandering, "accumulation": 2}
+_RESTING: dict[str, Any] = {**_MIXED, "network": None, "skipped": ((3, 1), (5, 0)), "accumulation": 2, "between": True}
+# What is trained, with which strategies in the first tier, and with which in the deep one.
+JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "evaluation and saving": ({"between": True, "accumulation": 3, "groups": 2}, ("NNG", "NII"), REPLICATED),
+    "fp32 sums": ({"dtype": "bf16", "frozen": (1,), "config": FP32_SUMS}, ("NNG", "NIG"), REPLICATED),
+    "overflow": ({"dtype": "fp16", "overflow": ((1, 2), (2, 0)), "accumulation": 2}, ("NII",), REPLICATED),
+    "LoCo": ({"zero": LOCO, "optimizer": "Adam", "groups": 2}, ("NNG", "NIG"), REPLICATED),
+    "other orders": ({**_ORDERS, "sizes": (29, 29, 29, 29)}, ("NNG", "NII", "NIG"), REPLICATED[:-1]),
+    "first layers last": ({"skipped": ((1, 0), (2, 2), (3, 1)), "accumulation": 2}, ("NIG",), REPLICATED),
+    "an unused layer": ({"skipped": ((0, 2), (1, 2), (2, 2))}, ("NNG", "NII"), REPLICATED),
+    "boundaries of the user": ({"boundary": "user", "accumulation": 2}, ("NIG",), REPLICATED),
+    "boundaries in step": ({"boundary": "step", "accumulation": 2}, ("NII", "NIG"), REPLICATED[3:]),
+    "offload": ({"zero": OFFLOAD, "optimizer": "Adam"}, ("NII",), REPLICATED),
+    "sharded": (_MIXED, ("INI", "IIG", "IGG", "GNG", "GGG"), PARTITIONED),
+    # Ranks that gather together run the same modules.
+    "sharded, other orders": ({**_ORDERS, "sizes": networks.SQUARE, "groups": 2}, ("INI", "IGG"), PARTITIONED[:5]),
+    "sharded, LoCo": ({**_RESTING, "zero": LOCO}, ("IIG", "IGG"), PARTITIONED),
+    "sharded, overflow": ({**_RESTING, "dtype": "fp16", "overflow": ((3, 1),)}, ("INI", "GNG"), PARTITIONED),
 }
 
 
-SOME = ("NNG", "NII", "NIG")
+@pytest.mark.parametrize(
+    "job, names",
+    [
+        *((job, some) for job, (_, some, _) in JOBS.items()),
+        *deep(*((job, every) for job, (*_, every) in JOBS.items())),
+    ],
+    ids=by_strategies,
+)
+def test_bits_do_not_depend_on_overlap(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
+    for found in ranks(4).run(bits_case, names, JOBS[job][0]):
+        for name, (equal_at_boundary, equal_without_overlap, left, ahead) in zip(names, found, strict=True):
+            assert equal_at_boundary and equal_without_overlap, name
+            early = name in BY_UNITS or (name in REPLICATED[:-1] and job != "boundaries in step")
+            assert (left >= 1) == early, (name, left)
+            assert ahead == (name in REPLICATED[1:]), name
 
 
-@pytest.mark.parametrize("option, names", with_some(OPTIONS, SOME, REPLICATED), ids=by_strategies)
-def test_bits_do_not_depend_on_overlap(ranks: Any, option: str, names: tuple[str, ...]) -> None:
-    job, early, without = OPTIONS[option]
-    for rows in ranks(4).run(bits_case, job, [name for name in names if name not in without]):
-        assert rows
-        for name, weights, told, left, ahead in rows:
-            assert weights and told, name
-            assert left == (early and name not in ("NGG",)), name
-            assert ahead == (name != "NNN"), name
-
-
-def bits_case(options: dict[str, Any], names: list[str]) -> list[tuple[str, bool, bool, bool, bool]]:
-    """Of each strategy: whether weights are equal, and losses and norms; whether something left before the boundary,
-    and whether steps ended before parameters were back."""
-    from unittest import mock
-
-    import torch
-
-    from deepspeed_ext.zero.boundary import Boundary
-    from tests.harness import networks, training
-
-    network = options.get("network")
-    job = training.Job(**{**options, "network": network and getattr(networks, network), "steps": 3})
+def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[bool, bool, int, bool]]:
+    """Of each strategy: whether weights, losses and norms are the same if all is sent at the boundary, and without
+    overlap; how many buckets have been sent early; whether steps ended before parameters had arrived."""
+    job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.ready
     rows = []
     for name in names:
-        keys = training.placed(name, overlap_comm=True, **training.SEVERAL_BUCKETS)
-        with mock.patch.object(Boundary, "ready", lambda self, members: []):
-            serial = training.train(job, keys)
         left: list[Any] = []
-        ahead: list[bool] = []
-        ready = Boundary.ready
+        ahead = [False]
 
-        def count(self: Any, members: Any, ready: Any = ready, left: list[Any] = left) -> Any:
-            buckets = ready(self, members)
-            left += buckets
-            return buckets
+        def noting(boundary: Any, members: Any, left: list[Any] = left) -> Any:
+            now = ready(boundary, members)
+            left += now
+            return now
 
         def look(engine: Any, ahead: list[bool] = ahead) -> None:
-            ahead.append(bool(engine.optimizer.updates.arrivals._started))
+            updates = getattr(engine.optimizer, "updates", None)
+            ahead[0] = updates is not None and bool(updates.arrivals._started)
 
-        with mock.patch.object(Boundary, "ready", count):
-            overlapped = training.train(job, {**keys, "paro_overlap_updates": True}, look)
-        equal = torch.equal(serial.weights, overlapped.weights)
-        told = (serial.losses, serial.norms) == (overlapped.losses, overlapped.norms)
-        rows.append((name, equal, told, bool(left), ahead[0]))
+        keys = placed(name, overlap_comm=True)
+        with mock.patch.object(Boundary, "ready", lambda boundary, members: []):
+            late = training.train(job, keys)
+        without = training.train(job, placed(name, overlap_comm=False))
+        with mock.patch.object(Boundary, "ready", noting):
+            early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
+        equal = [
+            torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
+            for other in (late, without)
+        ]
+        rows.append((equal[0], equal[1], len(left), ahead[0]))
     return rows
 
 
-READS = ("forward", "state_dict", "save", "gathered", "function", "offload", "restore", "copy", "destroy", "load")
+def test_units_cross_under_the_backward(ranks: Any) -> None:
+    for found in ranks(4).run(crossing_cases):
+        # In the first step it is not known which parameters get several gradients.
+        at_boundary = {name: [False, False, False, True] for name in AT_BOUNDARY}
+        assert found == at_boundary | {name: [True] * 4 for name in IN_EACH_MICRO_STEP}
 
 
-@pytest.mark.parametrize("strategy", ["NIG", *deep("NII")])
-def test_what_reads_parameters_waits_for_those_that_are_on_their_way(ranks: Any, strategy: str) -> None:
-    for stale, found in ranks(4).run(reads_case, strategy):
-        assert stale  # or this would show nothing
-        assert found == dict.fromkeys(READS, True)
+def crossing_cases() -> dict[str, list[bool]]:
+    """For each micro-batch of two steps of two, whether a unit has crossed when the backward comes to the first layer;
+    where it may, in the last one or in each, it waits there for that."""
+    job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
+    found: dict[str, list[bool]] = {}
+    for name in BY_UNITS:
+        crossed, seen = threading.Event(), found.setdefault(name, [])
+        last = "_arrive_whole" if name[1:] == "NG" else "_take" if name in AT_BOUNDARY else "_accumulate"
+        awaited = (3,) if name in AT_BOUNDARY else range(4)
+        original = getattr(ShardedGradients, last)
 
+        def noting(*args: Any, original: Any = original, crossed: Any = crossed) -> None:
+            original(*args)
+            crossed.set()
 
-def ways_to_read(engine: Any, model: Any, kept: list[Any], x: Any) -> dict[str, Callable[[], list[Any]]]:
-    """Each returns what it has read, as it was then; ``kept`` are the parameters."""
-    import copy
-    import threading
+        def pause(gradient: Any, seen: Any = seen, crossed: Any = crossed, awaited: Any = awaited) -> None:
+            seen.append(crossed.wait(30) if len(seen) in awaited else crossed.is_set())
 
-    import deepspeed
-    import torch
-
-    import deepspeed_ext
-
-    def values(some: Any = None) -> list[Any]:
-        return [tensor.detach().clone() for tensor in (kept if some is None else some)]
-
-    def gathered() -> list[Any]:
-        with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            return values()
-
-    def destroyed() -> list[Any]:
-        engine.destroy()
-        read = values()
-        threading.Event().wait(2.0)  # what comes late shows
-        return read
-
-    def loaded() -> list[Any]:
-        model.load_state_dict({key: torch.ones_like(value) for key, value in model.named_parameters()})
-        return values()
-
-    return {
-        "forward": lambda: [model(x)],
-        "state_dict": lambda: values(model.layers[-1].state_dict().values()),
-        "save": lambda: values(engine.module_state_dict().values()),
-        "gathered": gathered,
-        "function": lambda: [deepspeed_ext.wait_for_updates(), *values()][1:],
-        "offload": lambda: [engine.offload_states(), engine.reload_states(), *values()][2:],
-        "restore": lambda: [engine.optimizer.refresh_fp32_params(), *values()][1:],
-        "copy": lambda: values(copy.deepcopy(model.layers).parameters()),
-        "load": loaded,
-        "destroy": destroyed,
-    }
-
-
-def reads_case(name: str) -> tuple[bool, dict[str, bool]]:
-    """Whether parameters are stale before anything reads them, and for each way to read them whether it waits."""
-    import threading
-    from unittest import mock
-
-    import torch
-
-    import deepspeed_ext
-    from deepspeed_ext.zero.flat.updates import FlatUpdates
-    from tests.harness import training
-
-    class Held:
-        """A communication that takes a while."""
-
-        def wait(self) -> None:
-            threading.Event().wait(0.1)
-
-    gather = FlatUpdates._gather_window
-
-    def late(self: Any, window: Any) -> Any:
-        yield Held()
-        return (yield from gather(self, window))
-
-    job = training.Job(empty=False)
-    keys = training.placed(name, paro_overlap_updates=True, **training.SEVERAL_BUCKETS)
-    found: dict[str, bool] = {}
-    stale = False
-    for way in READS:
-        with mock.patch.object(FlatUpdates, "_gather_window", late):
-            engine, model = training.make_engine(job, keys)
-            kept = list(model.parameters())  # which wait for nothing, where the model's own do
-            x, y = next(training.batches(job))
-            training.micro_step(engine, job, 0, x, y)
-            engine.step()
-            before = torch.cat([p.detach().flatten() for p in kept])
-            read = ways_to_read(engine, model, kept, x)[way]
-            seen = read()
-            waited = not engine.optimizer.updates.arrivals._started or way == "forward"
-        deepspeed_ext.wait_for_updates()
-        after = [p.detach() for p in model.parameters()]
-        stale = stale or not torch.equal(before, torch.cat([one.flatten() for one in after]))
-        # What is loaded stays, and what was read otherwise are the parameters as they are now.
-        wanted = read() if way in ("forward", "state_dict", "save", "copy") else after
-        found[way] = waited and all(torch.equal(a, b) for a, b in zip(seen, wanted, strict=True))
-        if way != "destroy":
+        with mock.patch.object(ShardedGradients, last, noting):
+            engine, model = training.make_engine(job, placed(name))
+            model.layers[0].register_forward_hook(lambda *call, pause=pause: call[2].register_hook(pause) and None)
+            for _, (x, y) in zip(range(4), training.batches(job), strict=False):
+                loss = ((engine(x) - y) ** 2).mean()
+                crossed.clear()
+                engine.backward(loss)
+                engine.step()
             engine.destroy()
-    return stale, found
+    return found
+
+
+def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
+    expected = {name: [1, 2, 3] for name in ("NIG", "NGG", "III", "GGG")}
+    assert ranks(2).run(full_bucket_cases, 29 * 29) == ranks(2).run(full_bucket_cases, 10**8) == [expected] * 2
+
+
+def full_bucket_cases(configured: int) -> dict[str, list[int]]:
+    """For each strategy, how many weights have left when the backward comes to the last layer but one, ..., the
+    first, where a weight fills a bucket: one of so many elements, or of a sixteenth of the model."""
+    weight = 29 * 29
+    job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured})
+    found: dict[str, list[int]] = {}
+    with mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1):
+        for name in ("NIG", "NGG", "III", "GGG"):
+            engine, model = training.make_engine(job, placed(name))
+            gradients, seen = engine.optimizer.gradients["dense"], found.setdefault(name, [])
+            gradients.reduce = reduce = mock.Mock(wraps=gradients.reduce)
+
+            def look(_: Any, reduce: Any = reduce, seen: Any = seen) -> None:
+                sent = [each for call in reduce.mock_calls for each in call.args[0]]
+                seen.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // weight)
+
+            for layer in model.layers[:-1]:
+                layer.register_forward_hook(lambda *call, look=look: call[2].register_hook(look) and None)
+            x, y = next(iter(training.batches(job)))
+            engine.backward(((engine(x) - y) ** 2).mean())
+            engine.destroy()
+    return found

@@ -1,38 +1,34 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where model states are held, and that DeepSpeed's own tools still find them."""
+"""Model states between steps: read and set by DeepSpeed's own tools, offloaded and reloaded, incomplete."""
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed import utils
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepspeed_ext.zero.muon import MOMENTUM
+from deepspeed_ext.zero.state_dtypes import keep_state_dtypes
+from tests.harness import training
+from tests.harness.parity_table import PARAMETER_PATHS
+from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep
-from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS
-
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_in_flight_when_a_backward_has_returned(ranks: Any, overlap: bool) -> None:
-    assert ranks(4).run(in_flight_case, overlap) == [[0] * 3 * len(REPLICATED)] * 4
-
-
-def in_flight_case(overlap: bool) -> list[int]:
-    """Open transfers after each of three micro-steps; the last one is the boundary."""
-    from tests.harness import training
-
-    zero = {"overlap_comm": overlap, "reduce_bucket_size": 300}
-    job = training.Job(accumulation=3)
-    counts = []
-    for name in REPLICATED:
-        engine, _ = training.make_engine(job, {"paro_strategy": name, "paro_group_size": 2, **zero})
-        data = training.batches(job)
-        for number in range(3):
-            training.micro_step(engine, job, number, *next(data))
-            counts.append(len(engine.optimizer.gradients["dense"]._queue._open))
-            engine.step()
-        engine.destroy()
-    return counts
+from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, placed
 
 
 def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
@@ -42,14 +38,8 @@ def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
 
 def another_size_case() -> list[str]:
     """What safe_set_full_fp32_param says of too few elements, with stock stage 3 and with a strategy."""
-    import torch
-    from deepspeed.utils import safe_set_full_fp32_param
-
-    from tests.harness import training
-    from tests.harness.snapshots import error_of
-
     messages = []
-    for zero in ({"stage": 3}, training.placed("IIG")):
+    for zero in ({"stage": 3}, placed("IIG")):
         engine, model = training.make_engine(training.Job(), zero)
         messages.append(error_of(safe_set_full_fp32_param, model.layers[0].weight, torch.zeros(3)))
         engine.destroy()
@@ -57,94 +47,119 @@ def another_size_case() -> list[str]:
 
 
 @pytest.mark.quick
-@BOTH
+@pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 def test_stock_accessors_see_whole_states(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(accessors_case, names):
-        for name, weights, gradients, momenta in rows:
-            assert max(weights, gradients, momenta) <= 1e-6, (name, weights, gradients, momenta)
+        for name, *differences in rows:
+            assert max(differences) <= 1e-6, (name, differences)
 
 
 def accessors_case(names: tuple[str, ...]) -> list[tuple[str, float, float, float]]:
-    """Largest differences to stock of what safe_get_full_* returns after the backward of a second step."""
-    import torch
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-
-    from tests.harness import training
-
+    """Largest differences to stock of weights, gradients and momentum, after the backward of a second step."""
     job = training.Job(accumulation=2, zero=SEVERAL_BUCKETS)
 
-    def look(zero: dict[str, Any]) -> list[list[torch.Tensor]]:
-        engine, model = training.make_engine(job, zero)
+    def look(name: str) -> list[torch.Tensor]:
+        engine, model = training.make_engine(job, placed(name))
         data = training.batches(job)
         for number in range(4):
             training.micro_step(engine, job, number, *next(data))
             if number < 3:
                 engine.step()
         used = [p for layer in model.layers for p in layer.parameters()]
-        seen = [
-            [safe_get_full_fp32_param(p) for p in used],
-            [safe_get_full_grad(p) for p in used],
-            [safe_get_full_optimizer_state(p, "momentum_buffer") for p in used],
-        ]
+        of_parameters = (
+            map(safe_get_full_fp32_param, used),
+            map(safe_get_full_grad, used),
+            (safe_get_full_optimizer_state(p, "momentum_buffer") for p in used),
+        )
+        seen = [torch.cat([one.flatten() for one in each]) for each in of_parameters]
         engine.destroy()
         return seen
 
-    stock = look({"stage": 2})
+    stock = look("2")
+    return [(name, *((a - b).abs().max().item() for a, b in zip(look(name), stock, strict=True))) for name in names]
+
+
+@pytest.mark.parametrize(
+    "dtype, optimizer, names",
+    [
+        ("fp32", "SGD", ("NIG", "NNG")),
+        ("fp32", "SGD", PARAMETER_PATHS),
+        ("bf16", "SGD", ("IIG",)),
+        ("bf16", "Muon", ("IIG",)),
+        *deep(("bf16", "SGD", PARTITIONED)),
+    ],
+)
+def test_states_may_be_offloaded_between_micro_steps(
+    ranks: Any, dtype: str, optimizer: str, names: tuple[str, ...]
+) -> None:
+    for rows in ranks(4).run(offload_states_case, dtype, optimizer, names):
+        assert rows == [(name, 0.0, True) for name in names]
+
+
+def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> list[tuple[str, float, bool]]:
+    """Difference that offloading and reloading after each backward makes; whether memory is freed meanwhile, and other
+    memory is used afterwards, with p = I or G, and with p = N whether destroy leaves no gradients."""
+    # The others need DeepSpeed's FusedAdam, or Muon.
+    states = None if optimizer == "Muon" else [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]
+    details = {"accumulation": 2, "steps": 2, "dtype": dtype, "frozen": (1,), "empty": False, "optimizer": optimizer}
+
+    def move(engine: Any) -> bool:
+        """Offload and reload; whether nothing is left in the memory it was in, though all is host memory here."""
+        optimizer = engine.optimizer
+        before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].held.clone()]
+        buffers = (optimizer.lp_param_buffer, optimizer.gradients["dense"].held)
+        storages = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
+        del buffers
+        old = of_optimizer(optimizer) if states is None else []
+        with mock.patch.object(get_accelerator(), "pin_memory", torch.clone):  # a copy, in other memory
+            engine.offload_states(states)
+        freed = all(storage.expired() for storage in storages)
+        for one in old:  # not what has been offloaded
+            one.fill_(torch.nan)
+        optimizer.lp_param_buffer, held = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
+        engine.reload_states()
+        held.fill_(torch.nan)
+        after = [optimizer.lp_param_buffer, optimizer.gradients["dense"].held]
+        return freed and all(map(torch.equal, before, after))
+
     rows = []
     for name in names:
-        ours = look({"paro_strategy": name, "paro_group_size": 2})
-        a, b, c = (
-            max((x - y).abs().max().item() for x, y in zip(mine, theirs, strict=True))
-            for mine, theirs in zip(ours, stock, strict=True)
-        )
-        rows.append((name, a, b, c))
+        job = training.Job(zero={**SEVERAL_BUCKETS, **placed(name)}, **details)
+        weights, right = [], True
+        for offload in (False, True):
+            engine, model = training.make_engine(job, {})
+            data = training.batches(job)
+            for number in range(4):
+                training.micro_step(engine, job, number, *next(data))
+                if offload and name in PARTITIONED:
+                    right &= move(engine)
+                elif offload:
+                    engine.offload_states(pin_memory=False)
+                    engine.reload_states()
+                engine.step()
+            weights.append(training.whole_weights(model))
+            training.micro_step(engine, job, 0, *next(data))
+            gradients = engine.optimizer.gradients["dense"]
+            engine.destroy()
+            right &= not getattr(gradients, "slices", ())
+        rows.append((name, (weights[0] - weights[1]).abs().max().item(), right))
     return rows
 
 
-@pytest.mark.parametrize("name", ["NIG", "NNG"])
-def test_states_may_be_offloaded_between_micro_steps(ranks: Any, name: str) -> None:
-    assert ranks(4).run(offload_states_case, name) == [(0.0, 0)] * 4
+def of_optimizer(optimizer: Any) -> list[Any]:
+    """Return the tensors in which weights and states are that the optimizer steps with, but for step counts."""
+    states = [one for state in optimizer.optimizer.state.values() for one in state.values()]
+    return [*(one.data for one in optimizer.fp32_partitioned_groups_flat), *(one for one in states if one.dim())]
 
 
-def offload_states_case(name: str) -> tuple[float, int]:
-    """Difference that offloading and reloading all states after each backward makes, and what destroy leaves."""
-    import torch
-
-    from tests.harness import training
-
-    job = training.Job(accumulation=2, steps=2, zero={"paro_strategy": name, "paro_group_size": 2})
-    weights = []
-    for offload in (False, True):
-        engine, model = training.make_engine(job, {})
-        data = training.batches(job)
-        for number in range(4):
-            training.micro_step(engine, job, number, *next(data))
-            if offload:
-                engine.offload_states(pin_memory=False)
-                engine.reload_states()
-            engine.step()
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        training.micro_step(engine, job, 0, *next(data))
-        optimizer = engine.optimizer
-        engine.destroy()
-    return (weights[0] - weights[1]).abs().max().item(), len(optimizer.gradients["dense"].slices)
+def test_stock_accessors_see_reloaded_states(ranks: Any) -> None:
+    expected = {(name, everything): (True, True) for name in REPLICATED for everything in (True, False)}
+    assert ranks(4).run(reloaded_case) == [expected] * 4
 
 
-@pytest.mark.parametrize("include", [None, ["optim_states"]], ids=["everything", "states only"])
-def test_stock_accessors_see_states_that_are_back_from_the_host(ranks: Any, include: list[str] | None) -> None:
-    assert ranks(4).run(reloaded_case, include) == [dict.fromkeys(REPLICATED, (True, True))] * 4
-
-
-def reloaded_case(include: list[str] | None) -> dict[str, tuple[bool, bool]]:
-    """For each strategy, after states return from the host: whether accessors read the optimizer's own states, and
-    whether they set them."""
-    from unittest import mock
-
-    import torch
-    from deepspeed.runtime.zero import stage_1_and_2
-    from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
-
-    from tests.harness import training
+def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
+    """For each strategy, after everything or only states return from the host: whether accessors read the optimizer's
+    own states, and whether they set them."""
 
     def moved(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
         """Make new tensors of states, as on a device that is not the host."""
@@ -154,23 +169,21 @@ def reloaded_case(include: list[str] | None) -> dict[str, tuple[bool, bool]]:
     job = training.Job(groups=2, zero=SEVERAL_BUCKETS)
     found = {}
     for name in REPLICATED:
-        engine, model = training.make_engine(job, training.placed(name))
+        engine, model = training.make_engine(job, placed(name))
         training.micro_step(engine, job, 0, *next(training.batches(job)))
         engine.step()
-        with (
-            mock.patch.object(stage_1_and_2, "offload_optimizer_states", moved),
-            mock.patch.object(stage_1_and_2, "reload_optimizer_states", moved),
-        ):
-            engine.offload_states(include, pin_memory=False)
-            engine.reload_states()
-        states = [state["momentum_buffer"] for state in engine.optimizer.optimizer.state.values()]
         used = [p for layer in model.layers for p in layer.parameters()]
-        for state in states:
-            state.fill_(3.0)
-        read = all(bool((safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
-        for param in used:
-            safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
-        found[name] = read, all(bool((state == 5.0).any()) for state in states)
+        for include in (None, ["optim_states"]):
+            with mock.patch.multiple(stage_1_and_2, offload_optimizer_states=moved, reload_optimizer_states=moved):
+                engine.offload_states(include, pin_memory=False)
+                engine.reload_states()
+            states = [state["momentum_buffer"] for state in engine.optimizer.optimizer.state.values()]
+            for state in states:
+                state.fill_(3.0)
+            read = all(bool((safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
+            for param in used:
+                safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
+            found[name, include is None] = read, all(bool((state == 5.0).any()) for state in states)
         engine.destroy()
     return found
 
@@ -182,10 +195,6 @@ def test_an_optimizer_without_states_says_so_as_with_stock(ranks: Any) -> None:
 
 def stateless_case() -> list[str]:
     """What DeepSpeed raises if SGD without momentum is asked for it after a step; ours raises before a step, too."""
-    from deepspeed.utils import safe_get_full_optimizer_state
-
-    from tests.harness import training
-
     # Each rank has a part of the weight: one without would wait for those that raise.
     job = training.Job(sizes=(13, 37), config={"optimizer": {"params": {"lr": 0.1}}})
     told = []
@@ -196,7 +205,7 @@ def stateless_case() -> list[str]:
         told.append(str(raised.value))
 
     for name in ("2", "NIG"):
-        engine, model = training.make_engine(job, training.placed(name, group_size=1))
+        engine, model = training.make_engine(job, placed(name, group_size=1))
         if name != "2":
             ask(model)
         training.micro_step(engine, job, 0, *next(training.batches(job)))
@@ -235,9 +244,6 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
 
     Values are multiples of 1/8, so a step of SGD has no rounding.
     """
-    import torch
-
-    from tests.harness import training
 
     class OfAllSizes(training.Network):
         """With parameters of 1, 2, 23 and 529 elements."""
@@ -261,7 +267,7 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
     )
     rows = []
     for name in names:
-        engine, model = training.make_engine(job, training.placed(name))
+        engine, model = training.make_engine(job, placed(name))
         data = training.batches(job)
         for number in range(2):
             training.micro_step(engine, job, number, *next(data))
@@ -274,10 +280,6 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
 
 def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
     """After a backward at the boundary: which functions do not return what was set, or what a step gets wrong."""
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed import utils
-
     generator, wrong = torch.Generator().manual_seed(3), list[str]()
     of_parts = all(hasattr(param, "ds_id") for param in params)
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
@@ -324,3 +326,60 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
         if not torch.equal(utils.safe_get_full_fp32_param(param), weight - 0.5 * (0.5 * momentum + gradient)):
             wrong.append(f"step of {weight.numel()} elements")
     return wrong
+
+
+def test_gradients_are_not_shown_before_they_are_complete(ranks: Any) -> None:
+    for rows in ranks(4).run(unfinished_case):
+        for name, early, late in rows:
+            if name in ("III", "IGG", "GGG"):  # g = os
+                assert early is None, (name, early)
+            else:
+                assert early is not None and f"paro_strategy {name}" in early and "boundary only" in early
+            assert late is None, (name, late)
+
+
+def unfinished_case() -> list[tuple[str, str | None, str | None]]:
+    """What safe_get_full_grad raises after the first and after the last of two micro-steps."""
+    job = training.Job(accumulation=2)
+    rows = []
+    for name in PARTITIONED:
+        engine, model = training.make_engine(job, placed(name))
+        data = training.batches(job)
+        errors: list[str | None] = []
+        for number in range(2):
+            training.micro_step(engine, job, number, *next(data))
+            try:
+                safe_get_full_grad(model.layers[0].weight)
+                errors.append(None)
+            except RuntimeError as error:
+                errors.append(str(error))
+            engine.step()
+        rows.append((name, *errors))
+        engine.destroy()
+    return rows
+
+
+def _optimizer(**states: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
+    """Return an optimizer of bf16 weights with these states, of which Muon takes a second tensor of weights."""
+    weights = [torch.zeros(3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "use_muon": True}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.state[weights[0]].update(states)
+    return optimizer, weights[1]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_states_in_fp32_of_weights_in_bf16_are_not_rounded(kept: bool) -> None:
+    third = torch.full((3,), 1 / 3)  # bf16 cannot represent it
+    saving, matrix = _optimizer(exact=third.clone(), rounded=third.bfloat16(), count=3, step=torch.tensor(7.0))
+    saving.state[matrix][MOMENTUM] = third.clone()
+    zeros = torch.zeros(3)
+    loading, fresh = _optimizer(exact=zeros.clone(), rounded=zeros.bfloat16(), count=0, step=torch.tensor(0.0))
+    with keep_state_dtypes(loading) if kept else nullcontext():
+        loading.load_state_dict(saving.state_dict())
+    states = loading.state[loading.param_groups[0]["params"][0]]
+    assert torch.equal(states["exact"].float(), third) == kept
+    assert torch.equal(loading.state[fresh][MOMENTUM].float(), third) == kept
+    assert states["rounded"].dtype == torch.bfloat16 and (states["count"], states["step"].item()) == (3, 7.0)
+    loading.load_state_dict(saving.state_dict())  # as torch does again
+    assert loading.state[fresh][MOMENTUM].dtype == torch.bfloat16

@@ -1,0 +1,123 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Engines with p = I or G: how they shard and hold parameters, beside other engines and after them."""
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+
+from tests.harness import training
+from tests.harness.training import PARTITIONED, SMALL, Job, check, placed
+
+
+@pytest.mark.parametrize("zero_init, names", [("plain", ("ING", "IIG", "GGG")), ("config", PARTITIONED)])
+def test_models_built_under_zero_init_train_alike(ranks: Any, zero_init: str, names: tuple[str, ...]) -> None:
+    check(ranks(4).run(zero_init_case, zero_init, names)[0])
+
+
+def zero_init_case(zero_init: str, names: tuple[str, ...]) -> list[training.Difference]:
+    """Models that zero.Init shards while they are built, against stock with one that was built whole."""
+    job = Job(groups=2, frozen=(1,), steps=2, empty=False, zero=SMALL)
+    stock, sharded = training.stock(job, {"stage": 2}), replace(job, zero_init=zero_init)
+    return [training.beside(stock, name, sharded, placed(name)) for name in names]
+
+
+@pytest.mark.parametrize("name", ["NIG", "IGG", "GGG"])
+def test_a_destroyed_engine_frees_everything(ranks: Any, name: str) -> None:
+    assert ranks(2).run(left_case, name) == [[]] * 2
+
+
+def left_case(name: str) -> list[str]:
+    """What is left of an engine that is destroyed within an accumulation, while another one goes on."""
+    job = Job(empty=False, optimizer="Adam", accumulation=2, zero=SMALL)
+    one, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
+    data = training.batches(job)
+    for number, engine in enumerate((one, other) * 3):
+        training.micro_step(engine, job, number, *next(data))
+        engine.step()
+    left = {kind: weakref.ref(of) for kind, of in {"engine": one, "model": one.module, "os": one.optimizer}.items()}
+    gradients = one.optimizer.gradients["dense"]
+    begun = getattr(gradients, "begun", True)  # p = N has no such flag
+    one.destroy()
+    held = ["gradients"] if getattr(gradients, "begun", False) or not begun else []
+    del one, engine, gradients
+    gc.collect()
+    training.micro_step(other, job, 6, *next(data))
+    other.step()
+    return held + [kind for kind, of in left.items() if of() is not None]
+
+
+def test_one_strategy_after_the_other_on_one_model(ranks: Any) -> None:
+    for rank_rows in ranks(4).run(handover_case):
+        for name, lost, difference, equal in rank_rows:
+            assert lost == 0.0, f"{name} got other weights than the last one left"
+            assert difference <= 1e-5 and equal, (name, difference, equal)
+
+
+def handover_case() -> list[tuple[str, float, float, bool]]:
+    """Train one model with every strategy in turn and with stock stage 3, each time against stock stage 2.
+
+    Returns:
+        For each the change of weights that initialization made, their distance to stock's afterwards, and whether
+        all ranks have the same.
+    """
+    torch.manual_seed(7)
+    job = Job(empty=False, frozen=(1,), accumulation=2, zero=SMALL)
+    model, oracle = (training.Network(job.sizes, empty=False) for _ in range(2))
+    data = training.batches(job)
+    rows = []
+    for number, name in enumerate(("III", 3, "INI", "GGG", "IIG", 3, "ING", 3)):
+        section = placed(name) if isinstance(name, str) else {"stage": name}
+        section["stage3_param_persistence_threshold"] = number % 2 * 10**6  # none or all stay gathered
+        before = training.whole_weights(model)
+        torch.nn.utils.vector_to_parameters(before, oracle.parameters())
+        batches = [next(data) for _ in range(4)]
+        weights = []
+        for module, keys in ((model, section), (oracle, {"stage": 2})):
+            engine, *_ = deepspeed.initialize(
+                model=module,
+                model_parameters=training.parameter_groups(module, job),
+                config=training.configuration(job, keys),
+            )
+            if module is model:
+                lost = (training.whole_weights(model) - before).abs().max().item()
+            for index, (x, y) in enumerate(batches):
+                training.micro_step(engine, job, index, x, y)
+                engine.step()
+            engine.destroy()
+            weights.append(training.whole_weights(module))
+        gap = ((weights[0] - weights[1]).abs().max() / weights[1].abs().max()).item()
+        rows.append((str(name), lost, gap, training.replicas_equal(weights[0])))
+    return rows
+
+
+def test_engines_side_by_side(ranks: Any) -> None:
+    assert ranks(4).run(side_by_side_case) == [[0.0, 0.0]] * 4
+
+
+def side_by_side_case() -> list[float]:
+    """What it changes for two engines that the other one trains as well, in turn."""
+    job = Job(accumulation=2, zero=SMALL)
+
+    def run(names: list[str]) -> list[torch.Tensor]:
+        made = [(*training.make_engine(job, placed(name)), training.batches(job)) for name in names]
+        for number in range(4):
+            for engine, _, data in made:
+                training.micro_step(engine, job, number, *next(data))
+            for engine, *_ in made:
+                engine.step()
+        weights = [training.whole_weights(model) for _, model, _ in made]
+        for engine, *_ in made:
+            engine.destroy()
+        return weights
+
+    names = ["IIG", "III"]
+    return [
+        (both - alone).abs().max().item()
+        for both, alone in zip(run(names), run(names[:1]) + run(names[1:]), strict=True)
+    ]

@@ -1,0 +1,264 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parity with stock DeepSpeed where options of ``harness/parity_table.py`` do not reach."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+from tests.harness import networks, parity_table, training
+from tests.harness.networks import SQUARE
+from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED, STRATEGIES
+from tests.harness.tiers import by_strategies, deep
+from tests.harness.training import BF16, SMALL, Difference, Job, placed
+
+OPTIMIZERS = {"N": "Stage12Optimizer", "I, G": "Stage3Optimizer"}
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
+EACH_KIND = pytest.mark.parametrize("kind", ["N", "I, G"])
+
+
+def check(rows: list[Difference], kind: str, **bounds: float) -> None:
+    """Check bounds, and that the kind's optimizer was there."""
+    training.check(rows, optimizer=OPTIMIZERS[kind], **bounds)
+
+
+@pytest.mark.parametrize("overlap", [True, *deep(False)])
+def test_a_step_that_uses_nothing(ranks: Any, overlap: bool) -> None:
+    # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
+    # uses nothing.
+    skipped = {(n, 1) for n in range(9) if n % 3} | {(n, 2) for n in range(9) if n % 3 < 2}
+    skipped |= {(n, 3) for n in range(3, 9)} | {(n, layer) for n in range(3, 6) for layer in range(4)}
+    zero = {**SMALL, "overlap_comm": overlap}
+    job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=sorted(skipped), zero=zero)
+    # Stages 1 and 2 fail where nothing is used; stage 3 applies the last gradient of an unused parameter again.
+    check(ranks(4).run(training.compare, job, 2, PARTITIONED, stage=0)[0], "I, G")
+
+
+@EACH_KIND
+@pytest.mark.parametrize("group", [1, *deep(2)])
+def test_groups_inside_the_data_parallel_group(ranks: Any, kind: str, group: int) -> None:
+    job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
+    for differences in ranks(4).run(training.compare, job, group, STRATEGIES[kind]):
+        for row in differences:  # the two tensor-parallel ranks train different data, so only data-parallel ones agree
+            assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.same_decisions, row
+
+
+def test_offload_of_masters_in_bf16_sums_in_fp32(ranks: Any) -> None:
+    for differences in ranks(4).run(low_precision_case):
+        check(differences, "N", **BF16)
+
+
+def low_precision_case() -> list[Difference]:
+    """Against stock; DeepSpeed asks for its CPU Adam there, which takes minutes to build."""
+    job = Job(
+        accumulation=3,
+        dtype="bf16",
+        config={
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+        },
+        zero={"offload_optimizer": {"device": "cpu"}, **SMALL},
+    )
+    with mock.patch.object(stage_1_and_2, "DeepSpeedCPUAdam", torch.optim.SGD):
+        oracle = training.train(job, {"stage": 2})  # as patched
+        return [training.beside(oracle, name, job, placed(name)) for name in ("NIG", "NGG")]
+
+
+@pytest.mark.parametrize(
+    "kind, dtype, overlap",
+    [("N", "fp32", False), ("I, G", "bf16", True), *deep(("N", "bf16", True), ("I, G", "fp32", False))],
+)
+def test_two_backwards_at_one_boundary_add_up(ranks: Any, kind: str, dtype: str, overlap: bool) -> None:
+    # Stock stage 2 loses the first one in fp32.
+    zero = {**SMALL, "overlap_comm": overlap}
+    job = Job(accumulation=1 if kind == "N" else 2, dtype=dtype, config=FP32_SUMS, zero=zero, steps=2)
+    for differences in ranks(4).run(two_backwards_case, job, REPLICATED if kind == "N" else GRADIENT_PATHS):
+        for name, difference in differences:
+            assert difference <= {"fp32": 1e-5, "bf16": 4e-3}[dtype], (name, difference)
+
+
+def two_backwards_case(job: Job, names: tuple[str, ...]) -> list[tuple[str, float]]:
+    """Two losses in each micro-step, backward one after the other or of their sum."""
+    rows = []
+    for name in names:
+        weights = []
+        for summed in (False, True):
+            engine, model = training.make_engine(job, placed(name))
+            data = training.batches(job)
+            for _ in range(job.steps * job.accumulation):
+                batches = next(data), next(data)
+                if summed:
+                    engine.backward(sum(((engine(x) - y) ** 2).float().mean() for x, y in batches))
+                else:
+                    for x, y in batches:
+                        engine.backward(((engine(x) - y) ** 2).float().mean())
+                engine.step()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, ((weights[0] - weights[1]).abs().max() / weights[1].abs().max()).item()))
+    return rows
+
+
+def test_replicas_of_the_optimizer_decide_alike(ranks: Any) -> None:
+    answers = ranks(4).run(replicas_case_of_replicated)
+    assert answers == [[(name, 4.0, True, float("inf")) for name in ("NNN", "NNI", "NII")]] * 4
+    assert ranks(4).run(replicas_case_of_partitioned) == [[("INI", [4.0], True), ("III", [4.0], True)]] * 4
+
+
+def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
+    """Norm, overflow and invalid norm where the parent finds another answer on each rank."""
+    rank, group = dist.get_rank(), dist.get_rank() // 2
+    rows = []
+    for name in ("NNN", "NNI", "NII"):
+        engine, _ = training.make_engine(Job(), placed(name))
+        optimizer = engine.optimizer
+        # Ranks of a group find the same; NNN has no groups for its optimizer, so there it may differ by rank.
+        found = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
+
+        def answer(norm: float, overflow: bool, optimizer: Any = optimizer) -> tuple[float, bool]:
+            parent = {
+                "scaled_global_norm": lambda self, norm_type=2: torch.tensor(norm),
+                "has_overflow_partitioned_grads_serial": lambda self: torch.tensor([overflow]),
+            }
+            with mock.patch.multiple(stage_1_and_2.DeepSpeedZeroOptimizer, **parent):
+                return optimizer.scaled_global_norm().item(), optimizer.has_overflow()
+
+        valid, overflow = answer(found, group == 1)
+        invalid, _ = answer(-1.0 if group == 0 else 5.0, False)
+        rows.append((name, valid, overflow, invalid))
+        engine.destroy()
+    return rows
+
+
+def replicas_case_of_partitioned() -> list[tuple[str, list[float], bool]]:
+    """Norms and overflow where the parent finds another answer in each group."""
+    group = dist.get_rank() // 2
+    norms_of_group = {"_get_norm_groups": lambda self: [torch.tensor(2.0 * (1 + group))]}
+    rows = []
+    for name in ("INI", "III"):
+        engine, _ = training.make_engine(Job(), placed(name))
+        with mock.patch.multiple(DeepSpeedZeroOptimizer_Stage3, **norms_of_group):
+            norms = [float(norm) for norm in engine.optimizer._get_norm_groups()]
+        engine.optimizer.inf_or_nan_tracker.fill_(group == 1)
+        rows.append((name, norms, engine.optimizer.has_overflow()))
+        engine.destroy()
+    return rows
+
+
+def test_an_invalid_norm_is_reported_as_by_stock(ranks: Any) -> None:
+    for norms in ranks(2).run(invalid_norm_case):
+        assert norms["2"] == [float("inf")] and set(map(tuple, norms.values())) == {(float("inf"),)}, norms
+
+
+def invalid_norm_case() -> dict[str, list[float]]:
+    """The norms of a step with gradients that are not finite, and are not looked at before."""
+    config = {"bf16": {"check_grad_overflow": False}}
+    job = Job(steps=1, dtype="bf16", empty=False, overflow=[(0, 0)], config=config)
+    names = ("2", "NIG", "NNN", "3", "IIG", "III", "GGG")
+    return {name: training.train(job, placed(name, group_size=1)).norms for name in names}
+
+
+WANDERING = {"network": networks.Wandering, "steps": 4}
+REORDERING = {"network": networks.ReorderingMixtures, "steps": 4}
+RETURNING = {"network": networks.Returning, "steps": 3}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+GATHERED_IN_GROUPS = ("INI", "ING", "III", "IIG", "IGG")
+
+
+@pytest.mark.parametrize(
+    "names, details, zero",
+    [
+        (GATHERED_IN_GROUPS, WANDERING, {}),
+        # IGG moves buckets between groups in each micro-step: they must hold the same in all groups.
+        (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
+        (
+            ("IGG",),
+            {**REORDERING, "groups": 2, "checkpointing": True},
+            {"reduce_bucket_size": 1000, "overlap_comm": True},
+        ),
+        # Two dtypes are sent.
+        (("IGG",), {**REORDERING, "config": AUTOCAST}, {"reduce_bucket_size": 300, "overlap_comm": False}),
+        # A bucket crosses again with a gradient that came after it; with overlap, in the first step alone.
+        (("IGG",), RETURNING, {"overlap_comm": False}),
+        (("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True}),
+        *deep((("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
+    ],
+    ids=by_strategies,
+)
+def test_groups_may_use_modules_in_different_orders(
+    ranks: Any, names: tuple[str, ...], details: dict[str, Any], zero: dict[str, Any]
+) -> None:
+    job = Job(**{"sizes": SQUARE, "accumulation": 2, "empty": False, "zero": {**SMALL, **zero}, **details})
+    bounds = BF16 if job.config else parity_table.EXACT
+    for rows in ranks(4).run(orders_case, job, names):  # instead of a hang
+        check(rows, "I, G", **bounds)
+
+
+def orders_case(job: Job, names: tuple[str, ...]) -> list[Difference]:
+    """Compare to stage 0: stages 1 to 3 reduce gradients in the order in which a rank finds them."""
+    stock = training.stock(job, {"stage": 0})
+    return [training.beside(stock, name, job, placed(name)) for name in names]
+
+
+HOST = {"offload_param": {"device": "cpu"}}
+CACHED = {**HOST, "paro_parameter_cache_bytes": 3000}
+OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "details, zero",
+    [
+        ({"frozen": (1,), "accumulation": 2}, CACHED),
+        ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
+        ({"zero_init": "config"}, HOST),
+        ({"between": True, "optimizer": "Adam"}, {**CACHED, **OPTIMIZER}),
+        ({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER}),
+    ],
+    ids=str,
+)
+def test_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:
+    """With os = G and ``offload_param``, slices of p = I are on the host."""
+    job = Job(zero=SMALL, empty=False, groups=2, **details)
+    stock = {"stage": 2 if job.skipped else 3}  # stage 3 steps with old gradients of layers that are not used
+    stock |= {key: value for key, value in zero.items() if key in OPTIMIZER}
+    variants = [placed(name, **zero) for name in ("ING", "IIG", "IGG")]
+    check(ranks(4).run(training.against, job, variants, stock)[0], "I, G", weights=2e-6)
+
+
+@EACH_KIND
+def test_one_rank_alone(ranks: Any, kind: str) -> None:
+    job = Job(accumulation=2, steps=2, zero=SMALL)
+    check(ranks(1).run(training.compare, job, 1, STRATEGIES[kind])[0], kind)
+
+
+def test_a_boundary_declared_after_the_last_backward(ranks: Any) -> None:
+    for rows in ranks(4).run(late_boundary_case):
+        for name, difference in rows:
+            assert difference <= 1e-6, (name, difference)
+
+
+def late_boundary_case() -> list[tuple[str, float]]:
+    """The boundary set by the caller before the last backward or right before the step: difference of the weights."""
+    job = Job(accumulation=2)
+    rows = []
+    for name in GRADIENT_PATHS:
+        weights = []
+        for late in (False, True):
+            engine, model = training.make_engine(job, placed(name))
+            data = training.batches(job)
+            for number in range(6):
+                engine.set_gradient_accumulation_boundary(number % 2 == 1 and not late)
+                training.micro_step(engine, job, number, *next(data))
+                if number % 2:
+                    engine.set_gradient_accumulation_boundary(True)
+                    engine.step()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+        rows.append((name, (weights[0] - weights[1]).abs().max().item()))
+    return rows

@@ -1,0 +1,376 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Updated parameters arrive under the next forward, and before anything reads them."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, stack_module_state
+
+import deepspeed_ext
+from deepspeed_ext import strategy
+from deepspeed_ext.comm.spans import Span
+from deepspeed_ext.zero.flat.arrivals import Arrivals
+from deepspeed_ext.zero.flat.updates import FlatUpdates
+from deepspeed_ext.zero.shards import Window
+from tests.harness import networks, training
+from tests.harness.training import SEVERAL_BUCKETS, placed
+
+AHEAD = placed("NIG", group_size=1, paro_overlap_updates=True, **SEVERAL_BUCKETS)
+
+
+@pytest.mark.quick
+def test_parameters_arrive_before_they_are_read(ranks: Any) -> None:
+    for found in ranks(2).run(by_hand_case):
+        # Whether it has waited, and whether it has read what it would read later.
+        assert found == {way: (True, True) if "stale" not in way else (False, False) for way in found}
+
+
+@pytest.mark.quick
+def test_iteration_that_reads_no_values_does_not_wait(ranks: Any) -> None:
+    for begun, waited, classes in ranks(2).run(unread_case):
+        assert begun and not waited
+        assert classes == [{"_WaitingParameters", "dict"}, {"dict"}, {"dict"}]  # a ModuleList has no parameters
+
+
+def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
+    for alike, (_, *waited) in ranks(2).run(compiled_case):  # in the first call Dynamo of torch 2.10 reads the weight
+        assert alike and waited == [False, True]
+
+
+@contextmanager
+def arriving_when_waited_for() -> Iterator[threading.Event]:
+    """In this context updates are on their way until somebody waits for them; that sets the event."""
+    gate = threading.Event()
+    gather, start, wait_for, drain = FlatUpdates._gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
+
+    class Held:
+        def wait(self) -> None:
+            assert gate.wait(60)
+
+    def late(self: Any, window: Any) -> Any:
+        yield Held()
+        return (yield from gather(self, window))
+
+    def started(self: Any) -> None:
+        self.drain()
+        gate.clear()
+        start(self)
+
+    def waited(self: Any, number: int) -> None:
+        gate.set()
+        wait_for(self, number)
+
+    def drained(self: Any) -> None:
+        if self.begun:
+            gate.set()
+        drain(self)
+
+    with (
+        mock.patch.object(FlatUpdates, "_gather_window", late),
+        mock.patch.multiple(Arrivals, start=started, wait_for=waited, drain=drained),
+    ):
+        yield gate
+
+
+def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list[Any]]]:
+    """Each returns what it has read, as it was then; the last one destroys the engine."""
+    last, kept = model.layers[-1], list(model.parameters())
+    copied = {**last._parameters}
+    ones = {name: torch.ones_like(param) for name, param in model.named_parameters()}
+    later = nn.Module()
+    later.weight = last.weight
+
+    def tied_to(weight: Any) -> Any:
+        head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        head.weight = weight
+        return head(x)
+
+    class Wrapper(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lenders = [last]
+
+        def forward(self, x: Any) -> Any:
+            return nn.functional.linear(x, self.lenders[0].weight)
+
+    def values(some: Any) -> list[Any]:
+        return [tensor.detach().clone() for tensor in some]
+
+    def hooked() -> list[Any]:
+        read: list[Any] = []
+        handle = model.layers[0].register_forward_hook(lambda *_: read.append(last.weight))
+        model.layers[0](torch.ones(1, model.layers[0].in_features))
+        handle.remove()
+        return values(read)
+
+    def parametrized() -> list[Any]:
+        nn.utils.parametrize.register_parametrization(last, "weight", nn.Identity())
+        read = values([last.weight])
+        nn.utils.parametrize.remove_parametrizations(last, "weight")
+        return read
+
+    average = torch.optim.swa_utils.AveragedModel(last)
+
+    def renewed() -> list[Any]:
+        average.n_averaged.zero_()
+        average.update_parameters(last)
+        return values(average.parameters())
+
+    def gathered() -> list[Any]:
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            return values(kept)
+
+    def after(act: Callable[[], Any]) -> list[Any]:
+        act()
+        return values(kept)
+
+    return {
+        "an attribute": lambda: values([last.weight]),
+        "a method": lambda: [model.last(x)],
+        "a weight tied by hand": lambda: [tied_to(last.weight)],
+        "a wrapper made later": lambda: [Wrapper()(x)],
+        "a hook made later": hooked,
+        "old weight norm": lambda: values([model.layers[1].weight_v]),
+        "parameters": lambda: values(model.parameters()),
+        "parameters_to_vector": lambda: values([nn.utils.parameters_to_vector(model.parameters())]),
+        "an average": renewed,
+        "functional_call": lambda: values(
+            [functional_call(last, {name: one.clone() for name, one in last.named_parameters()}, (x,))]
+        ),
+        "stack_module_state": lambda: values(stack_module_state([last])[0].values()),
+        "a parametrization made later": parametrized,
+        "deepcopy": lambda: values(copy.deepcopy(last).parameters()),
+        "stale, kept from before": lambda: values(kept),
+        "stale, of the optimizer": lambda: values(one for group in engine.optimizer.bit16_groups for one in group),
+        "stale, a plain copy": lambda: values([copied["weight"]]),
+        "stale, in a module made later": lambda: values([later.weight]),
+        "forward": lambda: [model(torch.ones(1, model.layers[0].in_features))],
+        "a module's state_dict": lambda: values(last.state_dict().values()),
+        "the engine's state dict": lambda: values(engine.module_state_dict().values()),
+        "gathered": gathered,
+        "wait_for_updates": lambda: after(deepspeed_ext.wait_for_updates),
+        "offload": lambda: after(lambda: (engine.offload_states(), engine.reload_states())),
+        "refresh_fp32_params": lambda: after(engine.optimizer.refresh_fp32_params),
+        "load_state_dict": lambda: after(lambda: model.load_state_dict(ones)),
+        "destroy": lambda: after(engine.destroy),
+    }
+
+
+def by_hand_case() -> dict[str, tuple[bool, bool]]:
+    """For each way to read parameters: whether it has waited, and whether it has read what it reads afterwards."""
+    job = training.Job(sizes=networks.SQUARE, network=networks.Normed)
+    found: dict[str, tuple[bool, bool]] = {}
+    with arriving_when_waited_for() as gate:
+        engine, model = training.make_engine(job, AHEAD)
+        data, kept = training.batches(job), list(model.parameters())
+        model.eval()
+        model(next(data)[0])  # the first forward waits for all of them
+        model.train()
+        ways = ways_to_read(engine, model, torch.ones(1, model.layers[-1].in_features))
+        for way, read in ways.items():
+            training.micro_step(engine, job, 0, *next(data))
+            engine.step()
+            seen, waited = read(), gate.is_set()
+            if way != "destroy":
+                deepspeed_ext.wait_for_updates()
+            # What is loaded, or is there after the end of an engine, stays.
+            now = kept if way in ("load_state_dict", "destroy") else read()
+            found[way] = waited, all(torch.equal(a, b) for a, b in zip(seen, now, strict=True))
+    return found
+
+
+def unread_case() -> tuple[bool, bool, list[set[str]]]:
+    """Whether updates were on their way, and whether something has waited for them; then classes of modules'
+    parameters, of copies of modules, and those after the engine."""
+    job = training.Job(empty=False)
+    classes = []
+    with arriving_when_waited_for() as gate:
+        engine, model = training.make_engine(job, AHEAD)
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        engine.zero_grad()  # as HF's Trainer does
+        model.train()
+        begun, waited = engine.optimizer.updates.arrivals.begun, gate.is_set()
+        classes.append({type(module._parameters).__name__ for module in model.modules()})
+        classes.append({type(copy.deepcopy(layer)._parameters).__name__ for layer in model.layers})
+        engine.destroy()
+        classes.append({type(module._parameters).__name__ for module in model.modules()})
+    return begun, waited, classes
+
+
+def compiled_case() -> tuple[bool, list[bool]]:
+    """Whether a compiled model ends with the same weights; whether a compiled function that reads a module's weight
+    has waited for it in two calls, and one that calls the module."""
+    job = training.Job(empty=False)
+    weights, waited = [], []
+    for compiled in (False, True):
+        with arriving_when_waited_for() as gate:
+            engine, model = training.make_engine(job, AHEAD)
+            if compiled:
+                engine.compile(backend="eager")
+            data, last = training.batches(job), model.layers[-1]
+            x = torch.ones(1, last.in_features)
+            read = torch.compile(lambda x, last=last: torch.nn.functional.linear(x, last.weight), backend="eager")
+            called = torch.compile(lambda x, last=last: last(x), backend="eager")
+            for function in (read, read, called):
+                training.micro_step(engine, job, 0, *next(data))
+                engine.step()
+                if compiled:
+                    function(x)
+                    waited.append(gate.is_set())
+                deepspeed_ext.wait_for_updates()
+            weights.append(training.whole_weights(model))
+            engine.destroy()
+    return torch.equal(*weights), waited
+
+
+@pytest.mark.quick
+def test_a_model_of_one_sub_group_crosses_in_windows(ranks: Any, kernels: bool) -> None:
+    for sub_groups, total, waited, different in ranks(4).run(windows_case):
+        assert sub_groups == {1}  # as in checkpoints of versions that knew no windows
+        assert 0 < waited[0] <= total / 16 * 1.1 + LAYER  # in one window it would be all of them
+        assert total / 2 < waited[-1] <= total + 4  # with padding
+        assert not different
+
+
+LAYER = 16 * 17  # elements
+
+
+def windows_case() -> tuple[set[int], int, list[int], list[str]]:
+    """IIG with default sizes: numbers of sub-groups; elements of the model; those that must have arrived before each
+    layer runs; and what ends with other bits than in one window."""
+    small = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+    job = training.Job(sizes=(16,) * 33, dtype="bf16", empty=False, steps=3, zero=small)
+    exact = {"paro_quantized_updates": {"bits": "exact"}}
+    sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
+    for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
+        with mock.patch.multiple(strategy, _LEAST_BUCKET=1, _BUCKETS=windows):  # windows of a small model, too
+            engine, model = training.make_engine(job, placed("IIG", **extra))
+            data = training.batches(job)
+            for number in range(job.steps):
+                training.micro_step(engine, job, number, *next(data))
+                engine.step()
+        sub_groups.add(len(engine.optimizer.fp16_groups))
+        total = sum(param.ds_numel for param in model.parameters())
+        if name == "many":
+            note_waits(engine, model, waited)
+            engine(next(data)[0])
+        weights[name] = training.whole_weights(model)
+        engine.destroy()
+    return sub_groups, total, waited, [name for name, found in weights.items() if not found.equal(weights["one"])]
+
+
+def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
+    """Note before each layer of the next forward how many elements have been waited for."""
+    slices = engine.optimizer.slices["dense"]
+    finish = slices._updates.finish
+    numbers = {id(started): number for number, started in slices._update_of.items()}
+    ranks = slices.topology.sizes.ranks
+    arrived = [0]
+
+    def finishing(started: Any) -> Any:
+        before = slices._windows[: numbers[id(started)] + 1]
+        arrived.append(max(arrived[-1], ranks * sum(window.span.numel for window in before)))
+        return finish(started)
+
+    slices._updates.finish = finishing
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda *_: waited.append(arrived[-1]))
+
+
+class Gate(nn.Module):
+    """Reads the weight of a part that it never calls, as torch's attention and the gate of DeepSpeed's MoE do."""
+
+    def __init__(self, part: nn.Module | None = None) -> None:
+        super().__init__()
+        self.part = part or nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.part.weight)
+
+
+def watched(model: nn.Module) -> Arrivals:
+    """Arrivals of a model, a window for each parameter, in their order."""
+    places = {id(param): place for place, param in enumerate(model.parameters())}
+    windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
+    updates = Arrivals(windows, lambda window: iter(()), lambda window, cells: None, True, True)
+    updates.watch(model, places)
+    return updates
+
+
+def waits(updates: Arrivals, model: nn.Module) -> list[int]:
+    """The windows that modules wait for in a forward, one after the other."""
+    with mock.patch.object(Arrivals, "begun", True), mock.patch.object(updates, "wait_for") as wait_for:
+        model(torch.ones(1, 4))
+    return [call.args[0] for call in wait_for.call_args_list]
+
+
+@pytest.mark.quick
+def test_a_module_waits_for_what_it_may_read_of_its_parts() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
+    updates = watched(model)
+    copy.deepcopy(model)  # reads parameters, and calls nothing
+    assert waits(updates, model) == [4, 1, 2, 4, 4]
+    assert waits(updates, model) == [1, 2, 4]
+    updates.drop()
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.quick
+def test_all_modules_that_share_a_part_wait_for_it() -> None:
+    part = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(Gate(part), Gate(part))
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[0, 0, 0], [0, 0]]
+
+
+class Projection(nn.Module):
+    """Calls its part in training, unless it is told to read the weight, as it does in evaluation."""
+
+    def __init__(self, scaled: bool) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4)) if scaled else 1.0
+        self.part = nn.Linear(4, 4, bias=False)
+        self.reads = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and not self.reads:
+            return self.part(x * self.scale)
+        return nn.functional.linear(x * self.scale, self.part.weight)
+
+
+@pytest.mark.quick
+def test_evaluation_waits_for_what_only_training_has_called() -> None:
+    model = Projection(scaled=False)
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[0, 0], [0]]
+    model.eval()
+    assert [waits(updates, model), waits(updates, model)] == [[0], [0]]
+    model.train()
+    assert waits(updates, model) == [0]
+
+
+@pytest.mark.quick
+def test_a_module_waits_for_a_part_that_it_seldom_calls() -> None:
+    model = Projection(scaled=True)
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[1, 1], [1, 1]]
+    model.reads = True
+    assert waits(updates, model) == [1]
+
+
+@pytest.mark.quick
+def test_a_module_waits_for_a_part_that_another_one_calls() -> None:
+    part = nn.Linear(4, 4, bias=False)
+    model = nn.Sequential(Gate(part), nn.Sequential(part))
+    updates = watched(model)
+    assert [waits(updates, model), waits(updates, model)] == [[0, 0, 0, 0], [0, 0, 0]]
