@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ext.compare.turn import UNFINISHED, VARIABLE, Turn, current
+from tests.harness.tiers import deep
 
 STEPS, WARM_UP = 3, 2
 
@@ -104,7 +105,7 @@ def untouched_case() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "name"), [({"stage": 3}, "ZeRO-3"), ({"paro_strategy": "NIG", "paro_group_size": 1}, "NIG")]
+    ("zero", "name"), [({"paro_strategy": "NIG", "paro_group_size": 1}, "NIG"), *deep(({"stage": 3}, "ZeRO-3"))]
 )
 def test_steps_losses_and_memory_of_a_script(ranks: Any, tmp_path: Path, zero: dict[str, Any], name: str) -> None:
     path = tmp_path / "report.json"
@@ -130,22 +131,20 @@ def test_a_pipeline(ranks: Any, tmp_path: Path) -> None:
     assert report["losses"] == report["losses_of_rank_0"] and None not in report["losses"]
 
 
-def test_losses_that_the_engine_is_not_given(ranks: Any, tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    ranks(2).run(train_case, str(path), {"stage": 2}, backward="loss")
-    report = json.loads(path.read_text())
-    assert report["losses"] == report["losses_of_rank_0"] == [None] * (STEPS + WARM_UP)
-
-
 def test_a_script_that_ends_too_early(ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     assert ranks(2).run(train_case, str(path), {"stage": 2}, steps=4)[0][1] is None
     assert json.loads(path.read_text()) == {UNFINISHED: 4}
 
 
-def test_nodes_without_the_folder_write_nothing(ranks: Any, tmp_path: Path) -> None:
-    (_, status), _ = ranks(2).run(train_case, str(tmp_path / "elsewhere" / "report.json"), {"stage": 2})
-    assert status == 0 and not list(tmp_path.iterdir())
+def test_losses_that_the_engine_is_not_given(ranks: Any, tmp_path: Path) -> None:
+    """A node without the folder of the report writes nothing."""
+    path, elsewhere = tmp_path / "report.json", tmp_path / "elsewhere" / "report.json"
+    ranks(2).run(train_case, str(path), {"stage": 2}, backward="loss")
+    report = json.loads(path.read_text())
+    assert report["losses"] == report["losses_of_rank_0"] == [None] * (STEPS + WARM_UP)
+    assert ranks(1).run(train_case, str(elsewhere), {"stage": 2})[0][1] == 0
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_configuration_in_code_is_replaced_key_by_key(ranks: Any, tmp_path: Path) -> None:
@@ -178,23 +177,23 @@ def test_a_turn_survives_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Event:
-    """An event of a device that takes 50 ms a step, whatever the host does."""
+    """An event of a device on which a step takes 50 ms, whatever the host does."""
 
-    made = 0
+    recorded = 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self) -> None:
-        Event.made += 1
-        self.milliseconds = 50.0 * Event.made
+        Event.recorded += 1
+        self.milliseconds = 50.0 * Event.recorded
 
     def elapsed_time(self, end: "Event") -> float:
         return end.milliseconds - self.milliseconds
 
 
-def clock_case() -> tuple[bool, list[float], bool]:
-    """Return whether the device was waited for after four steps, their seconds, and whether it was for these."""
+@pytest.mark.quick
+def test_on_a_device_nothing_waits_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
     from deepspeed_ext import clocks
@@ -203,17 +202,12 @@ def clock_case() -> tuple[bool, list[float], bool]:
     device = mock.Mock(Event=Event)
     device.is_synchronized_device.return_value = False
     engine = mock.Mock(pipeline_parallelism=True, train_batch=lambda: torch.zeros(()))
-    with mock.patch.object(clocks, "get_accelerator", lambda: device), mock.patch.object(Measurement, "_finish"):
-        measurement = Measurement(Turn(steps=3, warm_up=1, report=""))
-        measurement.watch(engine)
-        assert not Event.made, "a device is used before the script has chosen its own"
-        for _ in range(4):
-            engine.train_batch()
-        early = device.synchronize.called
-        return early, measurement._seconds(), device.synchronize.called
-
-
-def test_on_a_device_nothing_waits_before_the_end(ranks: Any) -> None:
-    [(early, seconds, at_the_end)] = ranks(1).run(clock_case)
-    assert not early and at_the_end
-    assert seconds == pytest.approx([0.05] * 3)
+    monkeypatch.setattr(clocks, "get_accelerator", lambda: device)
+    monkeypatch.setattr(Measurement, "_finish", lambda *_: None)
+    measurement = Measurement(Turn(steps=3, warm_up=1, report=""))
+    measurement.watch(engine)
+    assert not Event.recorded, "a device is used before the script has chosen its own"
+    for _ in range(4):
+        engine.train_batch()
+    assert not device.synchronize.called
+    assert measurement._seconds() == pytest.approx([0.05] * 3) and device.synchronize.called

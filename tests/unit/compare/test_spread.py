@@ -21,12 +21,8 @@ def test_twice_as_fast_is_found_with_a_narrow_interval() -> None:
     found = ratio(series(1.0), series(2.0, seed=1))
     assert found.value == pytest.approx(2, rel=0.02) and found.shows_a_difference
     assert 1.95 < found.low < found.value < found.high < 2.05
-
-
-def test_the_reverse_is_the_reciprocal() -> None:
-    slow, fast = series(2.0, seed=1), series(1.0)
-    one, other = ratio(slow, fast), ratio(fast, slow)
-    assert one.value == pytest.approx(1 / other.value) and one.high < 0.55
+    other = ratio(series(2.0, seed=1), series(1.0))
+    assert other.value == pytest.approx(1 / found.value) and other.high < 0.55
 
 
 def test_the_same_is_not_told_apart() -> None:
@@ -34,7 +30,7 @@ def test_the_same_is_not_told_apart() -> None:
     assert misses <= 8  # one of twenty, were it not for few rounds
 
 
-def test_a_machine_that_slows_down_between_rounds_changes_nothing() -> None:
+def test_a_machine_that_slows_between_rounds_changes_nothing() -> None:
     drifts = (1.0, 3.0, 9.0)
     drifted = [[[one * drift for one in row] for row, drift in zip(some, drifts, strict=True)] for some in _pair()]
     assert ratio(*drifted).value == pytest.approx(ratio(*_pair()).value)
@@ -60,8 +56,5 @@ def test_losses_differ_by_the_worst_step() -> None:
     assert difference([2.0, 4.0, -1.0], [2.0, 4.4, -1.0]) == pytest.approx(0.4 / 4.4)
     assert difference([0.0, 1.0], [0.0, 1.0]) == 0
     assert difference([0.0], [1e-9]) == 1
-
-
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_losses_that_are_not_finite_never_agree(wrong: float) -> None:
-    assert difference([1.0, wrong], [1.0, wrong]) == math.inf
+    for wrong in (math.nan, math.inf):
+        assert difference([1.0, wrong], [1.0, wrong]) == math.inf

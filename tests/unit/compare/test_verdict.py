@@ -39,7 +39,7 @@ def test_faster_with_the_same_losses() -> None:
     )
 
 
-def test_slower() -> None:
+def test_slower_or_as_fast() -> None:
     slow = report(4.0)
     one = found(slow, slow)
     low, high = 1 / one.speed.high, 1 / one.speed.low
@@ -48,9 +48,6 @@ def test_slower() -> None:
         "B (b.json, ZeRO-3) takes 4 times as long as A (a.json, ZeRO-3): 4.2 s instead of 1.05 s per step, "
         f"95% interval {low:.3g} to {high:.3g}; losses agree"
     )
-
-
-def test_as_fast() -> None:
     same = report(1.0)
     assert found(same, same).sentence.startswith("No difference in speed is shown between B (b.json")
 

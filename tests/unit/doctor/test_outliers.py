@@ -29,7 +29,7 @@ def planted(players: int, slow: dict[int, float], pair: tuple[int, int] | None =
     }
 
 
-@pytest.mark.parametrize("players", [3, 4, 5, 16, 65])
+@pytest.mark.parametrize("players", [3, 4, 16, 65])
 def test_a_slow_player_and_a_slow_pair_are_told_apart(players: int) -> None:
     nothing = find(planted(players, {}))
     assert not nothing.players and not nothing.pairs and not nothing.lower
@@ -40,7 +40,7 @@ def test_a_slow_player_and_a_slow_pair_are_told_apart(players: int) -> None:
     assert pair.pairs[0, 2][0] == pytest.approx(1 / 3, rel=0.1) and pair.pairs[0, 2][1] > 0.9
 
 
-def test_several_slow_ones_are_found_and_two_kinds_are_said_to_be_two() -> None:
+def test_several_slow_ones_and_two_kinds_are_found() -> None:
     found = find(planted(20, {3: 0.5, 7: 0.2, 19: 0.6}, (4, 5)))
     assert set(found.players) == {3, 7, 19} and set(found.pairs) == {(4, 5)}
     halves = find(planted(8, dict.fromkeys(range(4), 0.1)))
@@ -52,14 +52,11 @@ def test_what_varies_is_no_outlier_and_what_is_far_beyond_is() -> None:
     varied = {player: 2 ** -(player / 8) for player in range(8)}  # down to 0.55 of the fastest
     assert not find(planted(8, varied)).players
     assert set(find(planted(9, varied | {8: 0.05})).players) == {8}
+    met = find({(0, 1): 1.0, (2, 3): 0.2, (4, 5): 1.0, (6, 7): 1.0})  # of two that met no other, the pair is named
+    assert not met.players and met.pairs == {(2, 3): (0.2, 1.0)} and not met.lower
 
 
-def test_of_two_that_met_nobody_else_the_pair_is_named() -> None:
-    found = find({(0, 1): 1.0, (2, 3): 0.2, (4, 5): 1.0, (6, 7): 1.0})
-    assert not found.players and found.pairs == {(2, 3): (0.2, 1.0)} and not found.lower
-
-
-@pytest.mark.parametrize("teams", [2, 3, 4, 7, 64])
+@pytest.mark.parametrize("teams", [2, 3, 7, 64])
 def test_each_pair_meets_once_in_disjoint_rounds(teams: int) -> None:
     rounds = tournament(teams)
     assert len(rounds) == teams - 1 + teams % 2

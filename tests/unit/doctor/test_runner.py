@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from scripts.emulation.launching import free_port
+
 QUICK = 2.0  # seconds of a limit
 
 
@@ -119,37 +121,29 @@ def measuring_case() -> list[tuple[str, str, str]]:
     ]
 
 
-def test_ranks_that_do_not_come_are_named(ranks: Any) -> None:
-    """With the address, and those that came; and what to do where nobody listens, or no launcher has set anything."""
-    missing, nobody, unset, alone = ranks(1).run(meeting_case)[0]
-    assert "ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:" in missing
-    assert ": rank 0. Check that the launcher runs on every node" in missing
-    assert "rank 1 on " in nobody and "did not get to 127.0.0.1:9 (MASTER_ADDR:MASTER_PORT) within 1 s" in nobody
-    assert "of which RANK, MASTER_PORT are not set: start it with torchrun or deepspeed" in unset
-    assert alone == "met 1"
-
-
-def meeting_case() -> list[str]:
-    """What is said where others are missing, where nobody listens, without a launcher's variables, and alone."""
-    import socket
-
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (
+            {"RANK": "0", "WORLD_SIZE": "3"},
+            r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun",
+        ),
+        (
+            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"},
+            r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s",
+        ),
+        ({"WORLD_SIZE": "3", "MASTER_PORT": ""}, "of which RANK, MASTER_PORT are not set: start it with torchrun or"),
+    ],
+)
+def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> None:
+    """With the address; and what to do where nothing listens, or no launcher has set anything."""
     from deepspeed_ext.doctor.meeting import CannotMeet, meet
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    found = []
-    for environment in (
-        {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-        {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"},
-        {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"},
-        {},
-    ):
-        try:
-            found.append(f"met {len(meet(environment, 1.0).hosts)}")
-        except CannotMeet as error:
-            found.append(str(error))
-    return found
+    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **given}
+    with pytest.raises(CannotMeet, match=said):
+        meet({name: value for name, value in given.items() if value}, 1.0)
+    assert len(meet({}, 1.0).hosts) == 1  # a rank alone
 
 
 @pytest.mark.quick

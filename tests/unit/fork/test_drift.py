@@ -13,7 +13,6 @@ from deepspeed_ext.integration.patches import PATCHES
 from deepspeed_ext.integration.symbols import Patch
 from scripts import ROOT
 from scripts.fork import drift, usage
-from scripts.fork.deepspeed_source import git
 
 OURS = '''"""Strategies: what the tests call so."""
 from deepspeed import zero
@@ -84,17 +83,6 @@ def test_each_difference_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert re.sub(r"\n {12}.*", "", other.partition(": ")[2]).rstrip() == REPORT
     assert drift.main(["newest"], True, None, ROWS, ours) == 2
     assert "or a git directory, got newest" in capsys.readouterr().err
-
-
-@pytest.mark.quick
-def test_a_git_directory_is_read_at_its_head(tmp_path: Path) -> None:
-    tree = package(tmp_path / "tree", "deepspeed.zero", KNOWN)
-    git(tree, "init", "--quiet")
-    git(tree, "add", "--all")
-    git(tree, "commit", "--quiet", "--message", "all", date="2026-11-26T00:00:00Z")
-    label, root = drift.opened(str(tree / ".git"), tmp_path / "scratch")
-    assert re.fullmatch(r"DeepSpeed of unknown version, commit \w+ of 2026-11-26", label)
-    assert (root / "deepspeed/zero.py").read_text() == KNOWN
 
 
 @pytest.mark.deep

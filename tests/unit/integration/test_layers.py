@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the package's layers that import-linter cannot check, since it treats DeepSpeed as a whole."""
+"""Rules of layers that import-linter cannot check, since it treats DeepSpeed as a whole."""
 
 import ast
 from collections.abc import Iterator
@@ -30,12 +30,6 @@ def test_what_moves_bytes_knows_nothing_of_zero(module: str) -> None:
     assert not [name for name in names if name.startswith("deepspeed.runtime")]
 
 
-def test_late_imports_are_seen() -> None:
-    text = "import torch\ndef f():\n    from deepspeed.runtime import zero\n    import deepspeed.runtime.zero.stage3\n"
-    assert list(imported(text)) == ["torch", "deepspeed.runtime.zero", "deepspeed.runtime.zero.stage3"]
-
-
-def test_no_test_imports_another() -> None:
-    files = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "scripts").rglob("*.py")]
-    names = [(path.name, name) for path in files for name in imported(path.read_text(encoding="utf-8"))]
-    assert len(names) > 500 and not [one for one in names if ".test_" in f".{one[1]}"]
+def test_strategies_need_neither_torch_nor_deepspeed() -> None:
+    names = [name.partition(".")[0] for name in imported((PACKAGE / "strategy.py").read_text(encoding="utf-8"))]
+    assert names and not {"torch", "deepspeed", "deepspeed_ext"} & set(names)

@@ -2,16 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The planner's figures against the formulas, what it chooses, and why. Pure."""
 
-import json
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.cost import Experts, Model, predict
@@ -28,7 +24,7 @@ MODEL = Model(STATES, accumulation=4)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("n, m, s", [(4, 2, 1), (16, 4, 4), (64, 8, 16), (8, 8, 2), (8, 1, 2)])
+@pytest.mark.parametrize("n, m, s", [(4, 2, 1), (64, 8, 16), (8, 8, 2), (8, 1, 2)])
 def test_bytes_and_memory_are_those_of_the_formulas(name: str, n: int, m: int, s: int) -> None:
     row, cluster = STRATEGIES[name], GroupSizes(n, m)
     found = predict(row, cluster, replace(MODEL, accumulation=s), Rates.of_links(cluster, m, 100, 10))
@@ -63,13 +59,13 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     assert predict(row, cluster, muon, rates).volume == pytest.approx(found.volume + exchanged)
 
 
-def test_groups_with_different_numbers_of_the_same_experts_are_refused() -> None:
+def test_experts_that_groups_do_not_hold_alike_are_refused() -> None:
     with pytest.raises(ValueError, match="a multiple or a divisor of paro_group_size, got 4 with 24 ranks in groups"):
         GroupSizes(24, 6).of_experts(4)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_loco_shrinks_what_reductions_send_between_groups_and_nothing_else(name: str) -> None:
+def test_loco_shrinks_only_reductions_between_groups(name: str) -> None:
     row, settings = STRATEGIES[name], LocoSettings(bits=4, block_size=32)
     plain, loco = predict(row, CLUSTER, MODEL, RATES), predict(row, CLUSTER, MODEL, RATES, Compression(settings))
     reduced = sum(p.volume.inter * p.times(4) for p in row.phases(CLUSTER, STATES) if p.kind == Direction.REDUCE)
@@ -118,7 +114,7 @@ def test_updates_and_sums_in_few_bits_by_hand(
         assert found.name == name + (" + LoCo" if settings else "") + " + updates"
 
 
-def test_updates_in_few_bits_are_not_offered_where_parameters_are_released() -> None:
+def test_updates_in_few_bits_need_parameters_on_the_ranks() -> None:
     found = plan(CLUSTER, MODEL, RATES, sent=[Compression(None, UpdateSettings())])
     assert {one.strategy for one in found.predictions} == set(CROSSINGS)
     assert {name for name, row in STRATEGIES.items() if row.p.name != "G"} == set(CROSSINGS)
@@ -164,10 +160,10 @@ def test_rates_of_links_share_them(n: int, m: int, per_node: int, intra: float, 
     assert (rates.intra.bandwidth / GIGA, rates.inter.bandwidth / GIGA) == pytest.approx((intra, inter))
 
 
-@pytest.mark.parametrize("figure", ["intra_gbps", "inter_gbps", "ranks_per_node"])
-def test_figures_of_links_must_be_positive(figure: str) -> None:
-    given = {"ranks_per_node": 4, "intra_gbps": 800, "inter_gbps": 320} | {figure: 0}
-    with pytest.raises(ValueError, match=f"{figure} must be above 0, got 0"):
+@pytest.mark.parametrize("figure, bad", [("intra_gbps", 0), ("inter_gbps", 0), ("ranks_per_node", 0), ("host", -1)])
+def test_figures_of_links_must_be_positive(figure: str, bad: int) -> None:
+    given = {"ranks_per_node": 4, "intra_gbps": 800, "inter_gbps": 320} | {figure: bad}
+    with pytest.raises(ValueError, match=f"{figure} must be above 0, got {bad}"):
         Rates.of_links(CLUSTER, **given)
 
 
@@ -187,13 +183,6 @@ def test_fit_finds_latency_and_bandwidth() -> None:
         fit([(1000, 1e-3), (1000, 2e-3)])
 
 
-def test_what_is_infinite_is_none_in_json() -> None:
-    rates = replace(RATES, memory=float("inf"), gather=HopRates(Rate(0.0, float("inf")), Rate(1e-3, 1e9)))
-    written = json.loads(json.dumps(rates.as_dict(), allow_nan=False))
-    assert written["memory"] is None and written["gather"]["intra"] == {"latency": 0.0, "bandwidth": None}
-    assert written["gather"]["inter"] == {"latency": 1e-3, "bandwidth": 1e9}
-
-
 def test_what_is_held_elsewhere_or_kept_between() -> None:
     """Offloaded states take no memory, but their bytes are moved; parameters that are kept are gathered once."""
     row = STRATEGIES["IIG"]
@@ -207,13 +196,6 @@ def test_what_is_held_elsewhere_or_kept_between() -> None:
     assert kept.transient - plain.transient == pytest.approx(2e9)
     whole = predict(STRATEGIES["NIG"], CLUSTER, replace(MODEL, regathered=False), RATES)
     assert whole == predict(STRATEGIES["NIG"], CLUSTER, MODEL, RATES)
-
-
-def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From each of the others: a hop of three ranks, at a gigabyte a second."""
-    monkeypatch.setattr(probe, "_runner", lambda hop, share, dtype: lambda: (hop.size - 1) * share * dtype.itemsize)
-    monkeypatch.setattr(probe, "_seconds", lambda run: run() / 1e9)
-    assert probe._rate(SimpleNamespace(size=3), torch.float32).bandwidth == pytest.approx(1e9)  # type: ignore[arg-type]
 
 
 def test_the_fastest_that_fits_is_chosen() -> None:
@@ -231,6 +213,11 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert len(fitting) < 14
     assert tight.choice.total_seconds <= (1 + TIE) * fitting[0].total_seconds
     assert "faster, but too large: " in tight.reason
+    none = plan(CLUSTER, MODEL, RATES, budget=1e8)
+    assert none.choice is None and none.as_dict()["choice"] is None
+    assert "none fits: GGG needs least" in none.reason and "of 0.1 GB" in none.reason
+    with pytest.raises(ValueError, match="none of the strategies is allowed"):
+        plan(CLUSTER, MODEL, RATES, allowed=lambda row: False)
 
 
 def test_a_key_that_would_not_help_is_named() -> None:
@@ -246,6 +233,7 @@ def test_a_key_that_would_not_help_is_named() -> None:
     tight = plan(CLUSTER, model, Rates.of_links(CLUSTER, 4, 8000, 8), budget=3e9)
     assert "plain" not in tight.reason
     sharded = plan(CLUSTER, model, RATES, allowed=lambda row: row.stage == 3)
+    assert {one.strategy for one in sharded.predictions} == {n for n, row in STRATEGIES.items() if row.stage == 3}
     assert [one["strategy"] for one in sharded.as_dict()["plain"]] == ["GGG"]
 
 
@@ -282,20 +270,6 @@ def test_muon_moves_the_choice_to_where_its_matrices_are() -> None:
         with_muon, without = (predict(STRATEGIES[name], CLUSTER, one, RATES) for one in (free, MODEL))
         exchanged = STRATEGIES[name].exchange(CLUSTER, 1.2e9)
         assert with_muon.volume == pytest.approx(without.volume + exchanged)
-
-
-def test_nothing_fits() -> None:
-    none = plan(CLUSTER, MODEL, RATES, budget=1e8)
-    assert none.choice is None
-    assert "none fits: GGG needs least" in none.reason and "of 0.1 GB" in none.reason
-    assert none.as_dict()["choice"] is None
-
-
-def test_only_what_is_allowed_is_looked_at() -> None:
-    some = plan(CLUSTER, MODEL, RATES, allowed=lambda row: row.stage == 3)
-    assert {one.strategy for one in some.predictions} == {n for n, row in STRATEGIES.items() if row.stage == 3}
-    with pytest.raises(ValueError, match="none of the strategies is allowed"):
-        plan(CLUSTER, MODEL, RATES, allowed=lambda row: False)
 
 
 def test_slow_links_and_accumulation_move_the_order() -> None:

@@ -1,99 +1,133 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How rates are measured, on a made-up clock: work is queued, and waiting for it costs time."""
+"""How rates are measured, on a simulated clock and on this machine: work is queued, and waiting for it costs time."""
 
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+
+from deepspeed_ext.planner import probe
+
+WAIT = 100e-6  # seconds to wait for the simulated device
 
 
-def test_what_a_run_takes_among_others(ranks: Any) -> None:
-    ((short, short_runs), (long, long_runs)) = ranks(1).run(clock_case)[0]
-    assert short == pytest.approx(10e-6 + 100e-6 / 10, rel=1e-3)  # of the wait a tenth
-    assert short_runs == 1 + 3 * 10
-    assert long == pytest.approx(0.5 + 100e-6, rel=1e-3) and long_runs == 3  # seconds are not wasted
+def on_device(monkeypatch: pytest.MonkeyPatch, **methods: Any) -> mock.Mock:
+    """Put a simulated accelerator in the place of the real one, and return it; there is one rank."""
+    monkeypatch.setattr(probe, "all_reduce_max", lambda values: values)
+    monkeypatch.setattr(probe.dist, "barrier", lambda: None)
+    device = mock.Mock(current_device_name=lambda: "cpu", **methods)
+    monkeypatch.setattr(probe, "get_accelerator", lambda: device)
+    return device
 
 
-def clock_case() -> list[tuple[float, int]]:
-    """Seconds that are found, and runs, of what takes 10 us and of what takes 0.5 s where a wait takes 100 us."""
-    from unittest import mock
+@pytest.mark.parametrize(
+    "seconds, expected, times",
+    [
+        (10e-6, 10e-6 + WAIT / 10, 1 + 3 * 10),  # a tenth of the wait
+        (0.5, 0.5 + WAIT, 3),  # long runs are not repeated
+    ],
+)
+def test_a_run_is_repeated_until_waits_hardly_count(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, expected: float, times: int
+) -> None:
+    clock, runs = 0.0, 0
 
-    from deepspeed_ext.planner import probe
+    def pass_by(span: float) -> None:
+        nonlocal clock
+        clock += span
 
-    found = []
-    for seconds in (10e-6, 0.5):
-        clock, runs = [0.0], []
+    def run() -> None:
+        nonlocal runs
+        runs += 1
+        pass_by(seconds)
 
-        def pass_by(span: float, clock: list[float] = clock) -> None:
-            clock[0] += span
+    on_device(monkeypatch, synchronize=lambda: pass_by(WAIT))
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: clock)
+    assert probe._seconds(run) == pytest.approx(expected, rel=1e-3) and runs == times
 
-        def run(seconds: float = seconds, runs: list[None] = runs, pass_by: Any = pass_by) -> None:
-            runs.append(None)
-            pass_by(seconds)
 
-        device = mock.Mock(synchronize=lambda pass_by=pass_by: pass_by(100e-6), current_device_name=lambda: "cpu")
-        with (
-            mock.patch.object(probe, "get_accelerator", lambda device=device: device),
-            mock.patch.object(probe.time, "perf_counter", lambda clock=clock: clock[0]),
-        ):
-            found.append((probe._seconds(run), len(runs)))
+@pytest.mark.parametrize(
+    "on_host, pinned, rate, pinnings",
+    [(True, True, float("inf"), 0), (False, None, float("inf"), 0), (False, False, 1.0, 0), (False, True, 1.0, 1)],
+)
+def test_copies_from_the_host_use_the_memory_of_parameters(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, pinned: bool | None, rate: float, pinnings: int
+) -> None:
+    """Nothing is measured on a host, nor without parameters there (None); else from pageable or pinned memory."""
+    pin = mock.Mock(side_effect=lambda tensor: tensor)
+    on_device(monkeypatch, is_synchronized_device=lambda: on_host, pin_memory=pin)
+    monkeypatch.setattr(probe, "_seconds", lambda run: run().nbytes / 2**20)  # as if a MiB took a second
+    assert probe._host(pinned) / 2**20 == rate and pin.call_count == pinnings
+
+
+@pytest.mark.parametrize("on_host, free, size", [(True, 2**40, 64), (False, 2**20, 64), (False, 2**30, 128)])
+def test_memory_is_measured_beyond_caches_if_it_fits(
+    monkeypatch: pytest.MonkeyPatch, on_host: bool, free: int, size: int
+) -> None:
+    """MiB of the buffer: on the host, on a device with little free memory, and on one with enough."""
+    on_device(monkeypatch, is_synchronized_device=lambda: on_host, available_memory=lambda: free)
+    monkeypatch.setattr(probe, "_seconds", lambda run: run().nbytes / 2**20)
+    with mock.patch.object(torch, "ones", wraps=torch.ones) as ones:
+        assert probe._memory() / 2**21 == pytest.approx(1, abs=1e-3)
+    assert ones.call_args.args[0] * 4 / 2**20 == size
+
+
+def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From each of the others: a hop of three ranks, at a gigabyte a second."""
+    monkeypatch.setattr(probe, "_runner", lambda hop, share, dtype: lambda: (hop.size - 1) * share * dtype.itemsize)
+    monkeypatch.setattr(probe, "_seconds", lambda run: run() / 1e9)
+    assert probe._rate(SimpleNamespace(size=3), torch.float32).bandwidth == pytest.approx(1e9)  # type: ignore[arg-type]
+
+
+def flops_case() -> list[float]:
+    """Return the FLOPs of micro-steps of 3 samples: of a plain model, of language models with few and with many
+    positions, and of experts of which a token is sent to one."""
+    from torch import nn
+
+    from deepspeed_ext.planner.models import micro_step_flops
+
+    model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 20, bias=False), nn.Linear(20, 10, bias=False))
+    model[2].requires_grad_(False)
+    found = [micro_step_flops(model, 3)]
+    for config in ({"n_positions": 100}, {"max_position_embeddings": 10**6}):
+        model.config = SimpleNamespace(get_text_config=lambda config=config: SimpleNamespace(**config))
+        found.append(micro_step_flops(model, 3))
+    routed = nn.Module()
+    routed.experts = nn.ModuleList(nn.Linear(10, 20, bias=False) for _ in range(4))
+    counts = SimpleNamespace(num_local_experts=4, num_experts_per_tok=1)
+    routed.config = SimpleNamespace(get_text_config=lambda: counts)
+    found.append(micro_step_flops(routed, 3))
     return found
 
 
-def test_copies_from_the_host_are_measured_where_there_is_a_device(ranks: Any) -> None:
-    """Where parameters are on the host, from memory of their kind."""
-    assert ranks(1).run(host_case)[0] == [(float("inf"), 0), (float("inf"), 0), (1.0, 0), (1.0, 1)]
+def test_compute_is_estimated_rather_too_low(ranks: Any) -> None:
+    plain, short, long, experts = ranks(1).run(flops_case)[0]
+    assert plain == 3 * (6 * 200 + 4 * 200)
+    assert (short, long) == (100 * plain, 2048 * plain)
+    assert experts == 3 * 6 * 200
 
 
-def host_case() -> list[tuple[float, int]]:
-    """MiB a second, and how often memory was pinned: on the host, without parameters there, and with both."""
-    from unittest import mock
-
-    from deepspeed_ext.planner import probe
-
-    found = []
-    for on_host, pinned in ((True, True), (False, None), (False, False), (False, True)):
-        device = mock.Mock(
-            is_synchronized_device=lambda on_host=on_host: on_host,
-            current_device_name=lambda: "cpu",
-            pin_memory=mock.Mock(side_effect=lambda tensor: tensor),
-        )
-        with (
-            mock.patch.object(probe, "get_accelerator", lambda device=device: device),
-            mock.patch.object(probe, "_seconds", lambda run: run().nbytes / 2**20),
-        ):
-            rate = probe._host(pinned)
-        found.append((rate / 2**20, device.pin_memory.call_count))  # as if a MiB took a second
-    return found
-
-
-def test_memory_is_measured_beyond_caches_where_there_is_room(ranks: Any) -> None:
-    host, small, large = ranks(1).run(memory_case)[0]
-    assert host == 64 and small == 64 and large == 128
-
-
-def memory_case() -> list[float]:
-    """MiB that are read and written: on the host, on a device with little memory, on one with some."""
-    from unittest import mock
-
+def probe_case() -> list[Any]:
+    """Return the rates of links and of compute that each rank measures on this machine."""
     import torch
+    import torch.distributed as dist
 
-    from deepspeed_ext.planner import probe
+    from deepspeed_ext.comm.process_groups import get_topology
 
-    found = []
-    for on_host, room in ((True, 2**40), (False, 2**20), (False, 2**30)):
-        device = mock.Mock(
-            is_synchronized_device=lambda on_host=on_host: on_host,
-            available_memory=lambda room=room: room,
-            current_device_name=lambda: "cpu",
-        )
-        with (
-            mock.patch.object(probe, "get_accelerator", lambda device=device: device),
-            mock.patch.object(probe, "_seconds", lambda run: run().nbytes / 2**20),
-        ):
-            # As if a MiB took a second: the rate tells nothing, so look at the buffer.
-            with mock.patch.object(torch, "ones", wraps=torch.ones) as ones:
-                rate = probe._memory()
-            assert abs(rate / 2**21 - 1) < 1e-3
-            found.append(ones.call_args.args[0] * 4 / 2**20)
+    found: list[Any] = [None] * dist.get_world_size()
+    with mock.patch.object(probe, "SIZES", (2**16, 2**20)):
+        measured = probe.measure(get_topology(None, 2)).as_dict(), probe.flops(torch.float32)
+    dist.all_gather_object(found, measured)
     return found
+
+
+def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
+    first, *others = ranks(4).run(probe_case)[0]
+    assert all(one == first for one in others)
+    rates, flops = first
+    for hops in (rates["gather"], rates["reduce"]):
+        assert all(1e6 < hops[hop]["bandwidth"] < 1e12 for hop in ("intra", "inter"))
+    assert 1e8 < rates["memory"] < 1e13 and 1e8 < flops < 1e13

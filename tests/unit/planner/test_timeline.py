@@ -30,8 +30,8 @@ def links(between: float, within: float = 1e-3) -> Rates:
     return Rates(hops, hops, memory=1e13)
 
 
-@pytest.mark.parametrize("accumulation", [1, 4, 9])
-@pytest.mark.parametrize("between", [0.3, 1.5, 3.0, 6.0])
+@pytest.mark.parametrize("accumulation", [1, 9])
+@pytest.mark.parametrize("between", [0.3, 1.5, 6.0])
 @pytest.mark.parametrize("name", ["NNG", "NIG", "NII", "IIG", "III", "NNI"])
 def test_the_period_is_the_bound(name: str, between: float, accumulation: int) -> None:
     """The least possible: what of the reduction a backward cannot hide, and of the gather a forward."""
@@ -54,7 +54,7 @@ def test_nothing_of_p_n_overlaps_on_a_host(name: str) -> None:
     assert found.seconds == pytest.approx(found.busy)
 
 
-def test_a_host_copies_inside_groups_with_the_cores_that_compute() -> None:
+def test_a_host_copies_inside_groups_with_cores_that_compute() -> None:
     host, device = (replace(MODEL, streams=streams, overlap=True) for streams in (False, True))
     for name, hidden in (("NNG", 2 * 0.5 * LATER), ("IIG", 3 * 0.5)):
         rates = links(0.1, within=0.5)
@@ -83,7 +83,7 @@ def test_what_is_exposed_is_told_apart() -> None:
     assert found["between"] == pytest.approx(0.4 / LAYERS, abs=0.01)
 
 
-def test_updated_parameters_come_before_the_forward_or_under_it() -> None:
+def test_updates_come_before_the_forward_or_under_it() -> None:
     for between, saved in ((0.8, 0.8), (3.0, FORWARD)):
         under, before = (
             predict(STRATEGIES["NIG"], CLUSTER, replace(MODEL, overlap_updates=on), links(between)).total_seconds
@@ -170,7 +170,7 @@ def test_an_exchange_starts_two_messages_a_round() -> None:
     assert with_muon.busy["between"] - without.busy["between"] == pytest.approx(2 * 8 * 0.5, abs=1e-3)
 
 
-def test_a_host_exchanges_inside_groups_with_the_cores_that_orthogonalize() -> None:
+def test_a_host_exchanges_with_the_cores_that_orthogonalize() -> None:
     host, rates = replace(MUON, streams=False, orthogonalizing=2 * 4.0), links(0.8, within=0.4)
     without = predict(STRATEGIES["III"], CLUSTER, replace(MODEL, streams=False), rates).total_seconds
     assert predict(STRATEGIES["III"], CLUSTER, host, rates).total_seconds - without == pytest.approx(4.0 + 0.4)

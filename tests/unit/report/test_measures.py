@@ -38,7 +38,7 @@ def test_intervals_are_united_intersected_and_subtracted() -> None:
     assert without(some, []) == some and common(some, []) == []
 
 
-def test_a_wait_for_a_handle_is_charged_to_its_hop_operation_and_module() -> None:
+def test_a_wait_for_a_handle_is_charged_to_its_communication() -> None:
     step = Step(1, 0.0, 10.0, waits=(Wait(2.0, 3.0, True, REDUCE, "layer"), Wait(4.0, 4.5, True, GATHER)))
     found = measures.exposed(step)
     assert dict(found.by_hop) == {BETWEEN: 1.0, WITHIN: 0.5}
@@ -46,7 +46,7 @@ def test_a_wait_for_a_handle_is_charged_to_its_hop_operation_and_module() -> Non
     assert dict(found.by_module) == {"layer": 1.0}
 
 
-def test_a_wait_for_another_thread_is_charged_to_what_that_one_waits_for() -> None:
+def test_a_wait_for_a_thread_is_charged_to_what_that_waits_for() -> None:
     waits = (Wait(1.0, 4.0, True), Wait(1.5, 2.5, False, GATHER), Wait(2.5, 3.0, False, REDUCE))
     # Both are on the wire throughout, and what the other thread waits for comes first.
     wire = (Communication("inter_reduce_scatter", BETWEEN, 1.0, 0.0, 3.5), GATHER)
@@ -62,11 +62,11 @@ def test_a_wait_inside_another_one_is_charged_once() -> None:
     assert dict(found.by_hop) == {WITHIN: 1.0, BETWEEN: 3.0}
 
 
-def test_a_process_group_is_within_a_group_between_groups_or_neither() -> None:
+def test_a_process_group_is_within_or_between_groups_or_neither() -> None:
     assert [hop_of(ranks, 2) for ranks in ([2, 3], [1, 3], [1, 2], [0, 1, 2, 3], [3])] == [WITHIN, *3 * [BETWEEN], ""]
 
 
-def test_of_two_hops_on_the_wire_the_one_between_groups_is_charged() -> None:
+def test_of_two_hops_on_the_wire_the_slower_one_is_charged() -> None:
     step = Step(1, 0.0, 10.0, waits=(Wait(0.0, 4.0, True),), communications=(GATHER, REDUCE))
     found = measures.exposed(step)
     assert dict(found.by_hop) == {BETWEEN: 2.0}  # of 0 to 1 and 3 to 4 nothing is known

@@ -1,42 +1,53 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext report -- script.py``: a script runs as it would without, with the variable set."""
+"""What asks for a report: the command, which runs a script as it would run without, the key, and the variable."""
 
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from deepspeed_ext.cli.main import main
-from deepspeed_ext.config.report import VARIABLE
+from deepspeed_ext.config.implied_stage import imply_stage_of_raw
+from deepspeed_ext.config.report import VARIABLE, ReportSettings
+from deepspeed_ext.config.section import ParoZeroConfig, parse_section
 
 SCRIPT = """
 import json, os, sys
 import beside
 print(json.dumps([sys.argv, __name__, os.environ["DEEPSPEED_EXT_REPORT"], beside.VALUE]))
 """
+pytestmark = pytest.mark.quick
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deepspeed_ext", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+@pytest.fixture
+def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A function that runs words of the command in an empty folder, with the options before it that it is given."""
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, before: tuple[str, ...] = ()) -> None:
+        monkeypatch.setattr(sys, "argv", ["deepspeed_ext", *before, "report", *words])
+        main()
+
+    return run
 
 
-@pytest.mark.quick
-def test_a_script_gets_its_arguments_its_neighbors_and_the_variable(tmp_path: Path) -> None:
+def test_a_script_gets_its_arguments_and_the_variable(
+    report: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It also imports the modules beside it."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
-    command = ("--local_rank=1", "report", "--steps", "2", "--no-probe", "--", "script.py", "--steps", "5")
-    found = run(*command, cwd=tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.splitlines()[-1] == (
+    report("--steps", "2", "--no-probe", "--", "script.py", "--steps", "5", before=("--local_rank=1",))
+    assert capsys.readouterr().out.splitlines()[-1] == (
         '[["script.py", "--local_rank=1", "--steps", "5"], "__main__", '
         '"{\\"folder\\": \\"paro_report\\", \\"after\\": 10, \\"steps\\": 2, \\"probe\\": false}", 7]'
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments, said",
     [
@@ -46,21 +57,42 @@ def test_a_script_gets_its_arguments_its_neighbors_and_the_variable(tmp_path: Pa
     ],
 )
 def test_what_cannot_run_is_refused(
-    arguments: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    report: Callable[..., None], arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "report", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main()
+        report(*arguments)
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-@pytest.mark.quick
-def test_an_error_of_the_script_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even one of the kind with which we refuse: nobody but Python tells of it, with a traceback."""
-    script = tmp_path / "script.py"
-    script.write_text("raise ValueError('a bad batch')\n")
-    monkeypatch.setenv(VARIABLE, "")
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", ["deepspeed_ext", "report", "--", str(script)])
+def test_an_error_of_the_script_is_its_own(report: Callable[..., None], tmp_path: Path) -> None:
+    """Even if it is of the class with which the command refuses arguments: Python shows it, with a traceback."""
+    (tmp_path / "script.py").write_text("raise ValueError('a bad batch')\n")
     with pytest.raises(ValueError, match="a bad batch"):
-        main()
+        report("--", "script.py")
+
+
+def test_a_plain_stage_may_be_reported_on_and_stays_plain() -> None:
+    section = {"stage": 3, "paro_report": {"steps": 2}}
+    parsed = parse_section(section)
+    assert not isinstance(parsed, ParoZeroConfig)
+    assert ReportSettings.asked_for(parsed) == ReportSettings(steps=2)
+    imply_stage_of_raw(without := {"paro_report": {}})
+    assert without == {"paro_report": {}}  # it implies no stage
+
+
+def test_beside_a_strategy_it_changes_nothing_else() -> None:
+    parsed = parse_section({"paro_strategy": "NIG", "paro_report": {}})
+    assert isinstance(parsed, ParoZeroConfig) and parsed.stage == 2
+    assert ReportSettings.asked_for(parsed) == ReportSettings()
+    assert ReportSettings.asked_for(parse_section({"paro_strategy": "NIG"})) is None
+    with pytest.raises(ValueError, match=r"paro_group_size is set \(2\) without zero_optimization.paro_strategy"):
+        parse_section({"stage": 2, "paro_report": {}, "paro_group_size": 2})
+
+
+def test_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ReportSettings("elsewhere", 3, 1, False)
+    monkeypatch.setenv(VARIABLE, settings.as_variable())
+    assert ReportSettings.asked_for(object()) == settings
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ValueError, match=f"{VARIABLE} must be a dictionary in JSON"):
+        ReportSettings.asked_for(object())

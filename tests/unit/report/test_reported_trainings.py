@@ -8,24 +8,23 @@ from typing import Any
 
 import pytest
 
+from tests.harness import stream_cases
+from tests.harness.tiers import deep
 
-def trainings(folder: str) -> dict[str, list[str]]:
-    """Of each section, what is wrong on this rank, and on rank 0 with the report."""
+
+def training(folder: str, name: str) -> list[str]:
+    """Return what is wrong on this rank with a training that is reported on, and on rank 0 with the report."""
     from deepspeed import comm as dist
 
     from tests.harness import reported
 
-    wrong = {}
-    for name, section in reported.SECTIONS.items():
-        wrong[name] = reported.training_of(f"{folder}/{name}", section, reported.TRAINED)
-        if dist.get_rank() == 0:
-            wrong[name] += reported.faults_of(f"{folder}/{name}", name)
-    return wrong
+    wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
+    return wrong + (reported.faults_of(folder, name) if dist.get_rank() == 0 else [])
 
 
-def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(4).run(trainings, str(tmp_path)):
-        assert found == {"NIG": [], "IIG": [], "ZeRO-2": [], "ZeRO-3": []}
+@pytest.mark.parametrize("name", ["NIG", "ZeRO-3", *deep("IIG", "ZeRO-2")])
+def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path: Path, name: str) -> None:
+    assert ranks(4).run(training, str(tmp_path), name) == [[]] * 4
 
 
 @pytest.mark.quick
@@ -103,11 +102,7 @@ def apart(folder: str) -> None:
 def test_groups_that_train_apart_are_reported_on_together(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(apart, str(tmp_path))
     report = json.loads((tmp_path / "report.json").read_text())
-    assert {key: report["training"][key] for key in ("ranks", "groups", "group_size")} == {
-        "ranks": 4,
-        "groups": 2,
-        "group_size": 2,
-    }
+    assert [report["training"][key] for key in ("ranks", "groups", "group_size")] == [4, 2, 2]
     assert any(one["bytes_between"] for one in report["choices"])
     assert {row["hop"]: bool(row["bytes"]) for row in report["hops"]} == {"within": True, "between": True}
 
@@ -141,3 +136,17 @@ def test_a_pipeline_is_reported_on(ranks: Any, tmp_path: Path) -> None:
     assert kinds.count("forward") == kinds.count("backward") == report["training"]["accumulation"] > 1
     assert kinds.count("update") == 1
     assert report["choices"]
+
+
+@pytest.mark.parametrize("name", ["IIG", *deep("NIG")])
+def test_a_device_with_streams_is_reported_on(ranks: Any, tmp_path: Path, name: str) -> None:
+    """Recording leaves out no wait, and waits of streams are seen."""
+    for watched in ranks(4).run(stream_cases.watch_case, name, "reported", str(tmp_path)):
+        assert not watched.findings and watched.pairs
+    report = json.loads((tmp_path / name / "report.json").read_text())
+    assert {row["hop"] for row in report["hops"]} == {"within", "between"}
+    training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
+    kinds = {span[3] for span in training["spans"]}
+    assert {"forward", "backward", "update", "wait"} <= kinds
+    assert "other" not in kinds  # a device does that beside what the host does
+    assert all(row["busy"] > 0 for row in report["operations"])
