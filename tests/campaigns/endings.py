@@ -348,11 +348,9 @@ def _serve() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=100, help="runs of each kind")
-    parser.add_argument("--stock", type=int, help="runs of stock's of each kind, if not as many")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--load", type=int, default=0, help="busy loops beside")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tail", type=int, default=2000, help="characters to print of what a run has written")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)  # be what ranks are forked from
     return parser.parse_args()
 
@@ -363,14 +361,13 @@ def _collect(args: argparse.Namespace) -> int:
     for kind in args.kinds:
         for of, sections in (("ours", OURS), ("stock", STOCK)):
             names = [name for name in sections if (kind, name) != ("read", "stage 3")]  # nobody can read alone there
-            number = args.stock if of == "stock" and args.stock is not None else args.number
-            drawn = [draw(kind, names[n % len(names)], (args.seed, kind, n)) for n in range(number)]
+            drawn = [draw(kind, names[n % len(names)], (args.seed, kind, n)) for n in range(args.number)]
             runs = list(zip(drawn, served(drawn, of == "stock"), strict=True))
             _print_row(kind, of, [ended for _, ended in runs])
             if of == "ours":
                 wrong += _wrong(runs)
     for case, ended in wrong:
-        print(case, ended.statuses, ended.seconds, ended.written[-args.tail :], sep="\n")
+        print(case, ended.statuses, ended.seconds, ended.written[-2000:], sep="\n")
     return len(wrong)
 
 

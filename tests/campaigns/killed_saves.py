@@ -9,48 +9,44 @@ the two saves, to the bit, and the second one if that had ended. They save again
 Exit status 0 if that held for all, 1 if not.
 """
 
-import argparse
-import contextlib
-import io
 import random
 import sys
 import tempfile
-import time
-from collections import Counter
 
+from tests.campaigns import running
 from tests.harness import kills
-from tests.harness.ranks import RankPool, prepare_environment
+from tests.harness.ranks import RankPool
 
-_QUIET = contextlib.redirect_stdout(io.StringIO())  # what ranks have written
 STRATEGIES = ("NIG", "IIG", "NII")
 
 
-def main() -> int:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("--number", type=int, default=40, help="of kills")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    prepare_environment()
-    pool, chance = RankPool(), random.Random(args.seed)
-    counts, loaded, failures = {}, Counter[str](), 0
-    for strategy in STRATEGIES:
-        for same in (False, True):
-            with tempfile.TemporaryDirectory() as folder, _QUIET:
-                counts[strategy, same] = pool(4).run(kills.calls_case, folder, strategy, same, timeout=60.0)
-            pool.close()  # what it calls is counted for good
-    for number in range(args.number):
-        kill, begin = kills.draw(chance, counts), time.monotonic()
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _QUIET:
-            which, wrong = kills.run(pool, folder, kill)
-        failures += bool(wrong)
-        loaded[("the first save", "the second save", "WRONG")[which if not wrong else -1]] += 1
-        told = f"NOT AS IT HAD TO: {wrong}" if wrong else f"loads save {which + 1}"
-        print(f"{number:4} {time.monotonic() - begin:5.1f} s  {kill}: {told}", flush=True)
-    pool.close()
-    print(f"{args.number} kills; loaded: {dict(loaded)}; {failures} wrong")
-    return 1 if failures else 0
+class Kills:
+    """Kills ranks that save.
+
+    Args:
+        pool: of these ranks.
+    """
+
+    def __init__(self, pool: RankPool) -> None:
+        self._pool = pool
+        self._calls: dict[tuple[str, bool], list[dict[str, int]]] = {}
+
+    def kill(self, chance: random.Random, folder: str) -> tuple[str, str]:
+        """Kill ranks during a save into a folder; return what was drawn, and what is wrong."""
+        run = chance.choice(STRATEGIES), chance.random() < 0.5
+        if run not in self._calls:
+            with tempfile.TemporaryDirectory() as counted:
+                self._calls[run] = self._pool(4).run(kills.calls_case, counted, *run, timeout=60.0)
+            self._pool.close()  # which restores the calls that were counted
+        kill = kills.draw(chance, {run: self._calls[run]})
+        which, wrong = kills.run(self._pool, folder, kill, hidden=set(kills.hidden_names(f"{folder}/saved")))
+        return f"killed: {kill}: loads save {which + 1}", wrong
+
+    def alone(self, chance: random.Random) -> tuple[str, str]:
+        """Kill ranks during a save into a new folder."""
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            return self.kill(chance, folder)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(running.run(__doc__, 40, lambda pool: [Kills(pool).alone]))

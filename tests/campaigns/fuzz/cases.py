@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 ORACLE = "Now stock DeepSpeed trains."  # what a rank logs before that
-FOUND = "It differs:"  # likewise, before other stages are asked
 
 
 class Plain:

@@ -37,7 +37,6 @@ class Trained:
         left: bytes of tensors that live longer than the engine and the model.
         strategy: the engine's strategy; "" for stock.
         windows: modules with packed experts that are fetched in windows.
-        modules: modules that hold parameters themselves.
         experts: elements of parameters that are DeepSpeed's experts.
     """
 
@@ -55,7 +54,6 @@ class Trained:
     left: int = 0
     strategy: str = ""
     windows: int = 0
-    modules: int = 0
     experts: int = 0
 
 
@@ -90,7 +88,6 @@ def _record(run: Run) -> Trained:
         *elements_of(run.model),
         strategy=getattr(run.engine._config.zero_config, "paro_strategy", None) or "",
         windows=len(windowed_modules(run.model)),
-        modules=sum(any(True for _ in module.parameters(recurse=False)) for module in run.model.modules()),
         experts=sum(param.numel() for param in run.model.parameters() if is_moe_param(param)),
     )
 

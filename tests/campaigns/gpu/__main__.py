@@ -36,57 +36,46 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from scripts import ROOT
 from tests.campaigns.gpu import claims
-from tests.campaigns.gpu.device import NO_GPU, SAID, has_gpu
-from tests.campaigns.gpu.runs import NOT_RUN, Experiment, Outcome, run_all, select, status_of, table, write_results
+from tests.campaigns.gpu.child import TABLE
+from tests.campaigns.gpu.runs import (
+    NO_GPU,
+    NOT_RUN,
+    SAID,
+    Experiment,
+    Outcome,
+    has_gpu,
+    run_all,
+    select,
+    status_of,
+    table,
+    write_results,
+)
 
 BUDGET = 70 * 60.0
 UNKNOWN = "unknown"
 ALONE = ("T4", "T8B")  # they measure time
-# Name, title, limit in seconds, variables; in the order of their worth, should the budget not suffice for all. The
-# first builds the kernels.
-TABLE: tuple[tuple[str, str, float, dict[str, str]], ...] = (
-    ("T0", "kernels: drawn cases beside the reference and the CPU's kernels", 600, {}),
-    ("T8A", "kernels: their tests", 420, {}),
-    ("T1", "a slow optimizer step is waited for", 150, {}),
-    ("T2", "results that arrive late are waited for: all strategies, virtual ranks", 300, {}),
-    ("T6", "gloo ranks that share the GPU: all strategies beside stock DeepSpeed", 300, {}),
-    ("T10", "gloo ranks that share the GPU: states on the host, few bits, Muon, checkpoints", 300, {}),
-    ("T11", "gloo ranks that share the GPU: saves beside the training, in memory, and exports", 220, {}),
-    ("T12", "reports of steps, and the doctor: gloo ranks that share the GPU, and NCCL at one rank", 220, {}),
-    ("T13", "gloo ranks that share the GPU: MoE layers and AutoEP beside stock DeepSpeed", 220, {}),
-    ("T7", "NCCL at one rank, without the short cuts", 150, {}),
-    ("T3", "torch's CUDA sanitizer over T1 and T2", 420, {"TORCH_CUDA_SANITIZER": "1"}),
-    ("T3B", "torch's CUDA sanitizer over other strategies", 240, {"TORCH_CUDA_SANITIZER": "1"}),
-    ("T5", "host synchronizations in micro-steps 5 to 10", 180, {}),
-    ("T4", "what overlaps with what", 120, {}),
-    ("T8B", "kernels: their bandwidth beside a copy's", 180, {}),
-    ("T9", "memory beside the formulas", 120, {}),
-)
 
 
 def experiments(device: str, small: bool) -> list[Experiment]:
     """Return all experiments for a device."""
 
-    def made(name: str, title: str, limit: float, more: dict[str, str]) -> Experiment:
-        command = [
-            sys.executable,
-            "-m",
-            "tests.campaigns.gpu.child",
-            name,
-            "--device",
-            device,
-            *(["--small"] if small else []),
-        ]
-        on_gpu = more if device == "cuda" else {}
-        alone = name in ALONE
-        return Experiment(name, title, limit, lambda report: [*command, "--report", str(report)], on_gpu, alone)
+    found = []
+    for name, title, limit, variables, _ in TABLE:
+        command = [sys.executable, "-m", "tests.campaigns.gpu.child", name, "--device", device]
+        command += ["--small"] if small else []
+        given = partial(_with_report, command)
+        found.append(Experiment(name, title, limit, given, variables if device == "cuda" else {}, name in ALONE))
+    return found
 
-    return [made(*row) for row in TABLE]
+
+def _with_report(command: list[str], report: Path) -> list[str]:
+    return [*command, "--report", str(report)]
 
 
 def environment(device: str) -> dict[str, str]:

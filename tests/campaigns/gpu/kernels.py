@@ -45,7 +45,7 @@ def bits(place: Any) -> None:
         options = ["-m", "gpu", "-n", "4", "-p", "no:cacheprovider", f"--junitxml={results}"]  # -n: one may crash
         command = [sys.executable, "-m", "pytest", *options]
         status = subprocess.run([*command, *tests], cwd=ROOT, check=False).returncode
-        counts, broken = counts_of(results), broken_of(results)
+        counts, broken = outcomes_of(results)
     place.report.figure("tests", counts)
     if broken:
         place.report.figure("broken", broken)
@@ -56,22 +56,15 @@ def bits(place: Any) -> None:
     place.report.check("tests have passed", counts["passed"] > 0)
 
 
-def counts_of(results: Path) -> dict[str, int]:
-    """Return how many tests passed, failed and were skipped, as pytest's JUnit file tells."""
-    cases = list(ElementTree.parse(results).iter("testcase"))
+def outcomes_of(results: Path) -> tuple[dict[str, int], dict[str, str]]:
+    """Return how many tests passed, failed and were skipped, and what the failed ones say, by pytest's JUnit file."""
+    cases, failed = list(ElementTree.parse(results).iter("testcase")), dict[str, str]()
+    for case in cases:
+        for broken in (*case.findall("failure"), *case.findall("error")):
+            text = f"{broken.get('message', '')[:500]} {(broken.text or '')[-1500:]}"
+            failed[f"{case.get('classname')} {case.get('name')}"] = text
     skipped = sum(case.find("skipped") is not None for case in cases)
-    failed = sum(case.find("failure") is not None or case.find("error") is not None for case in cases)
-    return {"passed": len(cases) - skipped - failed, "failed": failed, "skipped": skipped}
-
-
-def broken_of(results: Path) -> dict[str, str]:
-    """Return the tests that failed, and what they said, as pytest's JUnit file tells."""
-    found = {}
-    for case in ElementTree.parse(results).iter("testcase"):
-        for kind in ("failure", "error"):
-            if (broken := case.find(kind)) is not None:
-                found[case.get("name", "")] = f"{broken.get('message', '')[:500]} {(broken.text or '')[-1500:]}"
-    return found
+    return {"passed": len(cases) - skipped - len(failed), "failed": len(failed), "skipped": skipped}, failed
 
 
 def bandwidth(place: Any) -> None:

@@ -8,18 +8,30 @@ case that has failed are killed, and new ones begin with the next case.
 
 import contextlib
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
+import torch
+
+import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
+from tests.campaigns.gpu.child import Place
 from tests.campaigns.gpu.order import enter_alone
-from tests.campaigns.gpu.ranks import RANKS, RankPlace, be_rank
+from tests.harness import training
+from tests.harness.training import Job
 
+RANKS = 4
+_TIMEOUT = timedelta(seconds=120)
 _START = 60.0  # seconds that new ranks may take, beside their first case
 _END = 15.0  # seconds that ranks may take to end
 _TEXT = 3000  # characters of an error that are kept
@@ -144,14 +156,14 @@ def _rank(
     rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
 ) -> None:
     told = _Told(pipe)
-    place = RankPlace(device, small, told)
+    place = Place(device, small, told)
     run = partial(_run, cases=cases)
     try:
         if ranks == 1:
             enter_alone(place)
             run(place)
         else:
-            be_rank(rank, place, folder, run)
+            _share_gpu(rank, place, folder, run)
     except BaseException as error:
         lines = traceback.format_exception(error)
         told.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
@@ -162,3 +174,41 @@ def _run(place: Any, cases: Sequence[Case]) -> None:
     for case in cases:
         case.run(place)
         place.report.over("")
+
+
+def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
+    """Run checks as one of the ranks that have the GPU in common, and meet in a folder.
+
+    Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
+    ranks on one GPU.
+    """
+    sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
+    os.environ.update({name: str(value) for name, value in sizes.items()})
+    torch.set_num_threads(1)
+    if place.cuda:
+        torch.cuda.set_device(0)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:gloo",
+        init_method=f"file://{Path(folder) / 'meeting'}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=_TIMEOUT,
+    )
+    deepspeed.init_distributed()
+    with batches_on(place):
+        run(place)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@contextlib.contextmanager
+def batches_on(place: Any) -> Iterator[None]:
+    """Within this context, ``training`` puts its batches on the device."""
+    made = training.batches
+
+    def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for x, y in made(job):
+            yield x.to(place.device), y.to(place.device)
+
+    with mock.patch.object(training, "batches", moved):
+        yield

@@ -5,17 +5,11 @@
 import contextlib
 import dataclasses
 import math
-import multiprocessing
-import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
 
@@ -27,108 +21,39 @@ from deepspeed_ext.comm.pairwise import Handles
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
 from tests.campaigns.gpu import states as states_of
+from tests.campaigns.gpu.one_by_one import Case, batches_on, run_cases
 from tests.campaigns.gpu.order import JOB, enter_alone
 from tests.harness import training
 from tests.harness.training import BF16, PARTITIONED, REPLICATED, SMALL, Difference, Job, placed
 
-RANKS, GROUP = 4, 2
+GROUP = 2
 FP32 = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
-_TIMEOUT = timedelta(seconds=120)
 
 
 def gloo_ranks(place: Any) -> None:
     """T6: train all strategies beside stock DeepSpeed, with ranks that have the GPU in common."""
-    on_ranks(place, beside_stock)
+    cases = []
+    every: tuple[tuple[int, Sequence[str]], ...] = ((2, REPLICATED), (3, PARTITIONED))
+    for title, job, more, bounds in _sections(place.small):
+        for stage, names in every:
+            some = names[-1:] if place.small else names
+            run = partial(_compare, job=job, more=more, names=some, stage=stage, bounds=bounds)
+            cases.append(Case(f"stage {stage}, {title}", run))
+    on_nccl: tuple[tuple[int, Sequence[str]], ...] = ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG")))
+    for stage, names in on_nccl:
+        some = names[-1:] if place.small else names
+        cases.append(Case(f"stage {stage}, hops as on NCCL", partial(_as_on_nccl, names=some, stage=stage)))
+    run_cases(place, cases)
+
+
+def _as_on_nccl(place: Any, names: Sequence[str], stage: int) -> None:
+    with as_on_nccl():
+        _compare(place, _job(), {}, names, stage, FP32)
 
 
 def states(place: Any) -> None:
     """T10: optimizers on the host, four bits, few bits, Muon, overflow, checkpoints, states that are offloaded."""
-    on_ranks(place, states_of.check)
-
-
-def on_ranks(place: Any, run: Callable[[Any], None]) -> None:
-    """Run checks on ranks that have the GPU in common.
-
-    Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
-    ranks on one GPU. This process is rank 0.
-    """
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        others = [
-            context.Process(target=_other_rank, args=(rank, place.device, place.small, folder, run), daemon=True)
-            for rank in range(1, RANKS)
-        ]
-        for process in others:
-            process.start()
-        try:
-            be_rank(0, place, folder, run)
-        finally:
-            for process in others:
-                process.join(timeout=20)
-                process.kill()
-    place.report.check("the other ranks ended well", all(process.exitcode == 0 for process in others))
-
-
-class _Silent:
-    """The report of several ranks; only rank 0's findings count."""
-
-    def check(self, name: str, held: bool) -> None:
-        """Forget it."""
-
-    def figure(self, name: str, value: Any) -> None:
-        """Forget it."""
-
-
-@dataclasses.dataclass
-class RankPlace:
-    """A ``Place`` of a rank that another process has started."""
-
-    device: str
-    small: bool
-    report: Any = dataclasses.field(default_factory=_Silent)
-
-    @property
-    def cuda(self) -> bool:
-        return self.device == "cuda"
-
-
-def _other_rank(rank: int, device: str, small: bool, folder: str, run: Callable[[Any], None]) -> None:
-    be_rank(rank, RankPlace(device, small), folder, run)
-
-
-def be_rank(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
-    """Run checks as one of the ranks that have the GPU in common, and meet in a folder."""
-    sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
-    os.environ.update({name: str(value) for name, value in sizes.items()})
-    torch.set_num_threads(1)
-    if place.cuda:
-        torch.cuda.set_device(0)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:gloo",
-        init_method=f"file://{Path(folder) / 'meeting'}",
-        rank=rank,
-        world_size=RANKS,
-        timeout=_TIMEOUT,
-    )
-    deepspeed.init_distributed()
-    with batches_on(place):
-        run(place)
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
-
-
-def beside_stock(place: Any) -> None:
-    """Check all strategies beside stock DeepSpeed, on each rank."""
-    for title, job, more, bounds in _sections(place.small):
-        every: tuple[tuple[int, Sequence[str]], ...] = ((2, REPLICATED), (3, PARTITIONED))
-        for stage, names in every:
-            some = names[-1:] if place.small else names
-            _compare(place, f"stage {stage}, {title}", job, more, some, stage, bounds)
-    with as_on_nccl():
-        on_nccl: tuple[tuple[int, Sequence[str]], ...] = ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG")))
-        for stage, names in on_nccl:
-            some = names[-1:] if place.small else names
-            _compare(place, f"stage {stage}, hops as on NCCL", _job(), {}, some, stage, FP32)
+    run_cases(place, [Case("states", states_of.check, 220)])
 
 
 def _job(**changed: Any) -> Job:
@@ -141,36 +66,21 @@ def _sections(small: bool) -> list[tuple[str, Job, dict[str, Any], dict[str, flo
 
 
 def _compare(
-    place: Any, title: str, job: Job, more: dict[str, Any], names: Sequence[str], stage: int, bounds: dict[str, float]
+    place: Any, job: Job, more: dict[str, Any], names: Sequence[str], stage: int, bounds: dict[str, float]
 ) -> None:
-    begin = time.perf_counter()
     stock = training.train(job, {"stage": stage})
     worst: dict[str, float] = {}
     for name in names:
         row = training.difference(name, training.train(job, placed(name, GROUP, **more)), stock, "")
-        place.report.check(f"{name} beside {title}", within(row, bounds))
+        place.report.check(name, within(row, bounds))
         worst[name] = row.weights
-    place.report.figure(f"{title}: largest difference of weights", worst)
-    place.report.figure(f"{title}: seconds", round(time.perf_counter() - begin, 1))
+    place.report.figure("largest difference of weights", worst)
 
 
 def within(row: Difference, bounds: dict[str, float]) -> bool:
     """Return whether a run is that of stock DeepSpeed within bounds of weights, losses and norms."""
     near = all(getattr(row, name) <= bound for name, bound in bounds.items())
     return near and row.replicas_equal and row.same_decisions and math.isfinite(row.weights)
-
-
-@contextlib.contextmanager
-def batches_on(place: Any) -> Iterator[None]:
-    """Within this context, ``training`` puts its batches on the device."""
-    made = training.batches
-
-    def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for x, y in made(job):
-            yield x.to(place.device), y.to(place.device)
-
-    with mock.patch.object(training, "batches", moved):
-        yield
 
 
 def as_on_nccl() -> Any:

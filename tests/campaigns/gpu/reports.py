@@ -40,7 +40,7 @@ KERNELS = "LoCo's kernels"  # T0 tests them; to build them may take a minute
 _SECTIONS = ("versions", "environment", "groups", "memory and disks", "pinned memory", "compiler")  # of any doctor
 
 
-def report_and_doctor(place: Any) -> None:
+def all_checks(place: Any) -> None:
     """T12: see that a report changes nothing and is sound, and that the doctor accepts a sound GPU."""
     names = ["IIG"] if place.small else list(reported.SECTIONS)
     shared = [

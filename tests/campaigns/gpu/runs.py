@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs experiments, several at once, each in its own process and within a time limit, and records the results.
 
-It needs neither torch nor a GPU.
-
 While an experiment runs, it writes its report, a JSON object, to a file again and again: ``checks`` (name: whether it
 held), ``figures`` (name: a value) and, at its end, ``done``. So its findings are kept if it is killed.
 """
@@ -21,6 +19,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+NO_GPU = 3  # exit status
+SAID = "No GPU: nothing was run. torch sees none of NVIDIA's."
 PASSED, FAILED, CRASHED, HUNG, NOT_RUN = "passed", "failed", "crashed", "hung", "not run"
 KINDS = (PASSED, FAILED, CRASHED, HUNG, NOT_RUN)
 LEAST = 15.0  # seconds; with less time left no experiment is begun
@@ -70,6 +70,13 @@ class Outcome:
     checks: dict[str, bool] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     text: str = ""
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU of NVIDIA's."""
+    import torch
+
+    return bool(torch.version.cuda) and torch.cuda.is_available()
 
 
 def select(experiments: Sequence[Experiment], only: Iterable[str]) -> list[Experiment]:

@@ -56,7 +56,7 @@ EXPORTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def saves_aside(place: Any) -> None:
+def aside(place: Any) -> None:
     """T11: see that what is saved beside the training on a GPU is what is saved at once."""
     some = 1 if place.small else None
     made = [

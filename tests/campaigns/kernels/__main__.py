@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from scripts import ROOT
-from tests.campaigns.gpu.device import NO_GPU, SAID, has_gpu
+from tests.campaigns.gpu.runs import NO_GPU, SAID, has_gpu
 from tests.harness.cuda_on_cpu import building
 
 _FAILURES = 20  # after which nothing else runs

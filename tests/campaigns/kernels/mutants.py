@@ -43,213 +43,103 @@ _TILES = (
     "  if (aligned && left >= (kCount - 1) * kHalfChunk + kRun) {\n"
     "#pragma unroll\n    for (int r = 0; r < kCount; ++r) runs[r]"
 )
-FAULTS = (
-    # A barrier, or what it orders, is left out.
-    Fault("cuda_block.h", _BARRIER + "#pragma unroll 1", "#pragma unroll 1", "plain", "compress"),
-    Fault("cuda_block.h", _BARRIER + "#pragma unroll 1", "#pragma unroll 1", "checked", "differences"),
-    Fault("loco_cuda.cu", "    __syncwarp();\n", "", "checked", "compress"),
-    Fault("loco_cuda.cu", "shared[1]));", "shared[0]));", "checked", "compress"),
-    Fault("lossless_cuda.cu", _BARRIER + "  const int own", "  const int own", "plain", "modes"),
-    Fault("lossless_cuda.cu", _BARRIER + "  for (int unit", "  for (int unit", "plain", "modes"),
-    Fault("lossless_cuda.cu", _BARRIER + "  if (threadIdx.x != 0)", "  if (threadIdx.x != 0)", "plain", "modes"),
-    Fault("lossless_cuda.cu", "  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;", "", "plain", "modes"),
-    Fault(
-        "lossless_cuda.cu",
-        "escapes = rank_all(escaped, escape, escaped_of);\n  const int behind",
-        "escapes = rank_all(escaped, escape, picked_of);\n  const int behind",
-        "checked",
-        "modes",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "atomicOr(&nibbles[place[i] / 8], static_cast<uint32_t>(nibble_of<kInPairs>(d[i])) << (place[i] % 8 * 4));",
-        "nibbles[place[i] / 8] |= static_cast<uint32_t>(nibble_of<kInPairs>(d[i])) << (place[i] % 8 * 4);",
-        "checked",
-        "modes",
-    ),
-    # Some threads leave before others wait for them.
-    Fault(
-        "loco_cuda.cu",
-        "  float total[kRuns][kRun];\n",
-        "  if (!at.inside) return;\n  float total[kRuns][kRun];\n",
-        "plain",
-        "decompress",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "  uint32_t changed = 0, far = 0;",
-        "  if (element_of(0) >= count) return;\n  uint32_t changed = 0, far = 0;",
-        "plain",
-        "modes",
-    ),
-    # A wrong lane, or a wrong one of its neighbors.
-    Fault(
-        "cuda_block.h",
-        "for (int apart = 1; apart < kWarp; apart *= 2) {\n    if (apart < threads)",
-        "for (int apart = 2; apart < kWarp; apart *= 2) {\n    if (apart < threads)",
-        "plain",
-        "compress",
-    ),
-    Fault(
-        "loco_cuda.cu", "__shfl_xor_sync(kAllLanes, own, 1)", "__shfl_xor_sync(kAllLanes, own, 2)", "plain", "compress"
-    ),
-    Fault(
-        "loco_cuda.cu",
-        "const uint32_t minus = threadIdx.x << 31;",
-        "const uint32_t minus = threadIdx.x << 30;",
-        "plain",
-        "decompress",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "if (lane() >= apart) sum += before;",
-        "if (lane() > apart) sum += before;",
-        "plain",
-        "modes",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "__shfl_sync(kAllLanes, sum, kSegments - 1)",
-        "__shfl_sync(kAllLanes, sum, kSegments - 2)",
-        "plain",
-        "modes",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "const int half = lane() / 2 % 2 * 16;",
-        "const int half = lane() % 2 * 16;",
-        "plain",
-        "modes",
-    ),
-    # A wrong index, or one more or less.
-    Fault("cuda_block.h", "shared[(warp & -warps) + i]", "shared[warp + i]", "checked", "compress"),
-    Fault(
-        "cuda_block.h",
-        "  for (int i = 1; i <= padding; ++i)",
-        "  for (int i = 1; i < padding; ++i)",
-        "plain",
-        "differences",
-    ),
-    Fault("cuda_block.h", "at.element < at.padded;", "at.element <= at.padded;", "plain", "compress"),
-    Fault("cuda_block.h", "at.begin >> log_block;", "(at.begin >> log_block) + 1;", "plain", "differences"),
-    Fault("cuda_block.h", "(width + kTile - 1) / kTile", "width / kTile", "plain", "differences"),
-    Fault("lossless_cuda.cu", "element_of(i) < count ? from", "element_of(i) <= count ? from", "checked", "modes"),
-    Fault("lossless_cuda.cu", "(1u << lane()) - 1", "(2u << lane()) - 1", "plain", "modes"),
-    Fault(
-        "lossless_cuda.cu",
-        "if (room < behind + escapes) return false;",
-        "if (room < behind - escapes) return false;",
-        "address",
-        "strange",
-    ),
-    Fault("lossless_cuda.cu", "if (behind + escapes > room) return;", "", "checked", "modes"),
-    Fault(
-        "lossless_cuda.cu",
-        "if (element_of(i) >= count) continue;",
-        "if (element_of(i) > count) continue;",
-        "checked",
-        "modes",
-    ),
-    Fault("cuda_runs.h", _TILES, _TILES.replace("(kCount - 1) * kHalfChunk + ", ""), "address", "differences"),
-    Fault("cuda_runs.h", _TILES, _TILES.replace("(kCount - 1) * kHalfChunk + ", ""), "checked", "differences"),
-    Fault("cuda_block.h", "% kAlignment == 0; }", "% 8 == 0; }", "address", "compress"),
-    Fault("cuda_block.h", "% kAlignment == 0; }", "% 8 == 0; }", "checked", "compress"),
-    # A wrong rounding, or another order of sums.
-    Fault(
-        "cuda_block.h",
-        "  inverse = __fmaf_rn(-__fmaf_rn(as_float(step), inverse, -1.0f), inverse, inverse);\n",
-        "",
-        "plain",
-        "compress",
-    ),
-    Fault(
-        "cuda_block.h",
-        "(as_bits(exact) + 0xffffu) & 0xffff0000u",
-        "(as_bits(exact) + 0x8000u) & 0xffff0000u",
-        "plain",
-        "compress",
-    ),
-    Fault(
-        "cuda_block.h",
-        "__fmaf_rn(__fmaf_rn(-kLargest<kBits>, near, value), kInverse, near)",
-        "near",
-        "plain",
-        "compress",
-    ),
-    Fault(
-        "loco_cuda.cu",
-        "__fmaf_rn(sum(kRounding, -grid[i]), scale.step, h[r][i])",
-        "sum(product(sum(kRounding, -grid[i]), scale.inverse), h[r][i])",
-        "plain",
-        "compress",
-    ),
-    Fault(
-        "loco_cuda.cu",
-        "first + i < pieces) batch[i].add_to(total)",
-        "first + i < pieces) batch[kBatch - 1 - i].add_to(total)",
-        "plain",
-        "decompress",
-    ),
-    Fault("loco_cuda.cu", "= -0.0f;  // what", "= 0.0f;  // what", "plain", "decompress"),
-    # Launches: rows and elements that are too many, devices, streams, errors that nobody asks for.
-    Fault(
-        "loco_cuda.cu",
-        "  if (at.row >= job.rows) return;  // the same for the whole thread block\n",
-        "",
-        "plain",
-        "rows",
-    ),
-    Fault(
-        "cuda_block.h",
-        "constexpr int64_t kMostRows = 65535;",
-        "constexpr int64_t kMostRows = 1 << 20;",
-        "plain",
-        "rows",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "constexpr int64_t kMostRows = 65535;",
-        "constexpr int64_t kMostRows = 65536;",
-        "plain",
-        "rows",
-    ),
-    Fault(
-        "cuda_block.h",
-        "static_cast<int64_t>(blockIdx.x) * kTile",
-        "static_cast<int>(blockIdx.x * kTile)",
-        "plain",
-        "large",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "job.wire + row * job.units;",
-        "job.wire + static_cast<int>(row * job.units);",
-        "plain",
-        "large",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "  STD_CUDA_CHECK(cudaMemsetAsync(job.wire, 0, job.units * sizeof(job.wire[0]), stream));\n",
-        "",
-        "plain",
-        "modes",
-    ),
-    Fault(
-        "lossless_cuda.cu",
-        "  const torch::stable::accelerator::DeviceGuard guard(held.get_device_index());\n",
-        "",
-        "plain",
-        "modes",
-    ),
-    Fault(
-        "loco_cuda.cu",
-        "  STD_CUDA_KERNEL_LAUNCH_CHECK();\n}\n\nvoid decompress",
-        "}\n\nvoid decompress",
-        "plain",
-        "compress",
-    ),
-    Fault("difference_cuda.cu", "= current_stream(updated);", "= nullptr;", "plain", "differences"),
-    Fault("difference_cuda.cu", '  check_device(held, updated, "what is held");\n', "", "plain", "devices"),
+# By file, build and section: barriers and guards that are missing, threads that leave early, wrong lanes, indices,
+# roundings and orders of sums, and launches with wrong bounds, devices, streams or checks.
+_FAULTS: dict[tuple[str, str, str], list[tuple[str, str]]] = {
+    ("cuda_block.h", "plain", "compress"): [
+        (_BARRIER + "#pragma unroll 1", "#pragma unroll 1"),
+        (
+            "for (int apart = 1; apart < kWarp; apart *= 2) {\n    if (apart < threads)",
+            "for (int apart = 2; apart < kWarp; apart *= 2) {\n    if (apart < threads)",
+        ),
+        ("at.element < at.padded;", "at.element <= at.padded;"),
+        ("  inverse = __fmaf_rn(-__fmaf_rn(as_float(step), inverse, -1.0f), inverse, inverse);\n", ""),
+        ("(as_bits(exact) + 0xffffu) & 0xffff0000u", "(as_bits(exact) + 0x8000u) & 0xffff0000u"),
+        ("__fmaf_rn(__fmaf_rn(-kLargest<kBits>, near, value), kInverse, near)", "near"),
+    ],
+    ("cuda_block.h", "checked", "differences"): [(_BARRIER + "#pragma unroll 1", "#pragma unroll 1")],
+    ("loco_cuda.cu", "checked", "compress"): [
+        ("    __syncwarp();\n", ""),
+        ("shared[1]));", "shared[0]));"),
+    ],
+    ("lossless_cuda.cu", "plain", "modes"): [
+        (_BARRIER + "  const int own", "  const int own"),
+        (_BARRIER + "  for (int unit", "  for (int unit"),
+        (_BARRIER + "  if (threadIdx.x != 0)", "  if (threadIdx.x != 0)"),
+        ("  if (threadIdx.x < kNibbleUnits / 2) nibbles[threadIdx.x] = 0;", ""),
+        (
+            "  uint32_t changed = 0, far = 0;",
+            "  if (element_of(0) >= count) return;\n  uint32_t changed = 0, far = 0;",
+        ),
+        ("if (lane() >= apart) sum += before;", "if (lane() > apart) sum += before;"),
+        ("__shfl_sync(kAllLanes, sum, kSegments - 1)", "__shfl_sync(kAllLanes, sum, kSegments - 2)"),
+        ("const int half = lane() / 2 % 2 * 16;", "const int half = lane() % 2 * 16;"),
+        ("(1u << lane()) - 1", "(2u << lane()) - 1"),
+        ("  STD_CUDA_CHECK(cudaMemsetAsync(job.wire, 0, job.units * sizeof(job.wire[0]), stream));\n", ""),
+        ("  const torch::stable::accelerator::DeviceGuard guard(held.get_device_index());\n", ""),
+    ],
+    ("lossless_cuda.cu", "checked", "modes"): [
+        (
+            "escapes = rank_all(escaped, escape, escaped_of);\n  const int behind",
+            "escapes = rank_all(escaped, escape, picked_of);\n  const int behind",
+        ),
+        (
+            "atomicOr(&nibbles[place[i] / 8], static_cast<uint32_t>(nibble_of<kInPairs>(d[i])) << (place[i] % 8 * 4))",
+            "nibbles[place[i] / 8] |= static_cast<uint32_t>(nibble_of<kInPairs>(d[i])) << (place[i] % 8 * 4)",
+        ),
+        ("element_of(i) < count ? from", "element_of(i) <= count ? from"),
+        ("if (behind + escapes > room) return;", ""),
+        ("if (element_of(i) >= count) continue;", "if (element_of(i) > count) continue;"),
+    ],
+    ("loco_cuda.cu", "plain", "decompress"): [
+        ("  float total[kRuns][kRun];\n", "  if (!at.inside) return;\n  float total[kRuns][kRun];\n"),
+        ("const uint32_t minus = threadIdx.x << 31;", "const uint32_t minus = threadIdx.x << 30;"),
+        ("first + i < pieces) batch[i].add_to(total)", "first + i < pieces) batch[kBatch - 1 - i].add_to(total)"),
+        ("= -0.0f;  // what", "= 0.0f;  // what"),
+    ],
+    ("loco_cuda.cu", "plain", "compress"): [
+        ("__shfl_xor_sync(kAllLanes, own, 1)", "__shfl_xor_sync(kAllLanes, own, 2)"),
+        (
+            "__fmaf_rn(sum(kRounding, -grid[i]), scale.step, h[r][i])",
+            "sum(product(sum(kRounding, -grid[i]), scale.inverse), h[r][i])",
+        ),
+        ("  STD_CUDA_KERNEL_LAUNCH_CHECK();\n}\n\nvoid decompress", "}\n\nvoid decompress"),
+    ],
+    ("cuda_block.h", "checked", "compress"): [
+        ("shared[(warp & -warps) + i]", "shared[warp + i]"),
+        ("% kAlignment == 0; }", "% 8 == 0; }"),
+    ],
+    ("cuda_block.h", "plain", "differences"): [
+        ("  for (int i = 1; i <= padding; ++i)", "  for (int i = 1; i < padding; ++i)"),
+        ("at.begin >> log_block;", "(at.begin >> log_block) + 1;"),
+        ("(width + kTile - 1) / kTile", "width / kTile"),
+    ],
+    ("lossless_cuda.cu", "address", "strange"): [
+        ("if (room < behind + escapes) return false;", "if (room < behind - escapes) return false;")
+    ],
+    ("cuda_runs.h", "address", "differences"): [(_TILES, _TILES.replace("(kCount - 1) * kHalfChunk + ", ""))],
+    ("cuda_runs.h", "checked", "differences"): [(_TILES, _TILES.replace("(kCount - 1) * kHalfChunk + ", ""))],
+    ("cuda_block.h", "address", "compress"): [("% kAlignment == 0; }", "% 8 == 0; }")],
+    ("loco_cuda.cu", "plain", "rows"): [
+        ("  if (at.row >= job.rows) return;  // the same for the whole thread block\n", "")
+    ],
+    ("cuda_block.h", "plain", "rows"): [
+        ("constexpr int64_t kMostRows = 65535;", "constexpr int64_t kMostRows = 1 << 20;")
+    ],
+    ("lossless_cuda.cu", "plain", "rows"): [
+        ("constexpr int64_t kMostRows = 65535;", "constexpr int64_t kMostRows = 65536;")
+    ],
+    ("cuda_block.h", "plain", "large"): [
+        ("static_cast<int64_t>(blockIdx.x) * kTile", "static_cast<int>(blockIdx.x * kTile)")
+    ],
+    ("lossless_cuda.cu", "plain", "large"): [
+        ("job.wire + row * job.units;", "job.wire + static_cast<int>(row * job.units);")
+    ],
+    ("difference_cuda.cu", "plain", "differences"): [("= current_stream(updated);", "= nullptr;")],
+    ("difference_cuda.cu", "plain", "devices"): [('  check_device(held, updated, "what is held");\n', "")],
+}
+FAULTS = tuple(
+    Fault(file, old, new, build, section) for (file, build, section), faults in _FAULTS.items() for old, new in faults
 )
 
 

@@ -18,8 +18,7 @@ import sys
 from typing import Any
 
 from tests.campaigns.fuzz.cases import Block, Case
-from tests.campaigns.soak import in_ranks
-from tests.campaigns.soak.growth import Sample, growth
+from tests.campaigns.soak.growth import Sample, growth, soaked
 from tests.harness import ranks
 
 ANEW = 40  # steps of an engine
@@ -81,9 +80,9 @@ def main() -> None:
         for name, case in RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 steps = arguments.steps // len(RUNS)
-                soaked = pool(4).run(in_ranks.soaked, case, steps, ANEW, arguments.seed, timeout=3600.0)
+                by_ranks = pool(4).run(soaked, case, steps, ANEW, arguments.seed, timeout=3600.0)
             worst = [
-                Sample(*map(max, zip(*at, strict=True))) for at in zip(*(one.samples for one in soaked), strict=True)
+                Sample(*map(max, zip(*at, strict=True))) for at in zip(*(one.samples for one in by_ranks), strict=True)
             ]
             first, last = worst[len(worst) // 5], worst[-1]
             scales = (1000, 1, 1, 1, 1)
@@ -92,7 +91,7 @@ def main() -> None:
             cells = "".join(f"{text:>{width}}" for text, width in zip(columns, widths, strict=True))
             print(f"{name:<36}{len(worst):>8}{cells}", flush=True)
             found = growth(worst)
-            if not all(one.finite and one.replicas_equal for one in soaked):
+            if not all(one.finite and one.replicas_equal for one in by_ranks):
                 found.append("losses are not finite, or replicas differ")
             wrong += [f"{name}: {what}" for what in found]
     finally:

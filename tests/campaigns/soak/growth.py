@@ -4,6 +4,8 @@
 
 from typing import NamedTuple
 
+from tests.campaigns.fuzz.cases import Case
+
 # What may come on top of the first half's most. Allocators keep what they have had: a few pages, not a trend.
 RESIDENT_MB = 12.0
 
@@ -24,6 +26,13 @@ class Soaked(NamedTuple):
     samples: list[Sample]
     finite: bool
     replicas_equal: bool
+
+
+def soaked(case: Case, steps: int, anew: int, seed: int) -> Soaked:
+    """Samples of a long run; see ``training``."""
+    from tests.campaigns.soak.training import soak
+
+    return soak(case, steps, anew, seed)
 
 
 def growth(samples: list[Sample]) -> list[str]:

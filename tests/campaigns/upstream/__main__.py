@@ -27,7 +27,7 @@ from pathlib import Path
 
 from scripts import ROOT
 from tests.campaigns.upstream.known import KNOWN
-from tests.campaigns.upstream.outcomes import PASSED, REFUSED, Outcome, counts, differences, sample, unseen
+from tests.campaigns.upstream.outcomes import PASSED, REFUSED, Outcome, counts, differences, sample
 from tests.campaigns.upstream.suite import Failed, Side, Suite
 
 # What involves ZeRO, or the engine that makes it.
@@ -105,8 +105,6 @@ def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -
     found = differences(stock, ours, KNOWN, side.name)
     for reason, number in Counter(one.reason for one in found if one.reason is not None).most_common():
         print(f"  known {number}: {reason}")
-    for row in unseen(ours, KNOWN, side.name):
-        print(f"  known, and not seen: {row.test}: {row.reason}")
     unknown = [one for one in found if one.reason is None]
     for one in unknown:
         print(f"  NOT KNOWN: {one.ours.kind} {one.test}: {one.ours.cause}")

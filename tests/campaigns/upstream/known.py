@@ -1,9 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of DeepSpeed's that pass on stock and not with our classes forced under them, and why that is no fault.
-
-The command names each row that none of its tests needs any more; remove it then.
-"""
+"""Tests of DeepSpeed's that pass on stock and not with our classes forced under them, and why that is no fault."""
 
 from tests.campaigns.upstream.outcomes import Known
 
@@ -37,7 +34,6 @@ KNOWN = (
         "unit/v1/zero/test_offload_states.py::*",
         "Allocated memory .* should decrease after offload",
         "on a CPU it compares the memory of the process, which differs from run to run on stock as well",
-        always=False,
     ),
     Known(
         "unit/v1/zero/test_zero2_offload_multi_backward.py::*test_single_backward_allocates_no_cpu_accumulator[*]",

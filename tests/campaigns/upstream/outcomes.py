@@ -67,22 +67,17 @@ class Known:
         cause: regular expression that is found in the outcome's text, so that another fault is not taken for this.
         reason: why it differs.
         sides: pattern of the strategies' names with which it may differ.
-        always: whether it differs each time.
     """
 
     test: str
     cause: str
     reason: str
     sides: str = "*"
-    always: bool = True
-
-    def covers(self, test: str, side: str) -> bool:
-        """Whether this is about the test with these strategies."""
-        return fnmatch.fnmatchcase(test, _literal(self.test)) and fnmatch.fnmatchcase(side, self.sides)
 
     def explains(self, test: str, outcome: Outcome, side: str) -> bool:
-        """Whether this is why the test does not pass."""
-        return self.covers(test, side) and re.search(self.cause, outcome.text) is not None
+        """Whether this is why the test does not pass with these strategies."""
+        about = fnmatch.fnmatchcase(test, _literal(self.test)) and fnmatch.fnmatchcase(side, self.sides)
+        return about and re.search(self.cause, outcome.text) is not None
 
 
 @dataclass(frozen=True)
@@ -115,17 +110,6 @@ def differences(
         reason = next((row.reason for row in known if row.explains(test, outcome, side)), None)
         found.append(Difference(test, outcome, reason))
     return found
-
-
-def unseen(ours: Mapping[str, Outcome], known: Iterable[Known], side: str) -> list[Known]:
-    """Return known differences that explain none of their tests, although these ran: they may be fixed."""
-    return [
-        row
-        for row in known
-        if row.always
-        and any(row.covers(test, side) for test in ours)
-        and not any(row.explains(test, outcome, side) for test, outcome in ours.items() if outcome.kind != PASSED)
-    ]
 
 
 def counts(outcomes: Iterable[Outcome]) -> str:

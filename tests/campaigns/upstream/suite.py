@@ -294,36 +294,13 @@ class Suite:
         return {**defaults, **kept, **added, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
 
-@dataclass(frozen=True)
 class _PytestRun:
-    """One run of pytest, and its files."""
+    """One run of pytest, and its files in a folder."""
 
-    folder: Path
-    side: Side
-
-    @property
-    def file(self) -> Path:
-        return self.folder / "job.json"
-
-    @property
-    def record(self) -> Path:
-        return self.folder / "record.jsonl"
-
-    @property
-    def notes(self) -> Path:
-        return self.folder / "made.txt"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "pytest.log"
-
-    @property
-    def library(self) -> Path:
-        return self.folder / "library"
-
-    @property
-    def temporary(self) -> Path:
-        return self.folder / "temporary"
+    def __init__(self, folder: Path, side: Side) -> None:
+        self.side, self.file, self.record = side, folder / "job.json", folder / "record.jsonl"
+        self.notes, self.log = folder / "made.txt", folder / "pytest.log"
+        self.library, self.temporary = folder / "library", folder / "temporary"
 
 
 def _lines(record: Path) -> list[dict[str, Any]]:
