@@ -191,7 +191,7 @@ def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
     return same_inside, forwards
 
 
-@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
+@pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
 def test_without_an_optimizer_and_without_gradients(ranks: Any, keys: dict[str, Any]) -> None:
     assert ranks(2).run(inference_case, keys) == [[True] * 4] * 2
 

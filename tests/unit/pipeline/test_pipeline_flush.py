@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from tests.harness.tiers import deep
 
 CLUSTER = GroupSizes(4, 2)  # of a stage
 MICRO_BATCHES = 4
@@ -93,7 +94,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     return rows
 
 
-@pytest.mark.parametrize("name", ["NIG", "IIG", "III", "NNN"])
+@pytest.mark.parametrize("name", ["IIG", "NNN", *deep("NIG", "III")])
 def test_tied_weights_cross_between_stages_as_shards(ranks: Any, name: str) -> None:
     found = ranks(8).run(tied_case, name)
     shards = CLUSTER.shards(STRATEGIES[name].os)

@@ -90,8 +90,13 @@ def keys_of(name: str) -> dict[str, Any]:
     return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": 1}
 
 
-@pytest.mark.parametrize("saved, loaded", [("NIG", "IIG"), ("NNI", "NIG"), ("1", "NIG"), ("NIG", "1")])
-@pytest.mark.parametrize("stages", [4, 1])
+@pytest.mark.parametrize(
+    "saved, loaded, stages",
+    [
+        *(("NIG", "IIG", 4), ("NNI", "NIG", 1), ("1", "NIG", 4), ("NIG", "1", 1)),
+        *deep(("NIG", "IIG", 1), ("NNI", "NIG", 4), ("1", "NIG", 1), ("NIG", "1", 4)),
+    ],
+)
 def test_another_number_of_stages_through_a_universal_checkpoint(
     ranks: Any, tmp_path: Path, saved: str, loaded: str, stages: int
 ) -> None:

@@ -6,44 +6,37 @@ from typing import Any
 
 import pytest
 
-DIFFERENT = {
-    "strategy": ({"paro_strategy": "NIG", "paro_group_size": 1}, {"paro_strategy": "NNG", "paro_group_size": 1}),
-    "stage": ({"paro_strategy": "NIG", "paro_group_size": 1}, {"stage": 1}),
-    "group": ({"paro_strategy": "NIG", "paro_group_size": 1}, {"paro_strategy": "NIG", "paro_group_size": 2}),
+NIG = {"paro_strategy": "NIG", "paro_group_size": 1}
+DIFFERENT: dict[str, tuple[dict[str, Any], int]] = {
+    "paro_strategy": ({**NIG, "paro_strategy": "NNG"}, 2),
+    "stage": ({"stage": 1}, 2),
+    "paro_group_size": ({**NIG, "paro_group_size": 2}, 2),
+    "gradient_accumulation_steps: 2 on ranks [0, 1], 3": (NIG, 3),
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_stages_that_are_configured_differently(ranks: Any, what: str) -> None:
-    for message in ranks(4).run(different_case, *DIFFERENT[what]):
-        assert "All stages of a pipeline must have the same configuration" in message
-        assert "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, message
+def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
+    for messages in ranks(4).run(different_case):
+        for what, message in zip(DIFFERENT, messages, strict=True):
+            assert "All stages of a pipeline must have the same configuration" in message, (what, message)
+            assert what in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, (what, message)
 
 
-def different_case(first: dict[str, Any], second: dict[str, Any]) -> str:
-    """The error of a pipeline with these sections on its stages."""
+def different_case() -> list[str]:
+    """Errors of pipelines whose second stage has another section or another number of micro-batches."""
     from deepspeed import comm as dist
 
     from tests.harness import pipelines
     from tests.harness.snapshots import error_of
 
-    return error_of(pipelines.make_pipeline, pipelines.Pipe(), first if dist.get_rank() < 2 else second)
-
-
-def test_stages_with_different_numbers_of_micro_batches(ranks: Any) -> None:
-    for message in ranks(4).run(micro_batches_case):
-        assert "gradient_accumulation_steps: 2 on ranks [0, 1], 3 on ranks [2, 3]" in message
-
-
-def micro_batches_case() -> str:
-    """The error of a pipeline with stages that disagree about the schedule."""
-    from deepspeed import comm as dist
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    pipe = pipelines.Pipe(micro_batches=2 if dist.get_rank() < 2 else 3)
-    return error_of(pipelines.make_pipeline, pipe, {"paro_strategy": "NIG", "paro_group_size": 1})
+    return [
+        error_of(
+            pipelines.make_pipeline,
+            pipelines.Pipe(micro_batches=2 if dist.get_rank() < 2 else number),
+            NIG if dist.get_rank() < 2 else second,
+        )
+        for second, number in DIFFERENT.values()
+    ]
 
 
 def test_what_contradicts_a_plain_stage_is_refused_on_all_ranks(ranks: Any) -> None:

@@ -1,16 +1,22 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The cost of finding the errors of a bucket, by the number of groups and buckets, with made-up spans."""
+"""Errors of messages: cost of finding them, changes of buckets, and host memory.
+
+Copies between devices are recorded on the meta device, which does not execute them.
+"""
 
 import sys
-import time
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.comm.spans import Contents, ShardSpan
-from deepspeed_ext.loco import ops
+from deepspeed_ext.loco import feedback as errors_of_messages
+from deepspeed_ext.loco import ops, setup
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
@@ -34,17 +40,6 @@ def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
         new.zero_() if old is None else new.copy_(old)
         feedback.keep(contents, new)
     feedback.finish_step(True)
-
-
-def seconds(groups: int, messages: int, changes: bool = False) -> float:
-    """Of a first step, or of one with other buckets than the step before: ``python -c`` measures with it."""
-    feedback = ErrorFeedback(LocoSettings(block_size=32))
-    if changes:
-        take(feedback, messages_of(groups, messages))
-    step = messages_of(groups, messages, NUMEL // 2 if changes else 0)
-    begin = time.perf_counter()
-    take(feedback, step)
-    return time.perf_counter() - begin
 
 
 def calls(groups: int, messages: int, changes: bool) -> float:
@@ -155,3 +150,99 @@ def test_sums_in_4_bits_take_smaller_blocks_unless_told_otherwise() -> None:
     assert UpdateSettings(bits=8, resync_T=9).sums == LocoSettings(bits=8, block_size=128, reset_T=9)
     assert UpdateSettings(block_size=64).sums == LocoSettings(block_size=64)
     assert [UpdateSettings(block_size=given).difference_block for given in (None, 32)] == [128, 32]
+
+
+def test_moves_between_buckets_round_errors_little() -> None:
+    """Each move rounds to 8 bits once more; what waits for its message is held in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    feedback, numel = ErrorFeedback(LocoSettings(hadamard=True)), 4000
+    values = torch.randn(numel, generator=generator)
+    feedback.load_errors({ShardSpan(0, 0, 0, numel): values}, steps=1)
+    for _ in range(12):  # each time other messages of some of the elements
+        starts = sorted(torch.randint(0, numel, (3,), generator=generator).tolist())
+        for start, end in zip(starts, [*starts[1:], numel], strict=True):
+            if end - start > 1:
+                middle = (start + end) // 2
+                contents = ((ShardSpan(0, 0, start, middle - start),), (ShardSpan(0, 0, middle, end - middle),))
+                old, new = feedback.buffers(contents, [middle - start, end - middle], "cpu")
+                assert old is not None
+                new.copy_(old)
+        feedback.finish_step(True)
+    found = torch.zeros(numel)
+    for run, numbers in feedback.errors_in(feedback.states()):
+        found[run.start : run.start + run.numel] += numbers
+    assert (found - values).norm() < 0.03 * values.norm() and feedback.nbytes() <= 4.1 * numel
+
+
+class Copies(TorchDispatchMode):
+    """Copies between devices: from where, to where, whether the host waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            self.found.append((args[1].device.type, args[0].device.type, not (args[2:] or [False])[0]))
+            return args[0]
+        if func is torch.ops.aten._to_copy.default:
+            self.found.append((args[0].device.type, kwargs["device"].type, not kwargs.get("non_blocking", False)))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("pins", [False, True], ids=["pageable", "pinned"])
+def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain(pins: bool) -> None:
+    width, pinned, empty = 300, [], torch.empty
+
+    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        pinned.extend([str(kwargs["device"])] if pin_memory else [])
+        return empty(*args, **kwargs)
+
+    device = mock.Mock()
+    memory = ErrorFeedback(LocoSettings(), device="cpu", pinned=pins)
+    contents = ((ShardSpan(0, 0, 0, width),),)
+    with (
+        mock.patch.object(errors_of_messages.torch, "empty", made),
+        mock.patch.object(errors_of_messages, "get_accelerator", lambda: device),
+    ):
+        for step in range(2):
+            for micro_batch in range(2):
+                with Copies() as copies:
+                    old, new = memory.buffers(contents, [width], "meta")
+                    memory.keep(contents, new)
+                down, up = ("meta", "cpu", False), ("cpu", "meta", False)
+                assert copies.found == ([down] if (step, micro_batch) == (0, 0) else [up, down])
+                assert (old is None) == ((step, micro_batch) == (0, 0)) and new.device.type == "meta"
+            memory.finish_step(True)
+        assert pinned == ["cpu"] * 2 * pins and not device.synchronize.called
+        memory.states()  # reads what may still be on its way
+        memory.states()
+        assert device.synchronize.call_count == 1
+
+
+def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
+    memory, contents = ErrorFeedback(LocoSettings()), ((ShardSpan(0, 0, 0, 300),),)
+    for step in range(2):
+        with Copies() as copies:
+            first, _ = memory.buffers(contents, [300], "cpu")
+            old, new = memory.buffers(contents, [300], "cpu")
+            memory.keep(contents, new)
+        assert (first is None) == (step == 0) and old is new and not copies.found
+        memory.finish_step(True)
+
+
+@pytest.mark.parametrize(
+    ("offload", "expected"),
+    [
+        (None, (None, False)),
+        ({"device": "none", "pin_memory": True}, (None, False)),
+        ({"device": "cpu", "pin_memory": True}, ("cpu", True)),
+        ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
+    ],
+)
+def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
+    section = None if offload is None else SimpleNamespace(**offload)
+    engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
+    assert setup._where_errors_are(engine) == expected
