@@ -47,7 +47,7 @@ def ours(flagged: list[str]) -> list[Any]:
     return [classes, *training.against(job, [zero], {"stage": 3})]
 
 
-@pytest.mark.parametrize("flagged", ["Stem", "Mixtures"])
+@pytest.mark.parametrize("flagged", ["Mixtures", *deep("Stem")])
 def test_stock_crashes_where_inputs_need_no_gradient_and_ours_trains(ranks: Any, flagged: str) -> None:
     # Token ids: the stem's inputs, and the model's. "size of tensor a (0) must match", "grad of different size", ...
     for error in ranks(1).run_expect_error(stock, [flagged]):

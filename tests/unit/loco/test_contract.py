@@ -207,10 +207,7 @@ def test_10_zero_and_tiny_blocks(bits: int) -> None:
             torch.testing.assert_close(sender.kept(128), lost, rtol=1e-6, atol=1e-45)
 
 
-SHAPES = [(50257, 24), (1000, 512), (1, 4096), (2, 768), (1024, 3, 14), (64, 3, 7, 7), (8, 2048, 14)]
-
-
-@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 4095, 16385, 40961, *(math.prod(shape) for shape in SHAPES)])
+@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 4095, 16385, 40961, 300_000])
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
     base = normal(numel + 3).to(torch.bfloat16)
