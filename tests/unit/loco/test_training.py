@@ -183,7 +183,7 @@ def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
     from tests.harness import training
 
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
-    for name in ("NIG", "NGG", "IIG"):
+    for name in ("NIG", "IIG"):
         keys, kept = training.placed(name, zeropp_loco_param={}), []
         plain = training.train(job, keys)
         ours = training.train(
