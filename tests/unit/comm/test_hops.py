@@ -52,7 +52,7 @@ def test_rooted_reduces_are_one_launch() -> None:
     "present, numel, rooted",
     [(512, 1000, False), (300, 1000, False), (1, 1000, True), (4, 1 << 20, True), (300, 1 << 20, False)],
 )
-def test_parts_are_reduced_one_by_one_unless_their_latencies_cost_more(present: int, numel: int, rooted: bool) -> None:
+def test_parts_are_reduced_one_by_one_where_that_is_faster(present: int, numel: int, rooted: bool) -> None:
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.multiple(collectives.dist, get_world_size=lambda group: 512, get_rank=lambda group: 0),
@@ -128,7 +128,7 @@ def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]
     ]
 
 
-def test_sums_of_16_bit_gradients_are_taken_in_fp32_and_in_rank_order(ranks: Any) -> None:
+def test_16_bit_gradients_are_added_in_fp32_and_rank_order(ranks: Any) -> None:
     answers = ranks(4).run(precision_case)
     assert all(answer == answers[0] for answer in answers)
     exact, summed = answers[0]

@@ -48,7 +48,7 @@ def test_lists_of_parameters_are_divided_into_runs() -> None:
 
 
 @given(LAYOUTS)
-def test_each_element_is_in_one_cell_and_a_span_of_a_stripe_is_in_one_piece_of_each(layout: FlatLayout) -> None:
+def test_each_element_is_in_one_cell(layout: FlatLayout) -> None:
     where = positions(layout)
     assert sorted(where[where >= 0].tolist()) == list(range(layout.numel))
     for row, col in itertools.product(range(layout.rows), range(layout.cols)):
@@ -60,7 +60,7 @@ def test_each_element_is_in_one_cell_and_a_span_of_a_stripe_is_in_one_piece_of_e
         assert sum(piece.span.numel for piece in pieces) == stripe.span.numel
 
 
-def test_stripes_are_of_whole_parameters_and_balanced_over_all_ranks() -> None:
+def test_stripes_hold_whole_parameters_and_are_balanced() -> None:
     numels = [10**6] * 40
     offsets = [0, *itertools.accumulate(numels[:-1])]
     starts = stripe_starts(offsets, numels, 5 * 10**8, 8)
@@ -123,9 +123,7 @@ def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(LAYOUTS, some.integers(1, 400), some.booleans())
-def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
-    layout: FlatLayout, most: int, add: bool
-) -> None:
+def test_windows_cover_the_chunk_and_cells_are_placed(layout: FlatLayout, most: int, add: bool) -> None:
     flat = torch.zeros(layout.numel)
     where = positions(layout)
     found = layout.windows(layout.rows, most)
@@ -139,9 +137,7 @@ def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
 
 @settings(deadline=None)  # the machine may be busy
 @given(ONE_STRIPE, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
-def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
-    layout: FlatLayout, dtype: torch.dtype, before: int
-) -> None:
+def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int) -> None:
     flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
     # A window of a message that other buffers share; every element of it must be written.
     message = torch.full((layout.cols, layout.rows, before + layout.chunk + 1), torch.nan, dtype=dtype)

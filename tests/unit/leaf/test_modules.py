@@ -77,7 +77,7 @@ def test_the_threshold_takes_parents_first_and_never_the_root(threshold: int, cl
     assert len(result["flagged"]) == sum(counts[name] for name in classes)
 
 
-def test_one_parameter_in_fp32_does_not_double_the_default_budget() -> None:
+def test_one_fp32_parameter_does_not_double_the_default_budget() -> None:
     mixed, single, none = budgets_case()
     assert single == 3 * 4 * LIVE and none == single
     assert 3 * 2 * LIVE < mixed < 1.01 * 3 * 2 * LIVE

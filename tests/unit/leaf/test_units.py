@@ -52,7 +52,7 @@ EACH_NETWORK = [*IN_TURNS, *deep(*((name, not chunks) for name, chunks in IN_TUR
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
-def test_only_weights_in_units_and_outside_torch_func_take_no_detour() -> None:
+def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
     import torch
 
     from deepspeed_ext.leaf.linear import linear

@@ -48,7 +48,7 @@ def ours(flagged: list[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("flagged", ["Mixtures", *deep("Stem")])
-def test_stock_crashes_where_inputs_need_no_gradient_and_ours_trains(ranks: Any, flagged: str) -> None:
+def test_leaf_modules_without_input_gradients_train(ranks: Any, flagged: str) -> None:
     # Token ids: the stem's inputs, and the model's. "size of tensor a (0) must match", "grad of different size", ...
     for error in ranks(1).run_expect_error(stock, [flagged]):
         assert error.type == "RuntimeError", error
@@ -269,9 +269,7 @@ def second_engine_case() -> list[int]:
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_gradients_do_not_pile_up_after_an_evaluation_and_under_checkpointing(
-    ranks: Any, keys: dict[str, Any]
-) -> None:
+def test_gradients_are_freed_after_evaluation_and_checkpointing(ranks: Any, keys: dict[str, Any]) -> None:
     for most in ranks(2).run(gradients_case, keys):
         assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all six
 

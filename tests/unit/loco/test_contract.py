@@ -282,7 +282,7 @@ def test_13_pieces_are_added_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("error_bits", [8, 16])
-def test_15_errors_of_a_message_whose_parts_are_filled_up_otherwise(error_bits: int) -> None:
+def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
     contents = ((ShardSpan(0, 0, 0, 1000),), (ShardSpan(0, 1, 0, 1000),))
     settings = LocoSettings(error_bits=error_bits)
     memory = ErrorFeedback(settings)

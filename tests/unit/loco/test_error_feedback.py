@@ -145,7 +145,7 @@ def test_errors_that_wait_for_their_message_count_as_kept() -> None:
     assert feedback.nbytes() == 150 * torch.float32.itemsize
 
 
-def test_sums_in_4_bits_take_smaller_blocks_unless_told_otherwise() -> None:
+def test_sums_in_4_bits_have_smaller_blocks_by_default() -> None:
     assert UpdateSettings().sums == LocoSettings(block_size=32)
     assert UpdateSettings(bits=8, resync_T=9).sums == LocoSettings(bits=8, block_size=128, reset_T=9)
     assert UpdateSettings(block_size=64).sums == LocoSettings(block_size=64)
@@ -193,7 +193,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("pins", [False, True], ids=["pageable", "pinned"])
-def test_offloaded_errors_are_pinned_and_nothing_is_copied_in_vain(pins: bool) -> None:
+def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
     width, pinned, empty = 300, [], torch.empty
 
     def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:

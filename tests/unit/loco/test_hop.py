@@ -209,7 +209,7 @@ def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, lis
     return rows
 
 
-def test_kernels_for_the_cpu_only_are_refused_on_all_ranks_before_training(ranks: Any) -> None:
+def test_all_ranks_refuse_kernels_for_the_cpu_only(ranks: Any) -> None:
     for rank, (given, lacking) in enumerate(ranks(2).run(lacking_case)):
         assert not given
         where = "CPU only on another rank, but" if rank == 0 else "CPU only, but"

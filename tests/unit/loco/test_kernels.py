@@ -144,7 +144,7 @@ assert (out - gradient[0]).norm() < 0.2 * gradient.norm()
 """
 
 
-def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(tmp_path: Any) -> None:
+def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path: Any) -> None:
     environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/nonexistent"}
     environment |= {"HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(

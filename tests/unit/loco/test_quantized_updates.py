@@ -401,7 +401,7 @@ def offloaded_case(folder: str, name: str) -> tuple[str, bool]:
     return error, Path(folder, "saved").is_dir()
 
 
-def test_errors_that_a_checkpoint_has_not_or_nobody_takes_are_told(ranks: Any, tmp_path: Any) -> None:
+def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -> None:
     told, *others = ranks(4).run(halves_case, str(tmp_path))
     assert told == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
     assert all(lines == [[], [], []] for lines in others)

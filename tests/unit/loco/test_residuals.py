@@ -201,7 +201,7 @@ def again_case(folder: str) -> tuple[int, int, bool]:
     return left, steps, zero
 
 
-def test_15_a_checkpoint_that_was_moved_has_its_own_and_no_others(ranks: Any, tmp_path: Any) -> None:
+def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2).run(moved_case, str(tmp_path)) == [(True, True, False)] * 2
 
 

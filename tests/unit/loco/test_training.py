@@ -220,7 +220,7 @@ def options_case() -> list[tuple[str, float, float, bool]]:
     return rows
 
 
-def test_quantized_gradients_alone_are_quantized_without_feedback(ranks: Any) -> None:
+def test_quantized_gradients_alone_have_no_feedback(ranks: Any) -> None:
     for settings, remembers in ranks(4).run(alone_case):
         assert settings["error_feedback"] is False and settings["bits"] == 4 and not remembers
 

@@ -144,7 +144,7 @@ def exchanges() -> Iterator[list[tuple[str, int]]]:
         yield seen
 
 
-def test_groups_are_crossed_once_a_step_and_buckets_stay_on_the_wire(ranks: Any) -> None:
+def test_groups_are_crossed_once_a_step_and_buckets_overlap(ranks: Any) -> None:
     for found in ranks(8).run(collectives_case):
         inside, between, early, before_flush, open_transfers = found
         assert inside > 0 and between > 0

@@ -145,7 +145,7 @@ def overflow_case() -> list[tuple[str, bool]]:
     return rows
 
 
-def test_what_is_compressed_leaves_tied_weights_the_same_on_all_stages(ranks: Any, kernels: bool) -> None:
+def test_compression_leaves_tied_weights_equal_on_all_stages(ranks: Any, kernels: bool) -> None:
     for found in ranks(4).run(loco_case):
         for name, same, weights in found:
             assert same and weights < 0.05, (name, same, weights)

@@ -179,7 +179,7 @@ def weights_case(folder: str, part: dict[str, bool]) -> list[tuple[str, float, f
     return rows
 
 
-def test_a_layer_that_is_missing_is_named_before_anything_changes(ranks: Any, tmp_path: Path) -> None:
+def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: Path) -> None:
     for message, changed in ranks(4).run(missing_case, str(tmp_path)):
         assert "layer_03" in message and "is missing, which has layer 3" in message, message
         assert not changed

@@ -54,7 +54,7 @@ def contradiction_case() -> str:
     return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3, "zero_hpz_partition_size": 2})
 
 
-def test_an_unsupported_optimizer_at_a_plain_stage_gets_advice_that_works(ranks: Any) -> None:
+def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
     for message in ranks(4).run(muon_case, "NorMuon"):
         assert "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's" in message, message
     assert ranks(4).run(muon_case, "DeepSpeed's") == [""] * 4
@@ -173,7 +173,7 @@ def stock_case(zero: dict[str, Any]) -> str:
     return name
 
 
-def test_an_engine_that_is_destroyed_leaves_the_process_groups_that_deepspeeds_leaves(ranks: Any) -> None:
+def test_destroyed_engines_leave_as_many_groups_as_deepspeeds(ranks: Any) -> None:
     for stock, ours in ranks(4).run(left_case):
         assert ours == stock > 0
 
