@@ -105,10 +105,10 @@ def clusters() -> Iterator[GroupSizes]:
         yield GroupSizes(ranks, max(size for size in range(1, 9) if not ranks % size))
 
 
-dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
-def test_windows_begin_at_multiples_of_16_elements_for_all_numbers_of_ranks() -> None:
+def test_windows_begin_at_multiples_of_16_elements() -> None:
     for rows in range(2, 4097):
         for most in (BUCKET, 1 << 24):
             found = windows(Span(0, 3 * most // rows + 5), rows, most)

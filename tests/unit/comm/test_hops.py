@@ -9,8 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as some
 
 from deepspeed_ext.comm import backends, collectives
 from deepspeed_ext.comm.hops import ReduceHop
@@ -54,7 +52,7 @@ def test_rooted_reduces_are_one_launch() -> None:
     "present, numel, rooted",
     [(512, 1000, False), (300, 1000, False), (1, 1000, True), (4, 1 << 20, True), (300, 1 << 20, False)],
 )
-def test_parts_are_reduced_one_by_one_unless_their_latencies_cost_more(present: int, numel: int, rooted: bool) -> None:
+def test_parts_are_reduced_one_by_one_where_that_is_faster(present: int, numel: int, rooted: bool) -> None:
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.multiple(collectives.dist, get_world_size=lambda group: 512, get_rank=lambda group: 0),
@@ -89,19 +87,21 @@ def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
         assert hop.given[:numel].tolist() == flat.tolist() and not hop.given[numel:].any()
 
 
-@settings(max_examples=10, deadline=None)
-@given(splits=some.lists(some.integers(0, 40), min_size=4, max_size=4), numel=some.integers(0, 50))
-def test_hops_agree_whatever_way_they_take(ranks: Any, splits: list[int], numel: int) -> None:
-    for rank, answers in enumerate(ranks(4).run(hops_case, splits, numel)):
-        assert len(answers) == 4
-        for kind, part, whole, gathered in answers:
+SIZES = [([0, 3, 0, 0], 7), ([0, 0, 0, 0], 0), ([5, 5, 5, 5], 50), ([40, 0, 17, 1], 1), ([1, 2, 3, 33], 40)]
+
+
+def test_all_hops_give_the_same_sums(ranks: Any) -> None:
+    for rank, found in enumerate(ranks(4).run(hops_case)):
+        for (splits, numel), answers in zip(SIZES, found, strict=True):
+            assert len(answers) == 4
             start = sum(splits[:rank])
-            assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
-            assert whole == [4.0 * i + 6 for i in range(numel)], kind
-            assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
+            for kind, part, whole, gathered in answers:
+                assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
+                assert whole == [4.0 * i + 6 for i in range(numel)], kind
+                assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
 
 
-def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], list[float], list[float]]]:
+def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]:
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
     from deepspeed import comm as dist
 
@@ -115,17 +115,20 @@ def hops_case(splits: list[int], numel: int) -> list[tuple[str, list[float], lis
         return torch.arange(size, dtype=torch.float32) + rank
 
     return [
-        (
-            type(hop).__name__,
-            result(hop.reduce_scatter(data(sum(splits)), splits)),
-            result(hop.all_reduce(data(numel))),
-            result(hop.gather_sums(torch.full((splits[0],), float(rank)))),
-        )
-        for hop in hops
+        [
+            (
+                type(hop).__name__,
+                result(hop.reduce_scatter(data(sum(splits)), splits)),
+                result(hop.all_reduce(data(numel))),
+                result(hop.gather_sums(torch.full((splits[0],), float(rank)))),
+            )
+            for hop in hops
+        ]
+        for splits, numel in SIZES
     ]
 
 
-def test_sums_of_16_bit_gradients_are_taken_in_fp32_and_in_rank_order(ranks: Any) -> None:
+def test_16_bit_gradients_are_added_in_fp32_and_rank_order(ranks: Any) -> None:
     answers = ranks(4).run(precision_case)
     assert all(answer == answers[0] for answer in answers)
     exact, summed = answers[0]

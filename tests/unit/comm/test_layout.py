@@ -1,8 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts of flat buffers and plans of buckets, by property."""
+"""Spans of elements, layouts of flat buffers, plans of buckets, and owners of whole matrices."""
 
 import itertools
+import random
+from collections import Counter
 
 import pytest
 import torch
@@ -10,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from deepspeed_ext.comm.bucket_plan import plan_bucket
-from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.layout import FlatLayout, Stripe
+from deepspeed_ext.comm.owners import Job, assign, rounds
 from deepspeed_ext.comm.parameter_bucket import _runs
-from deepspeed_ext.comm.spans import Span
+from deepspeed_ext.comm.spans import ShardSpan, Span, neighbors_joined, split_as, split_spans
 from deepspeed_ext.zero.flat.buffers import stripe_starts
 
 pytestmark = pytest.mark.quick
@@ -45,7 +48,7 @@ def test_lists_of_parameters_are_divided_into_runs() -> None:
 
 
 @given(LAYOUTS)
-def test_each_element_is_in_one_cell_and_a_span_of_a_stripe_is_in_one_piece_of_each(layout: FlatLayout) -> None:
+def test_each_element_is_in_one_cell(layout: FlatLayout) -> None:
     where = positions(layout)
     assert sorted(where[where >= 0].tolist()) == list(range(layout.numel))
     for row, col in itertools.product(range(layout.rows), range(layout.cols)):
@@ -57,7 +60,7 @@ def test_each_element_is_in_one_cell_and_a_span_of_a_stripe_is_in_one_piece_of_e
         assert sum(piece.span.numel for piece in pieces) == stripe.span.numel
 
 
-def test_stripes_are_of_whole_parameters_and_balanced_over_all_ranks() -> None:
+def test_stripes_hold_whole_parameters_and_are_balanced() -> None:
     numels = [10**6] * 40
     offsets = [0, *itertools.accumulate(numels[:-1])]
     starts = stripe_starts(offsets, numels, 5 * 10**8, 8)
@@ -120,9 +123,7 @@ def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(LAYOUTS, some.integers(1, 400), some.booleans())
-def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
-    layout: FlatLayout, most: int, add: bool
-) -> None:
+def test_windows_cover_the_chunk_and_cells_are_placed(layout: FlatLayout, most: int, add: bool) -> None:
     flat = torch.zeros(layout.numel)
     where = positions(layout)
     found = layout.windows(layout.rows, most)
@@ -136,9 +137,7 @@ def test_windows_cover_the_chunk_and_place_puts_cells_where_they_belong(
 
 @settings(deadline=None)  # the machine may be busy
 @given(ONE_STRIPE, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
-def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
-    layout: FlatLayout, dtype: torch.dtype, before: int
-) -> None:
+def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int) -> None:
     flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
     # A window of a message that other buffers share; every element of it must be written.
     message = torch.full((layout.cols, layout.rows, before + layout.chunk + 1), torch.nan, dtype=dtype)
@@ -154,3 +153,94 @@ def test_pack_and_unpack_are_inverse_and_cells_are_where_they_are_defined(
     placed = torch.full((layout.numel,), torch.nan)
     layout.place(placed, 0, cells.float())
     assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
+
+
+SPANS = some.builds(Span, some.integers(0, 30), some.integers(0, 20))
+
+
+def elements(*spans: Span) -> list[int]:
+    """Those of spans, in order."""
+    return [element for span in spans for element in range(span.start, span.stop)]
+
+
+@given(SPANS, SPANS)
+def test_common_elements_and_those_that_are_left(one: Span, other: Span) -> None:
+    both = one.common(other)
+    assert elements(both) == sorted({*elements(one)} & {*elements(other)}) and both.numel >= 0
+    if both.numel:
+        mine, taken = ShardSpan(2, 1, *one), ShardSpan(2, 1, *other)
+        assert mine.common(taken) == ShardSpan(2, 1, *both)
+        left = mine.without(mine.common(taken))
+        assert elements(*(span.elements for span in left)) == sorted({*elements(one)} - {*elements(other)})
+        assert all(span.numel and (span.buffer, span.row) == (2, 1) for span in left)
+
+
+@given(some.lists(SPANS))
+def test_neighbors_are_joined_in_their_order(spans: list[Span]) -> None:
+    joined = neighbors_joined(spans)
+    assert elements(*joined) == elements(*spans)
+    assert all(before.stop != after.start for before, after in itertools.pairwise(joined))
+
+
+@given(some.lists(SPANS), some.integers(0, 3))
+def test_what_is_side_by_side_is_split_as_its_spans(spans: list[Span], padding: int) -> None:
+    source = torch.arange(50).expand(2, 50)
+    packed = torch.cat([*(span.of(source) for span in spans), torch.zeros(2, padding)], dim=1)
+    parts = split_as(packed, spans)
+    assert [part[1].tolist() for part in parts] == [elements(span) for span in spans]
+
+
+def test_spans_of_a_part_are_cut_where_it_is() -> None:
+    spans = ShardSpan(0, 1, 5, 7), ShardSpan(3, 1, 2, 4)
+    first, second, third, fourth = split_spans(spans, [3, 0, 6, 9])
+    assert first == (ShardSpan(0, 1, 5, 3),) and second == ()
+    assert third == (ShardSpan(0, 1, 8, 4), ShardSpan(3, 1, 2, 2)) and fourth == (ShardSpan(3, 1, 4, 2),)
+
+
+@pytest.mark.parametrize("origin, width", [(0, 7), (-5, 7), (-40, 16), (0, 1000)])
+def test_parts_of_ranks_make_the_whole(origin: int, width: int) -> None:
+    job = Job(Span(11, 90), Stripe(Span(origin, 200), 0, width), 1.0)
+    covered: list[int] = []
+    for rank in job.holders(20):
+        held = job.held(rank)
+        assert held.numel
+        covered += range(held.start, held.stop)
+    assert covered == list(range(11, 101))
+    assert sum(held.numel for held in map(job.held, range(200))) == 90  # others have nothing
+
+
+def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
+    generator = random.Random(5)
+    ranks, group = 12, 4
+    costs = [generator.uniform(1, 9) for _ in range(200)]
+    jobs = [Job(Span(0, 120), Stripe(Span(0, 120), 0, 10), cost) for cost in costs]
+    loads = Counter[int]()
+    for owner, cost in zip(assign(jobs, ranks, group), costs, strict=True):
+        loads[owner] += cost
+    assert len(loads) == ranks and max(loads.values()) < 1.05 * sum(costs) / ranks
+    few = assign(jobs[:6], ranks, group)
+    assert Counter(owner // group for owner in few) == {0: 2, 1: 2, 2: 2}
+
+
+def test_holders_own_and_what_one_rank_has_stays() -> None:
+    stripe = Stripe(Span(0, 400), 0, 100)
+    jobs = [
+        Job(Span(0, 90), stripe, 5.0),  # all of it is rank 0's
+        Job(Span(90, 20), stripe, 1.0),  # of ranks 0 and 1
+        Job(Span(110, 80), stripe, 1.0),  # rank 1's
+        Job(Span(190, 150), stripe, 3.0),  # of ranks 1, 2 and 3
+    ]
+    assert [job.stays for job in jobs] == [True, False, True, False]
+    assert assign(jobs, 4, 2) == [0, 1, 1, 2]
+    assert not Job(Span(0, 5), None, 1.0).stays
+
+
+def test_rounds_are_filled_owner_by_owner() -> None:
+    stripe = Stripe(Span(0, 120), 0, 10)
+    jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
+    owners = [0, 1, 1, 1, 0, 0]
+    found = rounds(jobs, owners, most=50)
+    assert found == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
+    assert sorted(number for some in rounds(jobs, owners, most=1) for number in some) == list(range(6))
+    for numbers in rounds(jobs, owners, most=1):
+        assert max(Counter(owners[number] for number in numbers).values()) == 1

@@ -91,18 +91,21 @@ def placement_case() -> tuple[list[str], list[str]]:
 
 
 def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> None:
-    for rank, (first, split) in enumerate(ranks(4).run(topology_case)):
+    for rank, ((first, split), replicas) in enumerate(ranks(4).run(topology_case)):
         j = rank // 2
+        assert replicas == {"N": [0, 1, 2, 3], "I": [rank % 2, rank % 2 + 2], "G": None}
         assert first == ([2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank], True)
         # Two data-parallel groups {0, 2} and {1, 3}, as under tensor parallelism: groups of one rank each.
         assert split == ([rank], [rank % 2, rank % 2 + 2], [rank], True)
 
 
-def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
-    """Ranks of the groups of this rank, and whether a second call returns the same object."""
+def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
+    """Ranks of the groups of this rank, and whether a second call returns the same object; ranks that hold the same
+    shard, by placement."""
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
+    from deepspeed_ext.strategy import Placement
 
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
@@ -113,7 +116,8 @@ def topology_case() -> list[tuple[list[int], list[int], list[int], bool]]:
         assert (topology.intra, topology.inter) == (without.intra, without.inter)
         groups = [data_parallel_ranks(g) for g in (topology.intra, topology.inter, topology.alone)]
         answers.append((*groups, get_topology(group, size, alone=True) == topology))
-    return answers
+    replicas = {placement.name: get_topology(None, 2).replica_group(placement) for placement in Placement}
+    return answers, {name: group and data_parallel_ranks(group) for name, group in replicas.items()}
 
 
 @pytest.mark.parametrize("collides", [False, True])
@@ -174,21 +178,6 @@ def timeout_case() -> list[float]:
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
 
 
-def test_replicas_of_a_state_are_the_ranks_that_hold_the_same_shard(ranks: Any) -> None:
-    for rank, answer in enumerate(ranks(6).run(replicas_case)):
-        assert answer == {"N": list(range(6)), "I": [rank % 3, rank % 3 + 3], "G": None}
-
-
-def replicas_case() -> dict[str, list[int] | None]:
-    """Ranks of the replica group for each placement, on 6 ranks in groups of 3."""
-    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
-    from deepspeed_ext.strategy import Placement
-
-    topology = get_topology(None, 3)
-    groups = {placement.name: topology.replica_group(placement) for placement in Placement}
-    return {name: None if group is None else data_parallel_ranks(group) for name, group in groups.items()}
-
-
 @pytest.mark.parametrize(
     "sizes, message",
     [
@@ -222,10 +211,9 @@ def nodes_case(sizes: str) -> None:
 def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
     """Each case has a process group of its own; the threads that serve ours must go when it goes."""
     pool = ranks(4)
-    for _ in range(2):
-        pool.run(topology_case)
+    pool.run(topology_case)
     before = pool.run(threads_case)
-    for _ in range(4):
+    for _ in range(2):
         pool.run(topology_case)
     assert pool.run(threads_case) == before
 

@@ -52,7 +52,7 @@ def grown(*worlds: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_messages_do_not_grow_with_the_ranks_and_bytes_are_those_of_the_formulas() -> None:
+def test_messages_do_not_grow_and_bytes_match_the_formulas() -> None:
     few, many = grown(64, 256)
     states = ModelStates.of(NUMEL)
     for name in METHODS:

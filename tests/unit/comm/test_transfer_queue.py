@@ -79,7 +79,7 @@ def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
     assert not done.is_set()
 
 
-def test_nobody_waits_for_a_job_that_a_signal_kept_from_its_thread() -> None:
+def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
     jobs, done = Background(), threading.Event()
     with mock.patch.object(jobs, "_begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
@@ -104,7 +104,7 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
     assert done.is_set()
 
 
-def test_a_thread_stays_for_the_next_job_and_leaves_when_it_is_joined() -> None:
+def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
     jobs, done, begun = Background(), list[int](), mock.Mock(side_effect=threading.Thread)
     with mock.patch.object(background, "_LINGERS", 30.0), mock.patch.object(threading, "Thread", begun):
         for number in range(3):
@@ -193,7 +193,7 @@ def test_overlapped_transfers_are_one_hop_apart() -> None:
     ]
 
 
-def test_newest_first_earlier_ones_travel_while_a_later_one_goes_on() -> None:
+def test_newest_first_overlaps_earlier_transfers() -> None:
     log: list[str] = []
     queue = TransferQueue(overlap=True, newest_first=True)
     for name in "abc":
@@ -226,7 +226,7 @@ def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
     assert started.finish() is result and log[-1] == "done a"
 
 
-def test_a_relay_has_all_hops_at_once_where_waiting_does_not_block_the_host() -> None:
+def test_all_hops_start_at_once_where_waits_do_not_block() -> None:
     log: list[str] = []
     with mock.patch("deepspeed_ext.comm.transfer_queue.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
@@ -260,7 +260,7 @@ def seen(stream: Stream, wires: list[Stream]) -> list[int]:
     return [stream.clock.get(wire.number, 0) for wire in wires]
 
 
-def test_nobody_waits_for_transfers_whose_result_it_does_not_need() -> None:
+def test_streams_wait_only_for_results_that_they_need() -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
         gathers = TransferQueue(overlap=True, side_streams=True)
@@ -283,7 +283,7 @@ def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
         assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 
-def test_buckets_leave_the_stream_that_packs_them_to_the_next_ones() -> None:
+def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
     delivered: list[list[int]] = []
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
@@ -298,7 +298,7 @@ def test_buckets_leave_the_stream_that_packs_them_to_the_next_ones() -> None:
     assert delivered == [[number, number] for number in (1, 2, 3, 4)]  # in their order, each after its own hops
 
 
-def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() -> None:
+def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
     behind: list[bool] = []
     with device_with_streams() as order:
         wires = [Stream(order, "intra"), Stream(order, "inter")]
@@ -308,7 +308,7 @@ def test_a_bucket_that_stays_in_its_group_is_delivered_behind_those_before_it() 
     assert behind == [True]
 
 
-def test_what_a_hop_keeps_passes_from_transfer_to_transfer_in_order() -> None:
+def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
     """As error feedback does: the next bucket between groups may have the same error."""
     kept: list[tuple[Stream, int]] = []
     behind: list[bool] = []
@@ -371,7 +371,7 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
     assert not TransferQueue(overlap=False, background=True).unattended
 
 
-def test_a_thread_completes_what_has_been_started_and_the_host_waits_where_it_is_far_ahead() -> None:
+def test_a_thread_completes_transfers_and_the_host_waits() -> None:
     log: list[str] = []
     may = threading.Event()
 

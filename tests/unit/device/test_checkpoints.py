@@ -53,7 +53,7 @@ MORE: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("rows", [ROWS, *deep(MORE)], ids=len)
-def test_files_of_saves_beside_the_training_are_those_of_saves_at_once(
+def test_asynchronous_saves_write_the_files_of_synchronous_ones(
     run_on_device: Any, tmp_path: Path, rows: list[tuple[str, str, dict[str, Any], str]]
 ) -> None:
     for found in run_on_device(cases.twins, str(tmp_path), rows):

@@ -74,9 +74,7 @@ ACTIVATIONS = 10_000  # bytes, with their gradients
 
 
 @pytest.mark.parametrize("frozen", [(), tuple(range(1, LAYERS - 1))], ids=["trained", "frozen"])
-def test_the_device_has_a_few_modules_and_the_cache_and_the_host_one_slice(
-    run_on_device: Any, frozen: tuple[int, ...]
-) -> None:
+def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: tuple[int, ...]) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
     buckets = {"allgather_bucket_size": LAYER, "reduce_bucket_size": LAYER}

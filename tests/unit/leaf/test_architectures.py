@@ -59,7 +59,11 @@ def make_model(name: str, keys: dict[str, Any]) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-LATE = ("Llama4", "KimiLinear")  # what they have is in the others, too; ``tests.campaigns.mixtures`` has more of it
+LATE = (
+    "Olmoe",
+    "Llama4",
+    "KimiLinear",
+)  # what they have is in the others, too; ``tests.campaigns.mixtures`` has more of it
 
 
 @pytest.mark.parametrize("name", [*(name for name in ARCHITECTURES if name not in LATE), *deep(*LATE)])

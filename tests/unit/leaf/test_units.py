@@ -151,13 +151,6 @@ def full_case() -> set[bool]:
     return found
 
 
-def test_thresholds_to_the_bit(ranks: Any) -> None:
-    job = job_of(mixtures.Nested, accumulation=2)
-    keys = [{"stage3_module_granularity_threshold": n} for n in (0, 49, 50, 10**12)]
-    variants = [{"paro_strategy": "GGG", **more} for more in keys]
-    exact(ranks(2).run(training.against, job, variants, {"stage": 3})[0])
-
-
 @pytest.mark.parametrize("reentrant", [True, *deep(False)])
 def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2)

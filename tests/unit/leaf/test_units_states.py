@@ -23,11 +23,11 @@ def job_of(network: Any, **more: Any) -> Job:
     return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, **more})
 
 
-def stock(flagged: list[str], steps: int = 2) -> None:
+def stock(flagged: list[str]) -> None:
     """Train with DeepSpeed alone and these classes as leaf modules."""
     import deepspeed_ext.integration.activation
 
-    job = job_of(mixtures.Mixtures, clipping=0.0, steps=steps)
+    job = job_of(mixtures.Mixtures, clipping=0.0, steps=2)
     deepspeed_ext.integration.activation.deactivate()
     try:
         training.train(job, {"stage": 3, "leaf_module": {"classes": flagged}})

@@ -207,10 +207,7 @@ def test_10_zero_and_tiny_blocks(bits: int) -> None:
             torch.testing.assert_close(sender.kept(128), lost, rtol=1e-6, atol=1e-45)
 
 
-SHAPES = [(50257, 24), (1000, 512), (1, 4096), (2, 768), (1024, 3, 14), (64, 3, 7, 7), (8, 2048, 14)]
-
-
-@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 4095, 16385, 40961, *(math.prod(shape) for shape in SHAPES)])
+@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 4095, 16385, 40961, 300_000])
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
     base = normal(numel + 3).to(torch.bfloat16)
@@ -285,7 +282,7 @@ def test_13_pieces_are_added_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("error_bits", [8, 16])
-def test_15_errors_of_a_message_whose_parts_are_filled_up_otherwise(error_bits: int) -> None:
+def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
     contents = ((ShardSpan(0, 0, 0, 1000),), (ShardSpan(0, 1, 0, 1000),))
     settings = LocoSettings(error_bits=error_bits)
     memory = ErrorFeedback(settings)

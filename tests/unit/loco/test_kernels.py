@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels give the reference's bits, are well-behaved operators, and can be missing."""
+"""Kernels give the reference's bits, are well-behaved operators, and can be missing: then messages are processed in
+pieces of bounded size."""
 
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.packing import Packing
+from tests.harness.tiers import deep
 
 KEPT = (torch.uint8, torch.bfloat16, torch.float32)
 
@@ -22,7 +26,7 @@ def error_like(packing: Packing, rows: int, width: int, dtype: torch.dtype) -> T
     return torch.zeros(rows, size, dtype=dtype)
 
 
-@pytest.mark.parametrize("block", [32, 64, 128, 256, 4096])
+@pytest.mark.parametrize("block", [32, 128, 4096, *deep(64, 256)])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("hadamard", [False, True])
@@ -140,7 +144,7 @@ assert (out - gradient[0]).norm() < 0.2 * gradient.norm()
 """
 
 
-def test_without_a_compiler_the_reference_runs_and_one_warning_says_so(tmp_path: Any) -> None:
+def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path: Any) -> None:
     environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/nonexistent"}
     environment |= {"HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
@@ -167,3 +171,60 @@ def test_they_are_compiled_with_deepspeeds_flags_but_for_symbols() -> None:
 
     builder = LocoBuilder()
     assert set(super(LocoBuilder, builder).cxx_args()) - set(builder.cxx_args()) == {"-g"}
+
+
+BLOCK = 64
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest storage that operations make, those of the given tensors left out."""
+
+    def __init__(self, *given: Tensor | None) -> None:
+        super().__init__()
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in given if tensor is not None}
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See TorchDispatchMode."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in self._given:
+                self.nbytes = max(self.nbytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool) -> tuple[list[Tensor], int]:
+    """What two steps and a sum of three pieces write, and bytes of the largest temporary."""
+    generator = torch.Generator().manual_seed(0)
+    packing, written, largest, old = Packing(bits, BLOCK), [], 0, None
+    for dtype in (torch.float32, torch.bfloat16):
+        gradient = torch.randn(rows, width, generator=generator).to(dtype)
+        gradient[0, width // 2] = float("nan")
+        wire = torch.full((rows, packing.row_bytes(width)), 7, dtype=torch.uint8)
+        new, out = error_like(packing, rows, width, kept).fill_(7), torch.empty(width, dtype=dtype)
+        with Largest(gradient, wire, old, new, out) as found:
+            reference.compress(gradient, wire, old, new, bits, BLOCK, 0.8, 3.0, hadamard)
+            reference.decompress(wire, out, bits, BLOCK, 1 / 3, hadamard)
+        written, largest, old = [*written, wire, new, out], max(largest, found.nbytes), new
+    return written, largest
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rotated"])
+@pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_pieces_have_the_bits_of_the_whole(bits: int, kept: torch.dtype, hadamard: bool) -> None:
+    for rows, width in ((3, 1000), (2, 1024), (3, 20)):
+        whole, _ = message(bits, kept, rows, width, hadamard)
+        for piece in (1, 5 * BLOCK):
+            with mock.patch.object(reference, "PIECE", piece):
+                cut, _ = message(bits, kept, rows, width, hadamard)
+            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole, cut, strict=True))
+
+
+@pytest.mark.quick
+def test_temporaries_are_of_the_size_of_a_piece() -> None:
+    with mock.patch.object(reference, "PIECE", 2**14):
+        for rows, width in ((2, 2**14), (2, 2**18), (16, 2**15)):
+            _, largest = message(4, torch.uint8, rows, width, hadamard=True)
+            assert 0 < largest <= 4 * 2**14, (rows, width, largest)

@@ -59,9 +59,7 @@ def modes(updated: Tensor, held: Tensor) -> list[int]:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["same", "few", "most", "edges", "mixed", "random"])
 @pytest.mark.parametrize("dtype", ops.LOSSLESS_DTYPES, ids=str)
-def test_every_bit_comes_back_and_kernels_give_the_bytes_of_the_reference(
-    dtype: torch.dtype, kind: str, width: int
-) -> None:
+def test_lossless_kernels_give_the_bytes_of_the_reference(dtype: torch.dtype, kind: str, width: int) -> None:
     assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(width)
     updated, held = parameters(kind, width, dtype)

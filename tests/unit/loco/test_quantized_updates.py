@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that cross in few bits: replicas stay equal to the bit, and close to the optimizer's weights."""
+"""Updates that cross in few bits: replicas stay equal to the bit, and close to the optimizer's weights, also after
+copies, checkpoints and moves of states between steps."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -142,9 +143,7 @@ IN_TURNS = [(job, DIFFERENCES[number % 2 :: 2]) for number, job in enumerate(JOB
 
 
 @pytest.mark.parametrize("job, names", [*IN_TURNS, *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies)
-def test_replicas_are_equal_and_close_to_the_weights(
-    ranks: Any, kernels: bool, job: str, names: tuple[str, ...]
-) -> None:
+def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(close_case, JOBS[job], names):
         assert found.keys() == set(names)
         for name, seen in found.items():
@@ -157,8 +156,8 @@ def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
     return {name: run(job, name, {}) for name in names}
 
 
-@pytest.mark.parametrize("name, steps", [("NIG", 100), ("IIG", 100), *deep(("NIG", 1000), ("IIG", 1000))])
-def test_nothing_drifts_in_many_steps(ranks: Any, kernels: bool, name: str, steps: int) -> None:
+@pytest.mark.parametrize("name, steps", [("IIG", 100), *deep(("NIG", 100), ("NIG", 1000), ("IIG", 1000))])
+def test_nothing_drifts_in_many_steps(ranks: Any, name: str, steps: int) -> None:
     job = Job(sizes=(13, 37, 7), steps=steps, optimizer="Adam", dtype="bf16", empty=False)
     for seen in ranks(4).run(run, job, name, {"resync_T": 10**6}):
         assert seen.messages == steps
@@ -175,9 +174,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("job, names", with_some(EXACT, ("NIG", "IIG", "IGG"), DIFFERENCES), ids=by_strategies)
-def test_without_loss_a_run_is_the_run_without_the_key(
-    ranks: Any, kernels: bool, job: str, names: tuple[str, ...]
-) -> None:
+def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(exact_case, EXACT[job], names):
         for name, (same, messages) in found.items():
             assert same and messages >= 5, (name, same, messages)
@@ -200,24 +197,32 @@ def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
 
 
 CHANGES = {
+    "safe_set_full": ("NIG", "IIG"),
+    "safe_set_local": ("IIG",),
+    "load_state_dict": ("NIG",),
+    "GatheredParameters": ("NIG", "IIG"),
+    "load_checkpoint": ("NIG", "IIG"),
+    "every so many": ("NNG", "IGG"),
+}
+ALL_CHANGES = {
     "safe_set_full": DIFFERENCES,
     "safe_set_local": ("ING", "IIG", "IGG"),
     "load_state_dict": ("NNG", "NIG", "NGG"),
-    "GatheredParameters": ("NIG", "IIG"),
-    "load_checkpoint": ("NIG", "IIG"),
     "every so many": DIFFERENCES,
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_others_have_changed_is_sent_whole(ranks: Any, kernels: bool, change: str, tmp_path: Any) -> None:
-    for found in ranks(4).run(change_case, change, str(tmp_path)):
+@pytest.mark.parametrize("change, names", [*CHANGES.items(), *deep(*ALL_CHANGES.items())], ids=by_strategies)
+def test_what_others_have_changed_is_sent_whole(
+    ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
+) -> None:
+    for found in ranks(4).run(change_case, change, names, str(tmp_path)):
         for name, (before, after, equal) in found.items():
             assert before > 0, name  # or it would not show
             assert after == 0 and equal, (name, after)
 
 
-def change_case(change: str, folder: str) -> dict[str, tuple[float, float, bool]]:
+def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
     """The largest distance of parameters from the optimizer's weights on any rank, before the change and one step
     after it; whether replicas are equal then."""
     import torch
@@ -232,7 +237,7 @@ def change_case(change: str, folder: str) -> dict[str, tuple[float, float, bool]
 
     # Sizes that allow DeepSpeed to set a rank's part.
     job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
-    for name in CHANGES[change]:
+    for name in names:
         key = {"resync_T": 3} if change == "every so many" else {}
         engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
         data = training.batches(job)
@@ -281,7 +286,7 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
 
 
 @pytest.mark.parametrize("dtype", ["bf16", *deep("fp32")])
-def test_sums_come_back_in_few_bits(ranks: Any, kernels: bool, dtype: str) -> None:
+def test_sums_come_back_in_few_bits(ranks: Any, dtype: str) -> None:
     for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=6)):
         for name, (equal, apart) in found.items():
             assert equal, name
@@ -298,7 +303,7 @@ def sums_case(job: Job) -> dict[str, tuple[bool, float]]:
     return rows
 
 
-def test_what_a_sum_lacks_comes_with_the_next_one(ranks: Any, kernels: bool) -> None:
+def test_what_a_sum_lacks_comes_with_the_next_one(ranks: Any) -> None:
     for applied, skipped, same, noise in ranks(2).run(feedback_case):
         assert same and applied < 0.01 and skipped > 0.05, (applied, skipped)
         assert 0.9 < noise < 1.4, noise  # 2 if an error were added as a whole
@@ -334,3 +339,125 @@ def feedback_case() -> tuple[float, float, bool, float]:
             gradient = torch.randn(numel, generator=generator) if varies else gradient
         off.append(((total / 50 - wanted).abs().max() / wanted.abs().max()).item())
     return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]
+
+
+def test_a_copy_of_the_model_has_nothing_sent_whole(ranks: Any) -> None:
+    assert ranks(4).run(copy_case) == [(False, True)] * 4
+
+
+def copy_case() -> tuple[bool, bool]:
+    """Whether an update travels whole after a load into a copy of the model, and into the model."""
+    import copy
+
+    from tests.harness import training
+
+    job = training.Job(zero=training.SMALL, empty=False)
+    engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
+    data, whole = training.batches(job), []
+    for made in (lambda: copy.deepcopy(engine.module), lambda: engine.module):
+        training.micro_step(engine, job, 0, *next(data))
+        engine.step()
+        model = made()
+        model.load_state_dict(model.state_dict())
+        training.micro_step(engine, job, 0, *next(data))
+        engine.step()
+        whole.append(engine.optimizer.resync.now)
+    engine.destroy()
+    return whole[0], whole[1]
+
+
+@pytest.mark.parametrize("name", ["NIG", "IIG"])
+def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any, name: str) -> None:
+    for refused, saved in ranks(4).run(offloaded_case, str(tmp_path), name):
+        assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")
+        assert refused.endswith("Call engine.reload_states() before.") and saved
+
+
+def offloaded_case(folder: str, name: str) -> tuple[str, bool]:
+    """The error of a save while parameters are offloaded; whether a save after that succeeds."""
+    from pathlib import Path
+
+    from deepspeed import comm as dist
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    from tests.harness import training
+
+    job = training.Job(zero=training.SMALL, empty=False)
+    engine, _ = training.make_engine(job, training.placed(name, **{KEY: {}}))
+    training.micro_step(engine, job, 0, *next(training.batches(job)))
+    engine.step()
+    # Here the device is the host, and DeepSpeed looks for what is on the device.
+    engine.optimizer.offloaded_states.add(OffloadStateTypeEnum.lp_params)
+    error = ""
+    try:
+        engine.save_checkpoint(folder, "refused")
+    except RuntimeError as raised:
+        error = str(raised)
+    engine.optimizer.offloaded_states.clear()
+    dist.barrier()
+    engine.save_checkpoint(folder, "saved")
+    dist.barrier()
+    engine.destroy()
+    return error, Path(folder, "saved").is_dir()
+
+
+def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -> None:
+    told, *others = ranks(4).run(halves_case, str(tmp_path))
+    assert told == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
+    assert all(lines == [[], [], []] for lines in others)
+
+
+def halves_case(folder: str) -> list[list[str]]:
+    """Warnings of loads: of one half of an all-reduce into both, of both into one, of both into both."""
+    from tests.harness import training
+    from tests.harness.logs import logged
+
+    job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
+    keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
+    for half, key in keys.items():
+        engine, _ = training.make_engine(job, training.placed("NII", **key))
+        training.micro_step(engine, job, 0, *next(training.batches(job)))
+        engine.step()
+        engine.save_checkpoint(folder, half)
+        engine.destroy()
+    found = []
+    for saved, loaded in (("one", "both"), ("both", "one"), ("both", "both")):
+        engine, _ = training.make_engine(job, training.placed("NII", **keys[loaded]))
+        with logged() as lines:
+            engine.load_checkpoint(folder, saved)
+        told = [line for level, line in lines if level == "WARNING" and "errors of" in line]
+        found.append([line.split(": ")[2] for line in told])
+        engine.destroy()
+    return found
+
+
+def test_padding_of_the_optimizers_weights_is_zero_behind_a_load(ranks: Any) -> None:
+    assert ranks(4).run(padding_case) == [(True, True)] * 4
+
+
+def padding_case() -> tuple[bool, bool]:
+    """Whether the optimizer's weights have padding here or elsewhere, which is zero when they were taken anew from the
+    model, out of memory that was given up."""
+    import torch
+    from deepspeed import comm as dist
+
+    from deepspeed_ext.zero.flat.updates import FlatUpdates
+    from tests.harness import training
+
+    job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
+    engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
+    optimizer, hold = engine.optimizer, FlatUpdates._hold
+
+    def hold_what_others_have_left(self: Any) -> None:
+        hold(self)
+        for _, own in self._owned():
+            own.fill_(torch.nan)
+
+    with mock.patch.object(FlatUpdates, "_hold", hold_what_others_have_left):
+        optimizer._restore_from_bit16_weights()
+    weights = optimizer.single_partition_of_fp32_groups
+    padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]
+    counted = torch.tensor([float(sum(one.numel() for one in padding))])
+    dist.all_reduce(counted)
+    engine.destroy()
+    return bool(counted.item()), all(not one.any() for one in padding)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 
-def test_one_line_says_what_runs_and_where_there_is_nothing_to_compress(ranks: Any) -> None:
+def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
     gradients = "LoCo: gradients cross between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
     updates = (
         "updated parameters cross as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
@@ -86,7 +86,7 @@ def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
     return records, timed, note.call_count
 
 
-def test_what_is_looked_at_is_a_sample_that_the_host_does_not_wait_for(ranks: Any) -> None:
+def test_errors_are_sampled_without_a_wait_of_the_host(ranks: Any) -> None:
     for waits, numel, errors in ranks(2).run(sample_case)[:1]:
         assert waits == 0 and numel <= 2**12
         for sample, whole in errors:

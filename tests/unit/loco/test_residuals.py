@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 
+from tests.harness.tiers import deep
 
-@pytest.mark.parametrize(("dtype", "backend"), [("fp32", "gloo"), ("fp16", "gloo"), ("fp32", "nccl")])
-@pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "NGG"), ("INI", "IIG", "IGG", "GGG")], ids=["p=N", "p=I,G"])
+NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
+
+
+@pytest.mark.parametrize(
+    "dtype, backend, names",
+    [
+        *(("fp32", "gloo", NAMES), ("fp16", "gloo", ("NIG", "IIG")), ("fp32", "nccl", ("NGG", "INI"))),
+        *deep(("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
+    ],
+    ids=str,
+)
 def test_15_a_run_that_is_resumed_is_the_run(
     ranks: Any, names: tuple[str, ...], dtype: str, backend: str, tmp_path: Any
 ) -> None:
@@ -57,15 +67,19 @@ def resume(names: tuple[str, ...], dtype: str, folder: str) -> list[tuple[str, b
     return rows
 
 
-def test_15_at_another_number_of_ranks_the_sum_of_what_was_not_sent_stays(ranks: Any, tmp_path: Any) -> None:
+CROSSINGS = [("NIG", "IIG"), ("NIG", "NGG"), ("IIG", "GGG"), ("IIG", "NNG"), ("NNN", "NIG")]
+FEW = [(2, 1, CROSSINGS), (6, 2, CROSSINGS[:1])]
+
+
+@pytest.mark.parametrize("loads", [FEW, *deep([(6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"])
+def test_15_other_ranks_take_over_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
     saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
-    for world, group in ((2, 1), (6, 2), (4, 1)):
-        for name, others in {"NIG": ("IIG", "NGG"), "IIG": ("GGG", "NNG"), "NNN": ("NIG",)}.items():
-            for other in others:
-                found = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
-                whole = math.sqrt(sum(value**2 for value in saved[name]))
-                off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], found, strict=True)))
-                assert whole > 0 and off < 0.02 * whole, (name, other, world, off / whole)
+    for world, group, crossings in loads:
+        for name, other in crossings:
+            found = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
+            whole = math.sqrt(sum(value**2 for value in saved[name]))
+            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], found, strict=True)))
+            assert whole > 0 and off < 0.02 * whole, (name, other, world, off / whole)
 
 
 def not_sent(engine: Any) -> list[float]:
@@ -187,7 +201,7 @@ def again_case(folder: str) -> tuple[int, int, bool]:
     return left, steps, zero
 
 
-def test_15_a_checkpoint_that_was_moved_has_its_own_and_no_others(ranks: Any, tmp_path: Any) -> None:
+def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2).run(moved_case, str(tmp_path)) == [(True, True, False)] * 2
 
 
@@ -258,17 +272,17 @@ def disks_case(folder: str) -> bool:
     return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@pytest.mark.parametrize("damage", ["missing", "truncated", "other save"])
-def test_15_damaged_residuals_are_refused_before_anything_changes(ranks: Any, damage: str, tmp_path: Any) -> None:
-    for message, unchanged in ranks(2).run(damage_case, damage, str(tmp_path)):
-        assert unchanged
-        assert {"missing": "has 1 files", "truncated": "cannot be read", "other save": "another save"}[
-            damage
-        ] in message
+DAMAGES = {"missing": "has 1 files", "truncated": "cannot be read", "other save": "another save"}
 
 
-def damage_case(damage: str, folder: str) -> tuple[str, bool]:
-    """The error of a load, and whether what was there is there."""
+def test_15_damaged_residuals_are_refused_before_changes(ranks: Any, tmp_path: Any) -> None:
+    for found in ranks(2).run(damage_case, str(tmp_path)):
+        for expected, (message, unchanged) in zip(DAMAGES.values(), found, strict=True):
+            assert unchanged and expected in message, (expected, message)
+
+
+def damage_case(folder: str) -> list[tuple[str, bool]]:
+    """For each damage the error of a load, and whether what was there is there."""
     import shutil
 
     from deepspeed import comm as dist
@@ -281,18 +295,27 @@ def damage_case(damage: str, folder: str) -> tuple[str, bool]:
         snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
         engine.save_checkpoint(folder, tag)
     path = Path(folder, "second", "residuals_rank_00001_mp_rank_00.pt")
-    if dist.get_rank() == 0:
-        if damage == "missing":
-            path.unlink()
-        elif damage == "truncated":
-            path.write_bytes(path.read_bytes()[:100])
-        else:
-            shutil.copy(Path(folder, "first", path.name), path)
     dist.barrier()
+    content = path.read_bytes()
     before, errors = snapshots.snapshot(engine, model, job), engine.optimizer.error_state.states()["messages"]
-    message = snapshots.error_of(engine.load_checkpoint, folder, "second")
-    found = snapshots.difference(before, snapshots.snapshot(engine, model, job))
-    kept = engine.optimizer.error_state.states()["messages"]
-    unchanged = not any(found.values()) and all((a[2] == b[2]).all() for a, b in zip(errors, kept, strict=True))
+    found = []
+    dist.barrier()
+    for damage in DAMAGES:
+        if dist.get_rank() == 0:
+            if damage == "missing":
+                path.unlink()
+            elif damage == "truncated":
+                path.write_bytes(content[:100])
+            else:
+                shutil.copy(Path(folder, "first", path.name), path)
+        dist.barrier()
+        message = snapshots.error_of(engine.load_checkpoint, folder, "second")
+        changes = snapshots.difference(before, snapshots.snapshot(engine, model, job))
+        kept = engine.optimizer.error_state.states()["messages"]
+        same = all((a[2] == b[2]).all() for a, b in zip(errors, kept, strict=True))
+        found.append((message, same and not any(changes.values())))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(content)
     engine.destroy()
-    return message, unchanged
+    return found

@@ -58,7 +58,7 @@ def test_stages_and_groups_of_other_sizes(
     run(ranks, names, world, group, stages=stages)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 8, *deep(2)])
+@pytest.mark.parametrize("micro_batches", [1, *deep(2, 8)])
 def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
     run(ranks, SOME, oracles=("torch",), micro_batches=micro_batches)
 
@@ -145,7 +145,7 @@ def overflow_case() -> list[tuple[str, bool]]:
     return rows
 
 
-def test_what_is_compressed_leaves_tied_weights_the_same_on_all_stages(ranks: Any, kernels: bool) -> None:
+def test_compression_leaves_tied_weights_equal_on_all_stages(ranks: Any, kernels: bool) -> None:
     for found in ranks(4).run(loco_case):
         for name, same, weights in found:
             assert same and weights < 0.05, (name, same, weights)
