@@ -68,6 +68,8 @@ path = pathlib.Path(sys.argv[1], os.environ["RANK"])
 path.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
 path.with_suffix(".new").rename(path)
 if sys.argv[2] == "fails" and os.environ["RANK"] == "1":
+    while not path.with_name("0").exists():  # a failure ends the other rank, wherever it is
+        time.sleep(0.01)
     sys.exit(3)
 time.sleep(0 if sys.argv[2] == "succeeds" else 300)
 """
