@@ -5,12 +5,10 @@
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 
 from deepspeed_ext.leaf.windows import windowed_modules
@@ -35,9 +33,7 @@ class Trained:
         held: bytes of tensors that live after each step.
         elements, trained: of all parameters, and of those with gradients.
         left: bytes of tensors that live longer than the engine and the model.
-        strategy: the engine's strategy; "" for stock.
         windows: modules with packed experts that are fetched in windows.
-        experts: elements of parameters that are DeepSpeed's experts.
     """
 
     losses: list[float]
@@ -52,9 +48,7 @@ class Trained:
     elements: int = 0
     trained: int = 0
     left: int = 0
-    strategy: str = ""
     windows: int = 0
-    experts: int = 0
 
 
 def _run(run: Run) -> None:
@@ -86,19 +80,8 @@ def _record(run: Run) -> Trained:
         run.received,
         run.held,
         *elements_of(run.model),
-        strategy=getattr(run.engine._config.zero_config, "paro_strategy", None) or "",
         windows=len(windowed_modules(run.model)),
-        experts=sum(param.numel() for param in run.model.parameters() if is_moe_param(param)),
     )
-
-
-@contextlib.contextmanager
-def _watched(order: Order | None) -> Iterator[None]:
-    if order is None:
-        yield
-    else:
-        with order.watch():
-            yield
 
 
 def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = None) -> Trained:
@@ -112,7 +95,7 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     """
     gc.collect()
     before = live_bytes()
-    with _watched(order):
+    with contextlib.nullcontext() if order is None else order.watch():
         run = Run(case, zero, ours, order)
         _run(run)
     trained = _record(run)
