@@ -5,10 +5,10 @@
 Note [What a case is compared with]
     A case is trained by us and by stock DeepSpeed at the stage that is nearest to the strategy, with the keys that are
     not ours; if it says so by us on a simulated device with streams, too, and without kernels, to the bit; and where
-    events must change nothing, by us without these, to the bit. Where a stage has a known fault (``oracles.FAULTS``) stock is another stage. What we run with
-    streams must be what we run without, and what stock runs, to rounding. Where gradients or updates cross in few
-    bits, the way from the first weights to the last must be stock's, but for a part; and where updates cross without
-    loss, the oracle is also our own run without that key, to the bit.
+    events must change nothing, by us without these, to the bit. Where a stage has a known fault (``oracles.FAULTS``)
+    stock is another stage. What we run with streams must be what we run without, and what stock runs, to rounding.
+    Where gradients or updates cross in few bits, the way from the first weights to the last must be stock's, but for
+    a part; and where updates cross without loss, the oracle is also our own run without that key, to the bit.
 """
 
 import dataclasses
