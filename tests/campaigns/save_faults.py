@@ -8,21 +8,25 @@ leave nothing behind, and files of other programs must be as they were. Nothing 
 Exit status 0 if that held for all draws, 1 if not.
 """
 
-import functools
+import argparse
+import contextlib
+import io
 import random
 import sys
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.campaigns import running
-from tests.campaigns.killed_saves import Kills
-from tests.harness import save_faults
-from tests.harness.ranks import RankPool
+from tests.harness import kills, save_faults
+from tests.harness.ranks import RankPool, prepare_environment
 from tests.harness.save_faults import STRATEGIES
 
 _TIMEOUT = 90.0  # seconds of a case
+Act = Callable[[random.Random, str], tuple[str, str]]  # draws and runs a case: what was drawn, and what is wrong
+KINDS = (*["fault"] * 6, *["kill"] * 2, "engines", "loads", "volumes")  # the first ones are drawn more often
 
 
 class Faults:
@@ -34,7 +38,6 @@ class Faults:
 
     def __init__(self, pool: RankPool) -> None:
         self.pool, self.others = pool, (RankPool(), RankPool())
-        self.kill = Kills(pool).kill
 
     def fault(self, chance: random.Random, base: str) -> tuple[str, str]:
         """Let one call of a save fail or last long; return what was drawn, and what is wrong."""
@@ -50,6 +53,12 @@ class Faults:
             if outcome.loaded != int(not outcome.error) or outcome.again:
                 return says, str(outcome)
         return says, ""
+
+    def kill(self, chance: random.Random, base: str) -> tuple[str, str]:
+        """Kill a rank or all of them; the last save must load, or the one before if it had not ended."""
+        kill = kills.draw(chance)
+        which, wrong = kills.run(self.pool, base, kill, hidden=set(kills.hidden_names(f"{base}/saved")))
+        return f"killed: {kill}: loads save {which + 1}", wrong
 
     def engines(self, chance: random.Random, base: str) -> tuple[str, str]:
         """Save two engines into one folder."""
@@ -89,24 +98,38 @@ class Faults:
         return next((str(one) for job in found for one in job if one), "")
 
 
-def _among_files_of_others(act: Callable[[random.Random, str], tuple[str, str]]) -> running.Act:
-    """Return a case in a new folder, among files of other programs, of which none may be lost; nothing may be left."""
+def _run(act: Act, chance: random.Random) -> tuple[str, str]:
+    """Run a case in a new folder, among files of other programs, of which none may be lost; nothing may be left."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
+        save_faults.plant(base)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
+                what, wrong = act(chance, base)
+        except Exception:
+            return act.__name__, traceback.format_exc(limit=-1)
+        return what, wrong or ", ".join((*save_faults.leftovers(base), *save_faults.lost_files(base)))
 
-    @functools.wraps(act)
-    def run(chance: random.Random) -> tuple[str, str]:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as base:
-            save_faults.plant(base)
-            what, wrong = act(chance, base)
-            return what, wrong or ", ".join((*save_faults.leftovers(base), *save_faults.lost_files(base)))
 
-    return run
-
-
-def _acts(pool: RankPool) -> list[running.Act]:
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--number", type=int, default=200, help="of cases")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", choices=sorted(set(KINDS)), default=KINDS, help="kinds of cases")
+    given = parser.parse_args()
+    prepare_environment()
+    pool, chance, failures = RankPool(), random.Random(given.seed), 0
     faults = Faults(pool)
-    acts = (*[faults.fault] * 6, *[faults.kill] * 2, faults.engines, faults.loads, faults.volumes)
-    return [_among_files_of_others(act) for act in acts]
+    acts = [getattr(faults, kind) for kind in KINDS if kind in given.only]
+    for case in range(given.number):
+        begin = time.monotonic()
+        what, wrong = _run(chance.choice(acts), chance)
+        failures += bool(wrong)
+        told = f"{what}: WRONG: {wrong}" if wrong else what
+        print(f"{case:4} {time.monotonic() - begin:5.1f} s  {told}", flush=True)
+    pool.close()
+    print(f"{given.number} cases, {failures} wrong")
+    return int(failures > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(running.run(__doc__, 200, _acts))
+    sys.exit(main())

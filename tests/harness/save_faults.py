@@ -5,10 +5,11 @@
 Every case saves into ``<base>/saved`` and ``<base>/memory``, where ``plant`` has put files that are not ours.
 """
 
+import itertools
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,11 +121,20 @@ def fault_case(base: str, fault: Fault) -> Outcome:
 
     if fault.error is None:
         _limit_collectives(base)
-    run = _Run(base, fault.strategy, fault.kind)
+    run = Run(base, fault.strategy, fault.kind)
     first = run.step_and_save("first")
     fired: list[bool] = []
+
+    def fail(_: str, number: int, act: Callable[[], Any]) -> Any:
+        if number == fault.number:
+            fired.append(True)
+            if fault.error is not None:
+                raise ERRORS[fault.error]
+            time.sleep(SLOW)
+        return act()
+
     if dist.get_rank() == fault.rank:
-        _arm(fault, fired)
+        intercept({fault.call: CALLS[fault.call]}, fail)
     second, error = run.step(), ""
     try:
         error = run.save("first" if fault.same else "second")
@@ -147,7 +157,7 @@ def engines_case(base: str, strategies: tuple[str, str]) -> Outcome:
     """Save two engines into one folder under two tags, both beside the training, three times; load both."""
     from tests.harness import snapshots
 
-    runs = [_Run(base, strategy, "aside") for strategy in strategies]
+    runs = [Run(base, strategy, "aside") for strategy in strategies]
     errors: list[str] = []
     for _ in range(3):
         seen = [run.step() for run in runs]
@@ -168,7 +178,7 @@ def saved_case(base: str, strategy: str, kind: str, steps: int) -> None:
     import torch
     from deepspeed import comm as dist
 
-    run = _Run(base, strategy, kind)
+    run = Run(base, strategy, kind)
     for _ in range(steps - 1):
         run.step()
     seen = run.step_and_save(f"step{steps}")
@@ -183,7 +193,7 @@ def loaded_case(base: str, strategy: str, steps: int, delay: float = 0.0) -> dic
 
     from tests.harness import snapshots
 
-    run = _Run(base, strategy, "in memory", load_universal=True)
+    run = Run(base, strategy, "in memory", load_universal=True)
     time.sleep(delay)
     if run.load() is None:
         return {"no checkpoint was found": 1.0}
@@ -193,7 +203,7 @@ def loaded_case(base: str, strategy: str, steps: int, delay: float = 0.0) -> dic
     return found
 
 
-class _Run:
+class Run:
     """An engine that saves into ``<base>/saved``."""
 
     def __init__(self, base: str, strategy: str, kind: str, **checkpoint: Any) -> None:
@@ -201,7 +211,8 @@ class _Run:
 
         from tests.harness import snapshots, training
 
-        keys = {"async_save": True, "memory_folder": f"{base}/memory", **checkpoint} if kind != "at once" else {}
+        keys = {"async_save": True, **checkpoint} if kind != "at once" else {}
+        keys |= {"memory_folder": f"{base}/memory"} if kind == "in memory" else {}
         job = snapshots.job_of("bf16", checkpoint=keys)
         group_size = 2 if torch.distributed.get_world_size() > 2 else 1
         self.folder, self.kind, self.job, self._steps = f"{base}/saved", kind, job, 0
@@ -250,25 +261,25 @@ class _Run:
         return path
 
 
-def _arm(fault: Fault, fired: list[bool]) -> None:
-    """Let the chosen call of this rank fail, or sleep, until ``mock.patch.stopall``."""
+def intercept(calls: Mapping[str, tuple[str, str]], act: Callable[[str, int, Callable[[], Any]], Any]) -> None:
+    """Let ``act`` make each of these calls of this process, until ``mock.patch.stopall``.
+
+    Args:
+        calls: by name: a module, or a class in one, and a name in it.
+        act: is given the name, how often it was called before, and the call.
+    """
     import pkgutil
 
-    owner, attribute = CALLS[fault.call]
-    place: Any = pkgutil.resolve_name(owner)
-    original: Callable[..., Any] = getattr(place, attribute)
-    calls: list[None] = []
+    for name, (owner, attribute) in calls.items():
+        place: Any = pkgutil.resolve_name(owner)
+        original, numbers = getattr(place, attribute), itertools.count()
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        if len(calls) == fault.number + 1:
-            fired.append(True)
-            if fault.error is not None:
-                raise ERRORS[fault.error]
-            time.sleep(SLOW)
-        return original(*args, **kwargs)
+        def intercepted(
+            *args: Any, name: str = name, original: Any = original, numbers: Any = numbers, **kwargs: Any
+        ) -> Any:
+            return act(name, next(numbers), lambda: original(*args, **kwargs))
 
-    mock.patch.object(place, attribute, fail).start()
+        mock.patch.object(place, attribute, intercepted).start()
 
 
 def _limit_collectives(base: str) -> None:
