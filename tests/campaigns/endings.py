@@ -148,7 +148,7 @@ def run(case: Case) -> Ended:
                 os.kill(left, signal.SIGKILL)
         else:
             time.sleep(0.002)
-    written, saved = log.read_text(errors="replace"), (folder / "latest").exists()
+    written, saved = log.read_text(errors="replace"), (folder / "saves" / "latest").exists()
     shutil.rmtree(folder, ignore_errors=True)
     return Ended((statuses[0], statuses[1]), ends[-1] - ends[0], written, saved)
 
@@ -164,7 +164,7 @@ def _fork(case: Case, rank: int, port: int, log: Path) -> int:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
-    raise _IsRank(case, rank, log.parent)
+    raise _IsRank(case, rank, log.with_name("saves"))
 
 
 def train(case: Case, rank: int, saves: Path) -> None:

@@ -71,11 +71,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="of all runs together")
     parser.add_argument("--seed", type=int, default=0, help="of the events")
     arguments = parser.parse_args()
-    if arguments.steps < 20 * ANEW * len(RUNS):
-        print(f"with less than {20 * ANEW * len(RUNS):,} steps the halves have few samples", flush=True)
     ranks.prepare_environment()
     pool, wrong = ranks.RankPool(), []
-    print(f"{'':<36}{'engines':>8}{'tensors, kB':>16}{'resident, MB':>16}{'threads':>12}{'files':>12}{'groups':>12}")
+    print(f"{'':<36} engines; from a fifth of them to the last: {', '.join(Sample._fields)}")
     try:
         for name, case in RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
@@ -84,12 +82,8 @@ def main() -> None:
             worst = [
                 Sample(*map(max, zip(*at, strict=True))) for at in zip(*(one.samples for one in by_ranks), strict=True)
             ]
-            first, last = worst[len(worst) // 5], worst[-1]
-            scales = (1000, 1, 1, 1, 1)
-            columns = [f"{a / scale:,.0f}-{b / scale:,.0f}" for a, b, scale in zip(first, last, scales, strict=True)]
-            widths = (16, 16, 12, 12, 12)
-            cells = "".join(f"{text:>{width}}" for text, width in zip(columns, widths, strict=True))
-            print(f"{name:<36}{len(worst):>8}{cells}", flush=True)
+            spans = (f"{a:,.0f}-{b:,.0f}" for a, b in zip(worst[len(worst) // 5], worst[-1], strict=True))
+            print(f"{name:<36}{len(worst):>8}", *spans, flush=True)
             found = growth(worst)
             if not all(one.finite and one.replicas_equal for one in by_ranks):
                 found.append("losses are not finite, or replicas differ")
