@@ -132,7 +132,7 @@ def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequenc
 
 
 def large(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """More elements than 32 bits can count: in a gradient, on the wire."""
+    """More elements than 32 bits can count: in a gradient, after other rows, on the wire."""
     for dtype, width, bits, kept in (
         (torch.bfloat16, 2**31 + 4104, 4, torch.uint8),
         (torch.bfloat16, 2**32 + 72, 8, torch.uint8),
@@ -140,6 +140,7 @@ def large(compare: Comparison, draw: Drawing, amount: float) -> None:
         (torch.float32, 2**31 + 5, 8, torch.float32),
     ):
         _LargeGradient(draw, dtype, width, Packing(bits, 128), kept).run(compare)
+    _large_rows(compare, draw, torch.bfloat16, 3, 2**30 + 8)
     _large_lossless(compare, draw)
 
 
@@ -212,6 +213,35 @@ class _LargeGradient:
             compare.same(self._out[part.first : part.first + part.width], arrived, f"{what}, result")
         padding = packing.padding(self._wire, self._width)
         compare.same(padding, torch.zeros_like(padding), "large, padding")
+
+
+def _large_rows(compare: Comparison, draw: Drawing, dtype: torch.dtype, count: int, width: int) -> None:
+    """Rows; the last ones begin after 2^31 elements, in memory and on the wire."""
+    packing, along = Packing(8, 512), -(-width // _TILE)
+    updated, held = torch.empty(count, width, dtype=dtype), torch.empty(count, width, dtype=dtype)
+    wire, parts = packing.empty(count, width, held), []
+    for row, tile in itertools.product(range(count), (0, along // 2, along - 1)):
+        some = slice(tile * _TILE, min(width, (tile + 1) * _TILE))
+        now, before = (draw.numbers(1, some.stop - some.start, dtype, 512) for _ in range(2))
+        updated[row, some], held[row, some] = now[0], before[0]
+        parts.append((row, tile, some, now, before))
+    compare.emulator.set(_SHUFFLED)
+    with compare.emulator.only([row * along + tile for row, tile, *_ in parts]):
+        compare.emulator.kernels["loco_difference"](updated, held, wire, 8, 512)
+        compare.emulator.kernels["loco_apply"](wire, held, 8, 512)
+    for row, tile, some, now, before in parts:
+        size, first = some.stop - some.start, tile * _TILE // 512
+        sent = packing.empty(1, size, now)
+        reference.difference(now, before, sent, 8, 512)
+        reference.apply(sent, before, 8, 512)
+        what, own, blocks = (
+            f"row {row} of {width} {dtype} at {some.start}",
+            wire[row : row + 1],
+            range(first, first + packing.blocks(size)),
+        )
+        compare.same(packing.payload(own, width, blocks), packing.payload(sent, size), f"{what}, payload")
+        compare.same(packing.scales(own, width, blocks), packing.scales(sent, size), f"{what}, scales")
+        compare.same(held[row, some], before[0], f"{what}, what is held")
 
 
 def _large_lossless(compare: Comparison, draw: Drawing) -> None:

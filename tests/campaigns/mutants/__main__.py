@@ -5,9 +5,10 @@
     python -m tests.campaigns.mutants --number 240               after scripts/test record, which runs if it has not
     python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
 
-A change swaps a comparison, an operator or a constant, or drops a statement, within a function. Each is made in a copy of the repository, where the tests then run that ran its line when they were
-recorded, those of the same room and the quickest first, until one fails. Some changes make no difference to any
-caller, so look at what survives. Rows are appended to a file, and what has a row there is not tried again.
+A change swaps a comparison, an operator or a constant, or drops a statement, within a function. Each is made in a copy
+of the repository, where the tests then run that ran its line when they were recorded, those of the same room and the
+quickest first, until one fails. Some changes make no difference to any caller, so look at what survives. Rows are
+appended to a file, and what has a row there is not tried again.
 """
 
 import argparse

@@ -236,9 +236,9 @@ class Suite:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         job = _PytestRun(folder, side)
-        entry = job.library / "upstream_everywhere-0.dist-info" / "entry_points.txt"
+        entry = job.library / "upstream_forced-0.dist-info" / "entry_points.txt"
         entry.parent.mkdir(parents=True)
-        entry.write_text("[torch.backends]\nupstream_everywhere = upstream_everywhere:autoload\n", encoding="utf-8")
+        entry.write_text("[torch.backends]\nupstream_forced = upstream_forced:autoload\n", encoding="utf-8")
         if side.strategies:  # this package, whichever is installed
             (job.library / "deepspeed_ext").symlink_to(ROOT / "deepspeed_ext")
         content = {"tests": tests, "ranks": self.ranks, "record": str(job.record), "notes": str(job.notes)}

@@ -11,7 +11,7 @@ import pytest
 from tests.campaigns.fuzz import campaign
 from tests.campaigns.fuzz.cases import Block, Case, Event, Step
 from tests.campaigns.fuzz.drawing import KINDS
-from tests.campaigns.soak.growth import Sample, growth
+from tests.campaigns.soak import Sample, growth
 from tests.harness.tiers import deep
 
 TWO = {"paro_group_size": 2}

@@ -3,6 +3,7 @@
 """Random changes of the package are in all rooms, and of code."""
 
 import ast
+
 import pytest
 
 from scripts import ROOT
