@@ -3,7 +3,8 @@
 """Gives every configuration of ZeRO that has none of our keys the strategy that stands for its stage.
 
 ``autoload`` is an entry point of ``torch.backends``, as the package's own: it runs in every process that imports
-torch, be it started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the package's patch list, before the package applies them.
+torch, be it started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the
+package's patch list, before the package applies them.
 """
 
 import functools
