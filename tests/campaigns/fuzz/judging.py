@@ -21,7 +21,6 @@ from torch import Tensor
 
 from tests.campaigns.fuzz import oracles, runs
 from tests.campaigns.fuzz.cases import ORACLE, Case, PipeCase
-from tests.campaigns.fuzz.formulas import bytes_apart
 from tests.campaigns.fuzz.pipes import judge_pipe
 from tests.campaigns.fuzz.runs import Trained
 from tests.campaigns.fuzz.verdicts import LOSSES, MOMENTS, WEIGHTS, Verdict, everybody
@@ -130,7 +129,6 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
     earlier, last = ours.held[1:-1], ours.held[-1]
     if earlier and last > max(earlier) + HELD and not case.events():
         yield f"memory grows: bytes after each step {ours.held}"
-    yield from bytes_apart(case, ours)
 
 
 def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:

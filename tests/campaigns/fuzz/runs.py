@@ -14,8 +14,7 @@ from torch import Tensor
 from deepspeed_ext.leaf.windows import windowed_modules
 from tests.campaigns.fuzz.cases import Case
 from tests.campaigns.fuzz.events import SHARED, act
-from tests.campaigns.fuzz.run import Run, elements_of, job_of, live_bytes
-from tests.campaigns.fuzz.traffic import Received, counted
+from tests.campaigns.fuzz.run import Run, job_of, live_bytes
 from tests.harness import networks, training
 from tests.harness.stream_order import Order
 
@@ -29,9 +28,7 @@ class Trained:
         states: see ``tests.harness.snapshots.snapshot``.
         weights: of all parameters, in one dimension and fp32.
         replicas_equal: whether all ranks that hold a parameter hold the same bits.
-        received: bytes of each step, without its events.
         held: bytes of tensors that live after each step.
-        elements, trained: of all parameters, and of those with gradients.
         left: bytes of tensors that live longer than the engine and the model.
         windows: modules with packed experts that are fetched in windows.
     """
@@ -43,10 +40,7 @@ class Trained:
     states: dict[str, Tensor]
     weights: Tensor
     replicas_equal: bool
-    received: list[Received]
     held: list[int]
-    elements: int = 0
-    trained: int = 0
     left: int = 0
     windows: int = 0
 
@@ -57,9 +51,7 @@ def _run(run: Run) -> None:
         for event in step.before:
             if run.ours or event.name in SHARED:
                 act(run, *event)
-        with counted(run.zero.get("paro_group_size") or run.zero.get("mics_shard_size") or 1) as bytes_of_step:
-            run.step(step)
-        run.received.append(bytes_of_step)
+        run.step(step)
         run.norms.append(run.engine.get_global_grad_norm())
         run.scales.append(float(getattr(run.engine.optimizer, "loss_scale", 1.0)))
         run.applied.append(run.engine.was_step_applied())
@@ -77,9 +69,7 @@ def _record(run: Run) -> Trained:
         run.states() if run.order is None else {},
         training.whole_weights(run.model),
         training.all_replicas_equal(run.engine, run.model) if run.case.tensor_parallel == 1 else True,
-        run.received,
         run.held,
-        *elements_of(run.model),
         windows=len(windowed_modules(run.model)),
     )
 
