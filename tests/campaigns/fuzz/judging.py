@@ -17,13 +17,13 @@ import traceback
 from collections.abc import Iterator
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor
 
 from tests.campaigns.fuzz import oracles, runs
 from tests.campaigns.fuzz.cases import ORACLE, Case, PipeCase
-from tests.campaigns.fuzz.pipes import judge_pipe
+from tests.campaigns.fuzz.pipes import LOSSES, MOMENTS, WEIGHTS, Verdict, judge_pipe
 from tests.campaigns.fuzz.runs import Trained
-from tests.campaigns.fuzz.verdicts import LOSSES, MOMENTS, WEIGHTS, Verdict, everybody
 from tests.harness.reference_codecs import reference_codecs
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import DTYPES
@@ -65,7 +65,9 @@ def _judge(case: Case) -> Verdict:
     if case.exact:
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
-    if any(everybody(bool(problems))):  # all ranks continue, or none
+    everyone: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, bool(problems))
+    if any(everyone):  # all ranks continue, or none
         return Verdict(problems, happened)
     print(ORACLE, flush=True)  # who hangs from now on is not ours
     stage = oracles.stage_for(case)
