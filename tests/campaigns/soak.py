@@ -81,42 +81,35 @@ class Sample(NamedTuple):
     groups: float
 
 
-class Soaked(NamedTuple):
-    """A run: samples; whether losses are finite, and replicas the same bits at the end."""
-
-    samples: list[Sample]
-    finite: bool
-    replicas_equal: bool
-
-
-def soaked(case: Case, steps: int, anew: int, seed: int) -> Soaked:
-    """Train so many steps, each engine ``anew`` of them, with events between them; in ranks.
+def soaked(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
+    """Train so many steps in ranks; return samples, and whether losses are finite and replicas alike at the end.
 
     With p = I and G it stays one engine: DeepSpeed's ZeRO-3 keeps each that was ever made, by hooks of gradient
     accumulators, which the garbage collector does not see through.
     """
-    from tests.campaigns.fuzz.events import act
+    from tests.campaigns.fuzz.events import EVENTS
     from tests.campaigns.fuzz.run import Run
     from tests.harness import training
 
     chance, samples, finite = random.Random(seed), list[Sample](), True
     run = Run(dataclasses.replace(case, steps=()), case.zero, True)
     for number in range(steps):
-        if number and number % anew == 0:
-            act(run, "save and load" if case.stage == 3 else "resume", None)
+        if number and number % ANEW == 0:
+            EVENTS["save and load" if case.stage == 3 else "resume"](run, None)
         elif number % 4 == 3:
-            act(run, *_event(chance, number))
+            event = _event(chance, number)
+            EVENTS[event.name](run, event.value)
         overflow = ((0, chance.randrange(case.world)),) if case.dtype == "fp16" and chance.random() < 0.02 else ()
         early = chance.random() < 0.1
         run.step(Step(micro_steps=1 if early else case.accumulation, overflow=overflow))
-        if number % anew == 0:
+        if number % ANEW == 0:
             finite = finite and all(math.isfinite(loss.item()) for loss in run.losses)
             run.losses.clear()
             run.seen.clear()
             samples.append(_sample())
     alike = training.all_replicas_equal(run.engine, run.model)
     run.destroy()
-    return Soaked(samples, finite, alike)
+    return samples, finite and alike
 
 
 def _event(chance: random.Random, number: int) -> Event:
@@ -172,14 +165,15 @@ def main() -> None:
         for name, case in RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 steps = arguments.steps // len(RUNS)
-                by_ranks = pool(4).run(soak.soaked, case, steps, ANEW, arguments.seed, timeout=3600.0)
+                by_ranks = pool(4).run(soak.soaked, case, steps, arguments.seed, timeout=3600.0)
             worst = [
-                Sample(*map(max, zip(*at, strict=True))) for at in zip(*(one.samples for one in by_ranks), strict=True)
+                Sample(*map(max, zip(*at, strict=True)))
+                for at in zip(*(samples for samples, _ in by_ranks), strict=True)
             ]
             spans = (f"{a:,.0f}-{b:,.0f}" for a, b in zip(worst[len(worst) // 5], worst[-1], strict=True))
             print(f"{name:<36}{len(worst):>8}", *spans, flush=True)
             found = growth(worst)
-            if not all(one.finite and one.replicas_equal for one in by_ranks):
+            if not all(sound for _, sound in by_ranks):
                 found.append("losses are not finite, or replicas differ")
             wrong += [f"{name}: {what}" for what in found]
     finally:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed_ext.leaf.windows import windowed_modules
 from tests.campaigns.fuzz.cases import Case
-from tests.campaigns.fuzz.events import SHARED, act
+from tests.campaigns.fuzz.events import EVENTS, SHARED
 from tests.campaigns.fuzz.run import Run, job_of, live_bytes
 from tests.harness import networks, training
 from tests.harness.stream_order import Order
@@ -50,7 +50,7 @@ def _run(run: Run) -> None:
     for step in run.case.steps:
         for event in step.before:
             if run.ours or event.name in SHARED:
-                act(run, *event)
+                EVENTS[event.name](run, event.value)
         run.step(step)
         run.norms.append(run.engine.get_global_grad_norm())
         run.scales.append(float(getattr(run.engine.optimizer, "loss_scale", 1.0)))
