@@ -15,8 +15,8 @@ import collections
 import contextlib
 import gc
 import hashlib
+import itertools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -134,7 +134,8 @@ def draw(kind: str, strategy: str, seed: object) -> Case:
 
 def run(case: Case) -> Ended:
     """Run the ranks of a case, in processes that are forked from this one, and wait for them."""
-    port, log = free_port(), Path(tempfile.mkstemp()[1])  # not a context: ranks leave this function, too
+    port, folder = free_port(), Path(tempfile.mkdtemp())  # not a context: ranks leave this function, too
+    log = folder / "log"
     ranks = {_fork(case, rank, port, log): rank for rank in range(2)}
     statuses, ends, begin = [0, 0], [], time.monotonic()
     while ranks:
@@ -147,16 +148,9 @@ def run(case: Case) -> Ended:
                 os.kill(left, signal.SIGKILL)
         else:
             time.sleep(0.002)
-    written = log.read_text(errors="replace")
-    saves = _saves_of(log)
-    saved = (saves / "latest").exists()
-    shutil.rmtree(saves, ignore_errors=True)
-    log.unlink()
+    written, saved = log.read_text(errors="replace"), (folder / "saves" / "latest").exists()
+    shutil.rmtree(folder, ignore_errors=True)
     return Ended((statuses[0], statuses[1]), ends[-1] - ends[0], written, saved)
-
-
-def _saves_of(log: Path) -> Path:
-    return log.with_suffix(".saves")
 
 
 def _fork(case: Case, rank: int, port: int, log: Path) -> int:
@@ -170,7 +164,7 @@ def _fork(case: Case, rank: int, port: int, log: Path) -> int:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what a shell runs in the background ignores it
-    raise _IsRank(case, rank, _saves_of(log))
+    raise _IsRank(case, rank, log.with_name("saves"))
 
 
 def train(case: Case, rank: int, saves: Path) -> None:
@@ -241,11 +235,10 @@ def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
 
 def _end_early(case: Case, rank: int) -> None:
     """Do what ends a run during its last step."""
-    number = {"interrupted": signal.SIGINT}.get(case.kind)
-    if case.kind == "killed" and rank == 1:
-        number = signal.SIGKILL
-    if number is not None:
-        _signal_later(number, case.moment)
+    if case.kind == "interrupted":
+        _signal_later(signal.SIGINT, case.moment)
+    elif case.kind == "killed" and rank == 1:
+        _signal_later(signal.SIGKILL, case.moment)
     if case.first:
         _end_with_an_error(case, rank)
 
@@ -297,20 +290,14 @@ def _digest(model: Any) -> str:
 
 @contextlib.contextmanager
 def load(loops: int) -> Iterator[None]:
-    """Keep the machine busy beside."""
-    busy = [multiprocessing.get_context("spawn").Process(target=_loop, daemon=True) for _ in range(loops)]
-    for loop in busy:
-        loop.start()
+    """Keep the machine busy beside, at most until this process ends."""
+    loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100_000))"
+    busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(loops)]
     try:
         yield
     finally:
-        for loop in busy:
-            loop.kill()
-
-
-def _loop() -> None:
-    while True:
-        pass
+        for one in busy:
+            one.kill()
 
 
 def served(cases: Sequence[Case], stock: bool = False) -> list[Ended]:
@@ -356,38 +343,24 @@ def _arguments() -> argparse.Namespace:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    wrong = []
+    """Print a row for each kind of end; return how many runs of ours did not end as they should."""
+    wrong, first = [], dict[str, str | None]()
     print(f"{'kind':22} {'of':6} {'runs':>5} {'seconds between ends: median, most':>36}  statuses")
-    for kind in args.kinds:
-        for of, sections in (("ours", OURS), ("stock", STOCK)):
-            names = [name for name in sections if (kind, name) != ("read", "stage 3")]  # nobody can read alone there
-            drawn = [draw(kind, names[n % len(names)], (args.seed, kind, n)) for n in range(args.number)]
-            runs = list(zip(drawn, served(drawn, of == "stock"), strict=True))
-            _print_row(kind, of, [ended for _, ended in runs])
-            if of == "ours":
-                wrong += _wrong(runs)
-    for case, ended in wrong:
-        print(case, ended.statuses, ended.seconds, ended.written[-2000:], sep="\n")
+    for kind, stock in itertools.product(args.kinds, (False, True)):
+        names = [name for name in (STOCK if stock else OURS) if (kind, name) != ("read", "stage 3")]  # a gather
+        drawn = [draw(kind, names[n % len(names)], (args.seed, kind, n)) for n in range(args.number)]
+        runs = list(zip(drawn, served(drawn, stock), strict=True))
+        counted = collections.Counter(ended.statuses for _, ended in runs)
+        seconds = sorted(ended.seconds for _, ended in runs)
+        said = ", ".join(f"{statuses} x {count}" for statuses, count in counted.most_common())
+        row = f"{kind:22} {'stock' if stock else 'ours':6} {len(runs):5}"
+        print(f"{row} {seconds[len(runs) // 2]:27.2f} {seconds[-1]:8.2f}  {said}", flush=True)
+        for case, ended in () if stock else runs:
+            other = kind == "read" and ended.weights != first.setdefault(case.strategy, ended.weights)
+            if ended.statuses not in KINDS[kind][1] or ended.alive or other:
+                wrong.append(case)
+                print(case, ended.statuses, ended.seconds, ended.written[-2000:], sep="\n")
     return len(wrong)
-
-
-def _print_row(kind: str, of: str, ends: Sequence[Ended]) -> None:
-    counts = collections.Counter(tuple(ended.statuses) for ended in ends)
-    seconds = sorted(ended.seconds for ended in ends)
-    said = ", ".join(f"{statuses} x {count}" for statuses, count in counts.most_common())
-    print(f"{kind:22} {of:6} {len(ends):5} {seconds[len(ends) // 2]:27.2f} {seconds[-1]:8.2f}  {said}", flush=True)
-
-
-def _wrong(runs: Sequence[tuple[Case, Ended]]) -> list[tuple[Case, Ended]]:
-    """Return runs that did not end as they should, or in which other weights were read than in the first one."""
-    first: dict[str, str | None] = {}
-    return [
-        (case, ended)
-        for case, ended in runs
-        if tuple(ended.statuses) not in KINDS[case.kind][1]
-        or ended.alive
-        or (case.kind == "read" and ended.weights != first.setdefault(case.strategy, ended.weights))
-    ]
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run c
 import argparse
 import json
 import math
+import operator
 import os
 import shutil
 import sys
@@ -233,7 +234,7 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
     last = max(one["step"] for one in found.reports if one["event"] == "trained" and one["time"] < loaded["time"])
     gaps = [abs(found.losses[step] / loss - 1) for step, loss in expected.losses.items()]
     times = [found.killed, noticed["time"], started["time"], loaded["time"], trained["time"]]
-    parts = dict(zip(("noticed", "started", "loaded", "trained"), map(_gap, times, times[1:]), strict=False))
+    parts = dict(zip(("noticed", "started", "loaded", "trained"), map(operator.sub, times[1:], times), strict=False))
     lost = last + 1 - loaded["step"]
     passed = max(gaps) <= TOLERANCE and loaded["step"] % every == 0 and lost < every + 1 and trained["ranks"] == 2
     return passed, {
@@ -246,13 +247,10 @@ def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[s
     }
 
 
-def _gap(begin: float, end: float) -> float:
-    return end - begin
-
-
 def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
     """Run all; report each kill."""
-    report("killed in    strategy  resumed at  steps lost  noticed  started  loaded  trained  seconds  loss off by")
+    columns = ("strategy", "resumed", "lost", "noticed", "started", "loaded", "trained", "all", "gap")
+    report(f"{'killed in':<12}" + "".join(f"{column:>10}" for column in columns))
     strategies = {"4": args.strategies[0], "2": args.strategies[1]}
     with tempfile.TemporaryDirectory() as name:
         base = Path(name)
@@ -263,12 +261,8 @@ def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
             found = train(folder, Plan(str(folder), moment, strategies, args.in_memory), 2, args.log, args.timeout)
             good, row = verdict(expected, found, 1 if args.in_memory else EVERY)
             passed &= good
-            report(
-                f"{moment:<11}  {row['strategy']:<8}  {row['resumed']:>10}  {row['lost']:>10}  "
-                f"{row['noticed']:>7.1f}  {row['started']:>7.1f}  {row['loaded']:>6.1f}  {row['trained']:>7.1f}  "
-                f"{row['all']:>7.1f}  "
-                f"{row['gap']:>11.1e}{'' if good else '  NOT AS IT HAD TO'}"
-            )
+            cells = (f"{value:.3g}" if isinstance(value, float) else value for value in row.values())
+            report(f"{moment:<12}" + "".join(f"{cell:>10}" for cell in cells) + ("" if good else "  NOT AS IT HAD TO"))
     return passed
 
 

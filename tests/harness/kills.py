@@ -1,22 +1,24 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Kills of ranks while a checkpoint is saved beside the training; a real SIGKILL.
+"""Kills of ranks during a save; a real SIGKILL.
 
-``killed`` trains, saves, trains on, saves again and dies during that save; ``survived`` loads in new processes.
+``killed_case`` trains, saves, trains on, saves again and dies during that save; ``survived_case`` loads in new
+processes.
 """
 
 import os
 import random
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.harness.save_faults import Run, intercept
+
 FIRST, SECOND = "first", "second"
-# What a save calls, in the order in which it does first. ``owner`` is a module, or a class in one.
+# What a save calls, in the order in which it does first: a module, or a class in one, and a name in it.
 CALLS = {
     "Snapshot.take": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "take"),
     "Snapshot.complete": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "complete"),
@@ -29,11 +31,12 @@ CALLS = {
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }
+OF_ALL = ("Snapshot.take", "Snapshot.complete", "torch.save", "HostChannel")  # the others are of rank 0, which commits
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When and whom.
+    """Time and victim of a kill.
 
     Attributes:
         strategy: of the run.
@@ -41,7 +44,7 @@ class Kill:
         rank: that is killed.
         all: whether all others are killed with it.
         call: what it does then, of ``CALLS``; empty: whatever it does ``seconds`` after the save has begun.
-        number: of the call, from 0.
+        number: of the call, from 0. A rank that makes no such call is killed after the save.
         after: whether the call is done first.
         aside: whether the saves are asynchronous.
     """
@@ -57,55 +60,24 @@ class Kill:
     aside: bool = True
 
     def __str__(self) -> str:
-        when = (
-            f"{'after' if self.after else 'before'} {self.call} {self.number}"
-            if self.call
-            else f"{self.seconds:.3f} s"
-        )
+        when = f"{'after' if self.after else 'before'} {self.call} {self.number}"
         who = "all" if self.all else f"rank {self.rank}"
-        return f"{self.strategy} {'same' if self.same else 'new'} tag, {who} {when}"
+        tag = "same" if self.same else "new"
+        return f"{self.strategy} {tag} tag, {who} {when if self.call else f'{self.seconds:.3f} s'}"
 
 
 class Found(NamedTuple):
     """What is loaded after a kill.
 
     Attributes:
-        changed: what differs from the first and from the second save: one of them is empty.
+        which: number of the save that is loaded; -1 if it is none of them, or one that was replaced before.
         again: what a load of the next save does not restore.
-        left: hidden names beside the checkpoints that are there after that.
-        committed: whether the second save had ended before the kill.
+        left: hidden names beside the checkpoints after that.
     """
 
-    changed: tuple[dict[str, float], dict[str, float]]
+    which: int
     again: dict[str, float]
     left: list[str]
-    committed: bool
-
-    @property
-    def which(self) -> int:
-        """Number of the save that is loaded; -1 if it is none of them, or one that was replaced before."""
-        both = [number for number in range(2) if self.changed[number] == {}]
-        if len(both) != 1 or (self.committed and both != [1]):
-            return -1
-        return both[0]
-
-
-def _job() -> Any:
-    from tests.harness import saves, snapshots
-
-    return snapshots.job_of("bf16", {}, **saves.ASIDE)
-
-
-def calls_case(folder: str, strategy: str, same: bool) -> dict[str, int]:
-    """How often a second save calls what on this rank, when nobody is killed."""
-    counts: Counter[str] = Counter()
-
-    def count(name: str, act: Callable[[], Any]) -> Any:
-        counts[name] += 1
-        return act()
-
-    _train_and_save(folder, strategy, same, lambda: _intercept(count))
-    return dict(counts)
 
 
 def killed_case(folder: str, kill: Kill) -> None:
@@ -115,17 +87,14 @@ def killed_case(folder: str, kill: Kill) -> None:
 
     pids = [0] * dist.get_world_size()
     torch.distributed.all_gather_object(pids, os.getpid())
-    others = [pid for pid in pids if pid != os.getpid()] if kill.all else []
+    victims = [pid for pid in pids if kill.all and pid != os.getpid()] + [os.getpid()]
 
     def die() -> None:
-        for pid in (*others, os.getpid()):
+        for pid in victims:
             os.kill(pid, signal.SIGKILL)
 
-    counts: Counter[str] = Counter()
-
-    def count(name: str, act: Callable[[], Any]) -> Any:
-        mine = name == kill.call and counts[name] == kill.number
-        counts[name] += 1
+    def at(name: str, number: int, act: Callable[[], Any]) -> Any:
+        mine = name == kill.call and number == kill.number
         if mine and not kill.after:
             die()
         result = act()
@@ -133,62 +102,30 @@ def killed_case(folder: str, kill: Kill) -> None:
             die()
         return result
 
-    def arm() -> None:
-        if dist.get_rank() != kill.rank:
-            return
-        if kill.call:
-            _intercept(count)
-        elif os.fork() == 0:  # a thread would wait for what this process does
-            time.sleep(kill.seconds)
-            for pid in (*others, os.getppid()):
-                os.kill(pid, signal.SIGKILL)
-            os._exit(0)
-
-    _train_and_save(folder, kill.strategy, kill.same, arm, kill.aside)
+    run = Run(folder, kill.strategy, "aside" if kill.aside else "at once")
+    for number, tag in enumerate((FIRST, FIRST if kill.same else SECOND)):
+        seen = run.step()
+        if dist.get_rank() == 0:
+            torch.save(seen, f"{folder}/seen{number}.pt")
+        dist.barrier()
+        if number and dist.get_rank() == kill.rank:
+            if kill.call:
+                intercept(CALLS, at)
+            elif os.fork() == 0:  # a thread would wait for what this process does
+                time.sleep(kill.seconds)
+                die()
+                os._exit(0)
+        error = run.start(tag) or ("" if number else run.finish())
+        assert not error, error
+    for _ in range(3):
+        run.step()
+    error = run.finish()
+    assert not error, error
+    Path(folder, "committed").touch()
     dist.barrier()
     if dist.get_rank() == kill.rank:
         die()
     time.sleep(10)
-
-
-def _intercept(count: Callable[[str, Callable[[], Any]], Any]) -> None:
-    import pkgutil
-
-    for name, (owner, attribute) in CALLS.items():
-        place: Any = pkgutil.resolve_name(owner)
-        original = getattr(place, attribute)
-
-        def counted(*args: Any, name: str = name, original: Any = original, **kwargs: Any) -> Any:
-            return count(name, lambda: original(*args, **kwargs))
-
-        setattr(place, attribute, counted)
-
-
-def _train_and_save(folder: str, strategy: str, same: bool, arm: Callable[[], None], aside: bool = True) -> None:
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
-    job = _job()
-    engine, model = training.make_engine(job, training.placed(strategy))
-    snapshots.mark(engine, model)
-    if not aside:
-        engine.checkpoint_engine.aside = None
-    for number, tag in enumerate((FIRST, FIRST if same else SECOND)):
-        snapshots.run(engine, job, snapshots.steps_of(job, 1, number))
-        seen = snapshots.snapshot(engine, model, job)
-        if dist.get_rank() == 0:
-            torch.save(seen, f"{folder}/seen{number}.pt")
-        dist.barrier()
-        if number:
-            arm()
-        engine.save_checkpoint(f"{folder}/saved", tag)
-        if not number:
-            engine.checkpoint_engine.finish()
-    snapshots.run(engine, job, snapshots.steps_of(job, 3, 2))
-    engine.checkpoint_engine.finish()
-    Path(folder, "committed").touch()
 
 
 def survived_case(folder: str, strategy: str) -> Found:
@@ -196,25 +133,23 @@ def survived_case(folder: str, strategy: str) -> Found:
     import torch
     from deepspeed import comm as dist
 
-    from tests.harness import snapshots, training
+    from tests.harness import snapshots
 
-    job = _job()
-    engine, model = training.make_engine(job, training.placed(strategy))
-    engine.load_checkpoint(f"{folder}/saved")
-    seen = snapshots.snapshot(engine, model, job)
-    one, two = (snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), seen) for number in range(2))
-    snapshots.run(engine, job, snapshots.steps_of(job, 1, 7))
-    seen = snapshots.snapshot(engine, model, job)
+    run = Run(folder, strategy, "aside")
+    run.load()
+    seen = run.snapshot()
+    both = [number for number in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), seen)]
+    replaced = Path(folder, "committed").exists() and both != [1]
+    seen = run.step()
     for tag in (FIRST, SECOND):  # what was left of either is cleared
-        engine.save_checkpoint(f"{folder}/saved", tag)
-    snapshots.run(engine, job, snapshots.steps_of(job, 1, 8))
-    engine.load_checkpoint(f"{folder}/saved")
-    again = snapshots.difference(seen, snapshots.snapshot(engine, model, job))
+        error = run.start(tag)
+        assert not error, error
+    run.step()
+    run.load()
+    again = snapshots.difference(seen, run.snapshot())
     dist.barrier()
-    left = hidden_names(f"{folder}/saved")
-    committed = Path(folder, "committed").exists()
-    engine.destroy()
-    return Found((one, two), again, left, committed)
+    run.engine.destroy()
+    return Found(both[0] if len(both) == 1 and not replaced else -1, again, hidden_names(f"{folder}/saved"))
 
 
 def hidden_names(folder: str) -> list[str]:
@@ -227,7 +162,8 @@ def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tup
 
     Args:
         pool: of ranks.
-        folder: of what it saves; it is made.
+        folder: of what it saves; it is created.
+        kill: when and whom.
         hidden: names beside the checkpoints that were there before.
     """
     from tests.harness.ranks import RankError
@@ -235,27 +171,21 @@ def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tup
     Path(folder).mkdir(exist_ok=True)
     try:
         pool(4).run(killed_case, folder, kill, timeout=60.0)
-        return -1, "nobody was killed"
+        return -1, "no rank was killed"
     except RankError as error:
         if "killed by SIGKILL" not in str(error):
             return -1, str(error)
     found: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
-    left = set(found[0].left) - set(hidden)
-    wrong = [one for one in found if one.which < 0 or one.again or left or one.which != found[0].which]
+    wrong = [one for one in found if one.which < 0 or one.again or set(one.left) - set(hidden)]
+    wrong += [one for one in found if one.which != found[0].which]
     return found[0].which, str(wrong[0]) if wrong else ""
 
 
-def draw(chance: random.Random, counts: dict[tuple[str, bool], list[dict[str, int]]]) -> Kill:
-    """Draw a kill, at one of the calls that each rank makes, or at any time.
-
-    Args:
-        chance: by which.
-        counts: of calls, by strategy and whether the tag is the same; of each rank.
-    """
-    strategy, same = chance.choice(sorted(counts))
+def draw(chance: random.Random) -> Kill:
+    """Draw a kill, at one of the calls of a save, or at any time."""
+    strategy, same, everyone = chance.choice(("NIG", "IIG", "NII")), chance.random() < 0.5, chance.random() < 0.5
     if chance.random() < 0.3:
-        return Kill(strategy, same, chance.randrange(4), chance.random() < 0.5, seconds=chance.uniform(0, 0.15))
-    rank = chance.choice((0, 0, 1, 2, 3))
-    call = chance.choice(sorted(counts[strategy, same][rank]))
-    number = chance.randrange(counts[strategy, same][rank][call])
-    return Kill(strategy, same, rank, chance.random() < 0.5, call, number, chance.random() < 0.5)
+        return Kill(strategy, same, chance.randrange(4), everyone, seconds=chance.uniform(0, 0.15))
+    call = chance.choice(sorted(CALLS))
+    rank = chance.randrange(4) if call in OF_ALL else 0
+    return Kill(strategy, same, rank, everyone, call, chance.choice((0, 0, 0, 1, 2)), chance.random() < 0.5)

@@ -5,10 +5,11 @@
 Every case saves into ``<base>/saved`` and ``<base>/memory``, where ``plant`` has put files that are not ours.
 """
 
+import itertools
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,12 +121,23 @@ def fault_case(base: str, fault: Fault) -> Outcome:
 
     if fault.error is None:
         _limit_collectives(base)
-    run = _Run(base, fault.strategy, fault.kind)
-    first = run.step_and_save("first")
+    run = Run(base, fault.strategy, fault.kind)
+    first = run.step()
+    error = run.save("first")
+    assert not error, error
     fired: list[bool] = []
+
+    def fail(_: str, number: int, act: Callable[[], Any]) -> Any:
+        if number == fault.number:
+            fired.append(True)
+            if fault.error is not None:
+                raise ERRORS[fault.error]
+            time.sleep(SLOW)
+        return act()
+
     if dist.get_rank() == fault.rank:
-        _arm(fault, fired)
-    second, error = run.step(), ""
+        intercept({fault.call: CALLS[fault.call]}, fail)
+    second = run.step()
     try:
         error = run.save("first" if fault.same else "second")
     finally:
@@ -143,69 +155,17 @@ def fault_case(base: str, fault: Fault) -> Outcome:
     return Outcome(bool(fired), error, both.index(True) if any(both) else -1, again)
 
 
-def engines_case(base: str, strategies: tuple[str, str]) -> Outcome:
-    """Save two engines into one folder under two tags, both beside the training, three times; load both."""
-    from tests.harness import snapshots
-
-    runs = [_Run(base, strategy, "aside") for strategy in strategies]
-    errors: list[str] = []
-    for _ in range(3):
-        seen = [run.step() for run in runs]
-        errors += [run.start(tag) for run, tag in zip(runs, ("first", "second"), strict=True)]
-        errors += [run.finish() for run in runs]
-    latest = Path(base, "saved", "latest").read_text()
-    again = []
-    for run, tag, wanted in zip(runs, ("first", "second"), seen, strict=True):
-        run.step()
-        run.load(tag)
-        again.append(snapshots.difference(wanted, run.snapshot()))
-        run.engine.destroy()
-    return Outcome(True, "".join(errors), ("first", "second").index(latest), "" if again == [{}, {}] else str(again))
-
-
-def saved_case(base: str, strategy: str, kind: str, steps: int) -> None:
-    """Train, save, and write what was saved to ``<base>/seen<steps>.pt``."""
-    import torch
-    from deepspeed import comm as dist
-
-    run = _Run(base, strategy, kind)
-    for _ in range(steps - 1):
-        run.step()
-    seen = run.step_and_save(f"step{steps}")
-    if dist.get_rank() == 0:
-        torch.save(seen, f"{base}/seen{steps}.pt")
-    run.engine.destroy()
-
-
-def loaded_case(base: str, strategy: str, steps: int, delay: float = 0.0) -> dict[str, float]:
-    """Return what a load does not restore of what ``saved_case`` has saved."""
-    import torch
-
-    from tests.harness import snapshots
-
-    run = _Run(base, strategy, "in memory", load_universal=True)
-    time.sleep(delay)
-    if run.load() is None:
-        return {"no checkpoint was found": 1.0}
-    found = snapshots.difference(torch.load(f"{base}/seen{steps}.pt"), run.snapshot())
-    found.pop("counters", None)  # samples of a step, which depend on the number of ranks
-    run.engine.destroy()
-    return found
-
-
-class _Run:
+class Run:
     """An engine that saves into ``<base>/saved``."""
 
-    def __init__(self, base: str, strategy: str, kind: str, **checkpoint: Any) -> None:
-        import torch
-
+    def __init__(self, base: str, strategy: str, kind: str) -> None:
         from tests.harness import snapshots, training
 
-        keys = {"async_save": True, "memory_folder": f"{base}/memory", **checkpoint} if kind != "at once" else {}
+        keys = {"async_save": True} if kind != "at once" else {}
+        keys |= {"memory_folder": f"{base}/memory"} if kind == "in memory" else {}
         job = snapshots.job_of("bf16", checkpoint=keys)
-        group_size = 2 if torch.distributed.get_world_size() > 2 else 1
         self.folder, self.kind, self.job, self._steps = f"{base}/saved", kind, job, 0
-        self.engine, self.model = training.make_engine(job, training.placed(strategy, group_size))
+        self.engine, self.model = training.make_engine(job, training.placed(strategy))
         snapshots.mark(self.engine, self.model)
 
     def snapshot(self) -> dict[str, Any]:
@@ -220,12 +180,6 @@ class _Run:
         snapshots.run(self.engine, self.job, snapshots.steps_of(self.job, 1, self._steps))
         self._steps += 1
         return self.snapshot()
-
-    def step_and_save(self, tag: str) -> dict[str, Any]:
-        seen = self.step()
-        error = self.save(tag)
-        assert not error, error
-        return seen
 
     def start(self, tag: str) -> str:
         """Begin to save; return the error."""
@@ -245,30 +199,29 @@ class _Run:
     def save(self, tag: str) -> str:
         return self.start(tag) or self.finish()
 
-    def load(self, tag: str | None = None) -> str | None:
-        path: str | None = self.engine.load_checkpoint(self.folder, tag)[0]
-        return path
+    def load(self) -> None:
+        self.engine.load_checkpoint(self.folder)
 
 
-def _arm(fault: Fault, fired: list[bool]) -> None:
-    """Let the chosen call of this rank fail, or sleep, until ``mock.patch.stopall``."""
+def intercept(calls: Mapping[str, tuple[str, str]], act: Callable[[str, int, Callable[[], Any]], Any]) -> None:
+    """Let ``act`` make each of these calls of this process, until ``mock.patch.stopall``.
+
+    Args:
+        calls: by name: a module, or a class in one, and a name in it.
+        act: is given the name, how often it was called before, and the call.
+    """
     import pkgutil
 
-    owner, attribute = CALLS[fault.call]
-    place: Any = pkgutil.resolve_name(owner)
-    original: Callable[..., Any] = getattr(place, attribute)
-    calls: list[None] = []
+    for name, (owner, attribute) in calls.items():
+        place: Any = pkgutil.resolve_name(owner)
+        original, numbers = getattr(place, attribute), itertools.count()
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        calls.append(None)
-        if len(calls) == fault.number + 1:
-            fired.append(True)
-            if fault.error is not None:
-                raise ERRORS[fault.error]
-            time.sleep(SLOW)
-        return original(*args, **kwargs)
+        def intercepted(
+            *args: Any, name: str = name, original: Any = original, numbers: Any = numbers, **kwargs: Any
+        ) -> Any:
+            return act(name, next(numbers), lambda: original(*args, **kwargs))
 
-    mock.patch.object(place, attribute, fail).start()
+        mock.patch.object(place, attribute, intercepted).start()
 
 
 def _limit_collectives(base: str) -> None:

@@ -13,7 +13,9 @@ import argparse
 import sys
 import time
 
-from tests.campaigns.fuzz import campaign, in_ranks
+from tests.campaigns.fuzz import campaign
+from tests.campaigns.fuzz.cases import build_kernels
+from tests.campaigns.fuzz.drawing import KINDS
 from tests.harness import ranks
 
 # Ranks. Groups inside of groups take four; these take three times as long as two, and eight ten times.
@@ -25,9 +27,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=0.0, help="how long; 0 for as long as it takes")
     parser.add_argument("--cases", type=int, default=0, help="how many; 0 for as many as the minutes allow")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=campaign.KINDS, default=campaign.KINDS)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--worlds", nargs="+", type=int, default=WORLDS, help="ranks, drawn from these")
-    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for the smallest case of each failure")
     parser.add_argument("--batch", type=int, default=25, help="cases of one kind, before those of the next")
     parser.add_argument("--first", action="store_true", help="end with the first failure, and do not shrink it")
     parser.add_argument("--case", help="run this one, as it was printed")
@@ -37,20 +38,14 @@ def main() -> None:
     ranks.prepare_environment()
     pool = ranks.RankPool()
     try:
-        pool(1).run(in_ranks.build_kernels, timeout=900.0)
+        pool(1).run(build_kernels, timeout=900.0)
         if arguments.case:
             problems = campaign.problems_of(pool, campaign.parse(arguments.case))
             print("\n".join(problems) or "as it must be")
             sys.exit(bool(problems))
         deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
-        found = campaign.Campaign(
-            pool,
-            arguments.seed,
-            tuple(arguments.worlds),
-            0.0 if arguments.first else arguments.shrink,
-            arguments.batch,
-            arguments.first,
-        )
+        shrinking = 0.0 if arguments.first else 60.0
+        found = campaign.Campaign(pool, arguments.seed, tuple(arguments.worlds), shrinking, arguments.batch)
         found.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
     finally:
         pool.close()

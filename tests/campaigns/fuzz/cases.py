@@ -101,9 +101,6 @@ class Case(Plain):
         steps: optimizer steps.
         streams: whether it is also run on a simulated device with streams.
         reference: whether it is also run without kernels, where something crosses compressed.
-        links: what ``"paro_strategy": "fastest"`` is told of the cluster: seconds of a message, and bytes per second,
-            that a rank receives inside its group, from others, and at which it works in its memory; none for a
-            strategy by its name.
         others: as of ``tests.harness.training.Job``.
     """
 
@@ -130,16 +127,13 @@ class Case(Plain):
     zero_init: str | None = None
     streams: bool = True
     reference: bool = False
-    links: tuple[float, ...] = ()
     steps: tuple[Step, ...] = (Step(), Step())
 
     @property
     def strategy(self) -> str:
-        """The three letters; of a stage, those that it amounts to, and of none yet, the plainest."""
+        """The three letters; of a stage, those that it amounts to."""
         if "mics_shard_size" in self.zero:
             return "III"
-        if self.links:
-            return "NNG"
         return str(self.zero.get("paro_strategy") or {0: "NNG", 1: "NNG", 2: "NGG", 3: "GGG"}[self.zero["stage"]])
 
     @property
@@ -179,3 +173,21 @@ class PipeCase(Plain):
     zero: dict[str, Any] = field(default_factory=dict)
     pipe: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
+
+
+# ---- functions that ranks run
+
+
+def build_kernels() -> bool:
+    """Build those of LoCo, for which no case should have to wait; whether there are any."""
+    from deepspeed_ext.loco import ops
+
+    return bool(ops.load_kernels())
+
+
+def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
+    """Problems of a case, and what happened; see ``judging``."""
+    from tests.campaigns.fuzz.judging import judge
+
+    problems, happened = judge(case)
+    return problems, happened

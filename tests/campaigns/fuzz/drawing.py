@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from hypothesis import strategies as some
 from hypothesis.strategies import SearchStrategy
 
-from tests.campaigns.fuzz.cases import Block, Case, Event, Step, is_lossy
+from tests.campaigns.fuzz.cases import Block, Case, Event, PipeCase, Step, is_lossy
 
 T = TypeVar("T")
 Draw = Callable[[SearchStrategy[Any]], Any]
@@ -359,3 +359,54 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
     case["reference"] = (lossy or "paro_quantized_updates" in zero) and draw(some.booleans())
     named_otherwise(draw, case, stage)
     return Case(**case)
+
+
+@some.composite
+def pipelines(draw: Draw, worlds: tuple[int, ...]) -> PipeCase:
+    """A pipeline of two stages."""
+    strategy = draw(one_of(*REPLICATED, *SHARDED))
+    zero = common_keys(draw)
+    zero.pop("round_robin_gradients", None)
+    maybe(draw, zero, 8, zeropp_loco_param=some.just({}))
+    if strategy[0] != "G":
+        maybe(draw, zero, 8, paro_quantized_updates=some.just({}))
+    if strategy[0] != "N":
+        maybe(draw, zero, 3, stage3_param_persistence_threshold=one_of(0, 100))
+    pipe = {
+        "micro_batches": draw(some.integers(1, 4)),
+        "steps": draw(one_of(2, 3)),
+        "tied": draw(some.booleans()),
+        "frozen": draw(one_of((), (), (1,), (2, 3), (0, 1, 2), (3, 4, 5))),
+        "groups": draw(one_of(1, 2)),
+        "two": draw(one_of(None, None, 2)),
+        "checkpointing": draw(one_of(0, 0, 1, -1)),
+        "dtype": draw(one_of("fp32", "bf16")),
+        "optimizer": draw(one_of("SGD", "Adam")),
+        "clipping": draw(one_of(0.0, 0.5)),
+        "widths": draw(one_of((29, 7, 17, 11), (5, 3), (13, 37, 3))),
+    }
+    if "paro_quantized_updates" in zero:
+        pipe["tied"] = False  # copies of tied weights would differ
+    if pipe["optimizer"] == "Adam":
+        pipe["groups"] = 1  # the rates of groups are for SGD
+    world = draw(one_of(*(world for world in (4, 4, 8, 2) if world <= max(worlds))))
+    if len(pipe["frozen"]) > 2:
+        without_training(draw, pipe, world)
+    elif len(pipe["widths"]) < 3:
+        pipe["frozen"], pipe["two"] = (), None
+    return PipeCase("pipeline", world, strategy, zero, pipe, draw(one_of(0, 0, 1)))
+
+
+def without_training(draw: Draw, pipe: dict[str, Any], world: int) -> None:
+    """Leave nothing to train on one of two or more stages: the first, the last, or one between."""
+    pipe.update(widths=(29, 7, 17, 11), tied=False, two=None, checkpointing=0, dtype="fp32")
+    if world > 2 and seldom(draw, 3):
+        pipe.update(stages=4, frozen=draw(one_of((2, 3), (0, 1), (4, 5), (4,))))
+
+
+KINDS = ("replicated", "sharded", "few bits", "windows", "without loss", "experts", "model-parallel", "pipeline")
+
+
+def of_kind(kind: str, worlds: tuple[int, ...]) -> SearchStrategy[Any]:
+    """Cases of a kind, on one of these numbers of ranks where the kind leaves a choice."""
+    return pipelines(worlds) if kind == "pipeline" else cases(kind, worlds)

@@ -34,11 +34,6 @@ GATHER = "stage3_gather_16bit_weights_on_model_save"
 SHARED = ("evaluate", "frozen", "weights", "rate", "restart")
 
 
-def act(run: Run, name: str, value: Any) -> None:
-    """Do what an event says."""
-    EVENTS[name](run, value)
-
-
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
     """A folder of rank 0's that all ranks know, and that is removed when all have left."""

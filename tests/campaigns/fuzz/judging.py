@@ -5,11 +5,10 @@
 Note [What a case is compared with]
     A case is trained by us and by stock DeepSpeed at the stage that is nearest to the strategy, with the keys that are
     not ours; if it says so by us on a simulated device with streams, too, and without kernels, to the bit; and where
-    events must change nothing, by us without these, to the bit. What the planner is to choose is chosen first
-    (``planned``). Where a stage has a known fault (``oracles.FAULTS``) stock is another stage. What we run with
-    streams must be what we run without, and what stock runs, to rounding. Where gradients or updates cross in few
-    bits, the way from the first weights to the last must be stock's, but for a part; and where updates cross without
-    loss, the oracle is also our own run without that key, to the bit.
+    events must change nothing, by us without these, to the bit. Where a stage has a known fault (``oracles.FAULTS``)
+    stock is another stage. What we run with streams must be what we run without, and what stock runs, to rounding.
+    Where gradients or updates cross in few bits, the way from the first weights to the last must be stock's, but for
+    a part; and where updates cross without loss, the oracle is also our own run without that key, to the bit.
 """
 
 import dataclasses
@@ -18,14 +17,13 @@ import traceback
 from collections.abc import Iterator
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor
 
-from tests.campaigns.fuzz import oracles, planned, runs
+from tests.campaigns.fuzz import oracles, runs
 from tests.campaigns.fuzz.cases import ORACLE, Case, PipeCase
-from tests.campaigns.fuzz.formulas import bytes_apart
-from tests.campaigns.fuzz.pipes import judge_pipe
+from tests.campaigns.fuzz.pipes import LOSSES, MOMENTS, WEIGHTS, Verdict, judge_pipe
 from tests.campaigns.fuzz.runs import Trained
-from tests.campaigns.fuzz.verdicts import LOSSES, MOMENTS, WEIGHTS, Verdict, everybody
 from tests.harness.reference_codecs import reference_codecs
 from tests.harness.stream_order import device_with_streams
 from tests.harness.training import DTYPES
@@ -43,19 +41,7 @@ MUON, MUON_IN_16_BITS, MUON_NORMS = 4, 20, 0.9
 
 def judge(case: Case | PipeCase) -> Verdict:
     """Run a case and compare. Collective."""
-    if isinstance(case, PipeCase):
-        return judge_pipe(case)
-    return _judge_choice(case) if case.links else _judge(case)
-
-
-def _judge_choice(case: Case) -> Verdict:
-    """What the planner does, and then what it has chosen does."""
-    name, problems = planned.decided(case)
-    if not name or any(everybody(bool(problems))):
-        return Verdict(problems, ["planned: none fits"] if not name else [])
-    zero = {key: value for key, value in case.zero.items() if key not in planned.OF_PLANNER}
-    found = _judge(dataclasses.replace(case, zero=zero | {"paro_strategy": name}, links=()))
-    return Verdict(found.problems, [*found.happened, f"planned: {name}"])
+    return judge_pipe(case) if isinstance(case, PipeCase) else _judge(case)
 
 
 def _judge(case: Case) -> Verdict:
@@ -79,7 +65,9 @@ def _judge(case: Case) -> Verdict:
     if case.exact:
         plain = {key: value for key, value in case.zero.items() if key != "paro_quantized_updates"}
         problems += _bits(ours, runs.train(case, plain, True), "with updates as they are")
-    if any(everybody(bool(problems))):  # all ranks continue, or none
+    everyone: list[bool] = [False] * dist.get_world_size()
+    dist.all_gather_object(everyone, bool(problems))
+    if any(everyone):  # all ranks continue, or none
         return Verdict(problems, happened)
     print(ORACLE, flush=True)  # who hangs from now on is not ours
     stage = oracles.stage_for(case)
@@ -143,7 +131,6 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
     earlier, last = ours.held[1:-1], ours.held[-1]
     if earlier and last > max(earlier) + HELD and not case.events():
         yield f"memory grows: bytes after each step {ours.held}"
-    yield from bytes_apart(case, ours)
 
 
 def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
@@ -238,26 +225,3 @@ def _close(one: float, other: float, bound: float, root: float) -> bool:
     if math.isfinite(one) and math.isfinite(other):
         return abs(one - other) <= bound * max(1e-3, abs(other), root * abs(other) ** 0.5)
     return str(one) == str(other)
-
-
-def stock_is_wrong(number: int) -> bool:
-    """Whether this rank sees a fault of ``oracles.FAULTS`` that has a smallest case. Collective.
-
-    What is right is the same stage without the keys that the fault needs, else another stage; of norms, what other
-    ranks have.
-    """
-    fault = oracles.FAULTS[number]
-    case = fault.smallest
-    assert case is not None
-    acts = case.optimizer != "Muon"  # some ranks cannot read its states
-    try:
-        stock = runs.train(case, case.zero, acts)
-    except Exception:
-        return "raise" in fault.what
-    whole = oracles.as_stock_runs_it(case, case.zero["stage"])
-    if fault.without:
-        return any(_apart(case, runs.train(whole, oracles.keys_of(case, case.zero["stage"]), acts), stock))
-    plain = dataclasses.replace(whole, backward="engine", boundary="engine", zero={"stage": case.zero["stage"]})
-    other = runs.train(plain, oracles.keys_of(plain, oracles.beside(fault, case)), False)
-    unlike = any(norms != stock.norms for norms in everybody(stock.norms))
-    return unlike or _relative(stock.weights, other.weights) > WEIGHTS[case.dtype]

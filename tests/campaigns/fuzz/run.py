@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from tests.campaigns.fuzz.cases import Case, Step
 from tests.campaigns.fuzz.models import Choosing, Drawn, Packed
-from tests.campaigns.fuzz.traffic import Received
 from tests.harness import networks, snapshots, stream_cases, training
 from tests.harness.stream_order import Order
 from tests.harness.training import Job
@@ -52,12 +51,6 @@ def live_bytes() -> int:
             storage = entry.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
-
-
-def elements_of(model: nn.Module) -> tuple[int, int]:
-    """Of all parameters, and of those with gradients."""
-    numels = [(int(getattr(param, "ds_numel", param.numel())), param.requires_grad) for param in model.parameters()]
-    return sum(numel for numel, _ in numels), sum(numel for numel, trained in numels if trained)
 
 
 class Sampled(nn.Module):
@@ -98,7 +91,6 @@ class Run:
     norms: list[Any] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     applied: list[bool] = field(default_factory=list)
-    received: list[Received] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     seen: list[Any] = field(default_factory=list)
     stepped: bool = False

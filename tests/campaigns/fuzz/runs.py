@@ -5,19 +5,16 @@
 import contextlib
 import gc
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.moe.utils import is_moe_param
 from torch import Tensor
 
 from deepspeed_ext.leaf.windows import windowed_modules
 from tests.campaigns.fuzz.cases import Case
-from tests.campaigns.fuzz.events import SHARED, act
-from tests.campaigns.fuzz.run import Run, elements_of, job_of, live_bytes
-from tests.campaigns.fuzz.traffic import Received, counted
+from tests.campaigns.fuzz.events import EVENTS, SHARED
+from tests.campaigns.fuzz.run import Run, job_of, live_bytes
 from tests.harness import networks, training
 from tests.harness.stream_order import Order
 
@@ -31,13 +28,9 @@ class Trained:
         states: see ``tests.harness.snapshots.snapshot``.
         weights: of all parameters, in one dimension and fp32.
         replicas_equal: whether all ranks that hold a parameter hold the same bits.
-        received: bytes of each step, without its events.
         held: bytes of tensors that live after each step.
-        elements, trained: of all parameters, and of those with gradients.
         left: bytes of tensors that live longer than the engine and the model.
-        strategy: the engine's strategy; "" for stock.
         windows: modules with packed experts that are fetched in windows.
-        experts: elements of parameters that are DeepSpeed's experts.
     """
 
     losses: list[float]
@@ -47,14 +40,9 @@ class Trained:
     states: dict[str, Tensor]
     weights: Tensor
     replicas_equal: bool
-    received: list[Received]
     held: list[int]
-    elements: int = 0
-    trained: int = 0
     left: int = 0
-    strategy: str = ""
     windows: int = 0
-    experts: int = 0
 
 
 def _run(run: Run) -> None:
@@ -62,10 +50,8 @@ def _run(run: Run) -> None:
     for step in run.case.steps:
         for event in step.before:
             if run.ours or event.name in SHARED:
-                act(run, *event)
-        with counted(run.zero.get("paro_group_size") or run.zero.get("mics_shard_size") or 1) as bytes_of_step:
-            run.step(step)
-        run.received.append(bytes_of_step)
+                EVENTS[event.name](run, event.value)
+        run.step(step)
         run.norms.append(run.engine.get_global_grad_norm())
         run.scales.append(float(getattr(run.engine.optimizer, "loss_scale", 1.0)))
         run.applied.append(run.engine.was_step_applied())
@@ -83,22 +69,9 @@ def _record(run: Run) -> Trained:
         run.states() if run.order is None else {},
         training.whole_weights(run.model),
         training.all_replicas_equal(run.engine, run.model) if run.case.tensor_parallel == 1 else True,
-        run.received,
         run.held,
-        *elements_of(run.model),
-        strategy=getattr(run.engine._config.zero_config, "paro_strategy", None) or "",
         windows=len(windowed_modules(run.model)),
-        experts=sum(param.numel() for param in run.model.parameters() if is_moe_param(param)),
     )
-
-
-@contextlib.contextmanager
-def _watched(order: Order | None) -> Iterator[None]:
-    if order is None:
-        yield
-    else:
-        with order.watch():
-            yield
 
 
 def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = None) -> Trained:
@@ -112,7 +85,7 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     """
     gc.collect()
     before = live_bytes()
-    with _watched(order):
+    with contextlib.nullcontext() if order is None else order.watch():
         run = Run(case, zero, ours, order)
         _run(run)
     trained = _record(run)

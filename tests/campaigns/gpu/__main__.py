@@ -36,55 +36,38 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from scripts import ROOT
 from tests.campaigns.gpu import claims
-from tests.campaigns.gpu.child import TABLE
 from tests.campaigns.gpu.runs import (
+    EXPERIMENTS,
     NO_GPU,
     NOT_RUN,
+    PASSED,
     SAID,
     Experiment,
     Outcome,
+    Place,
+    Report,
     has_gpu,
     run_all,
-    select,
-    status_of,
+    run_here,
     table,
     write_results,
 )
 
-BUDGET = 70 * 60.0
+BUDGET = 70 * 60.0  # seconds, of all of them
 UNKNOWN = "unknown"
-ALONE = ("T4", "T8B")  # they measure time
-
-
-def experiments(device: str, small: bool) -> list[Experiment]:
-    """Return all experiments for a device."""
-
-    found = []
-    for name, title, limit, variables, _ in TABLE:
-        command = [sys.executable, "-m", "tests.campaigns.gpu.child", name, "--device", device]
-        command += ["--small"] if small else []
-        given = partial(_with_report, command)
-        found.append(Experiment(name, title, limit, given, variables if device == "cuda" else {}, name in ALONE))
-    return found
-
-
-def _with_report(command: list[str], report: Path) -> list[str]:
-    return [*command, "--report", str(report)]
 
 
 def environment(device: str) -> dict[str, str]:
     """Return the variables of the processes: where modules are, and what a single rank is told by a launcher."""
-    paths = [ROOT, ROOT / "tests" / "unit"]
     given = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*map(str, paths), *([given] if given else [])]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([given] if given else [])]),
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
         "DS_ACCELERATOR": device,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -106,7 +89,7 @@ def circumstances(device: str) -> dict[str, str]:
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("deepspeed_ext", "deepspeed", "torch")),
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "commit": commit(),
         "python": platform.python_version(),
         "device": "the CPU",
     }
@@ -120,6 +103,11 @@ def circumstances(device: str) -> dict[str, str]:
             "nvcc": shutil.which("nvcc") or "none",
         }
     return found
+
+
+def commit() -> str:
+    """Return the commit, with "-dirty" if the working tree has changes."""
+    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty")
 
 
 def _version(name: str) -> str:
@@ -143,62 +131,25 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="T1,T5", help="these experiments (default: all)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="fewer strategies and smaller sizes")
-    parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="for all (%(default)s)")
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="of those that measure no time")
     parser.add_argument("--commit", default="", metavar="REVISION", help="what this is a copy of")
     parser.add_argument("--verdicts-of", type=Path, metavar="FILE", help="run none: take the result of an earlier run")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "gpu", metavar="DIR", help="where results go")
     parser.add_argument("--write-status", action="store_true", help="write the verdicts into README.md and status.csv")
     parser.add_argument("--list", action="store_true", help="name the experiments, and run none")
+    parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # run one in this process
     args = parser.parse_args(arguments)
-    try:
-        if args.verdicts_of is not None:
-            args.earlier = written_before(args.verdicts_of)
-        args.chosen = select(experiments(args.device, args.small), args.only.split(","))
-        if args.write_status:
-            check_writable(args)
-    except ValueError as error:
-        parser.error(str(error))
+    names = [name.strip().upper() for name in args.only.split(",") if name.strip()]
+    args.chosen = [one for one in EXPERIMENTS if one.name in names or not names]
+    if args.device == "cpu":
+        args.chosen = [one._replace(variables={}) for one in args.chosen]
+    if unknown := set(names) - {one.name for one in EXPERIMENTS}:
+        parser.error(f"--only: expected some of {', '.join(one.name for one in EXPERIMENTS)}, got {sorted(unknown)}")
+    if args.write_status and (names or args.small or args.device == "cpu"):
+        parser.error("--write-status: expected a whole run on a GPU, got one of --only, --small and --device cpu")
+    if args.write_status and args.verdicts_of is None and commit().endswith("-dirty"):
+        parser.error("--write-status: expected a clean working tree, got one with changes")
     return args
-
-
-def check_writable(args: argparse.Namespace) -> None:
-    """Check, before any of them runs, that a run's verdicts may be written down.
-
-    Raises:
-        ValueError: the run is not of all experiments, in full and on a GPU; or not of a commit.
-    """
-    if narrowed(args):
-        raise ValueError(f"--write-status: expected a whole run on a GPU, got {', '.join(narrowed(args))}")
-    if args.verdicts_of is None and changes():
-        raise ValueError(f"--write-status: expected a clean working tree, got changes of it:\n{changes()}")
-
-
-def narrowed(args: argparse.Namespace) -> list[str]:
-    """Return the options without which a run would be of all experiments, in full and on a GPU."""
-    given = {"--only": args.only, "--small": args.small, "--device cpu": args.device == "cpu"}
-    return [name for name, value in given.items() if value]
-
-
-def written_before(file: Path) -> tuple[dict[str, str], list[Outcome]]:
-    """Return what an earlier run has found, and its circumstances.
-
-    Raises:
-        ValueError: that run was not of all experiments, in full and on a GPU; or not of a commit.
-    """
-    record = json.loads(file.read_text(encoding="utf-8"))
-    outcomes = [Outcome(**one) for one in record.pop("experiments")]
-    ran = {one.name for one in outcomes}
-    if {row[0] for row in TABLE} - ran or "--small" in record["command"] or record["device"] == "the CPU":
-        raise ValueError(f"{file}: expected a whole run on a GPU, got {record['command']!r} on {record['device']}")
-    if record["commit"] == UNKNOWN or record["commit"].endswith("-dirty"):
-        raise ValueError(f"{file}: expected a run of a commit, got {record['commit']!r}")
-    return record, outcomes
-
-
-def changes() -> str:
-    """Return what git says has changed in the working tree since the last commit."""
-    return _output("git", "-C", str(ROOT), "status", "--porcelain")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -208,7 +159,13 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"{one.name:4} {one.limit:4.0f} s  {one.title}" for one in args.chosen))
         return 0
     if args.verdicts_of is not None:
-        return conclude(args, *args.earlier)
+        about = json.loads(args.verdicts_of.read_text(encoding="utf-8"))
+        return conclude(about, [Outcome(**one) for one in about.pop("experiments")], args.write_status)
+    if args.report is not None:
+        report = Report(args.report)
+        run_here(args.only, Place(args.device, args.small, report))
+        report.done()
+        return 0
     if args.device == "cuda" and not has_gpu():
         print(SAID, file=sys.stderr)
         return NO_GPU
@@ -217,35 +174,43 @@ def main(arguments: list[str] | None = None) -> int:
     about = circumstances(args.device) | ({"commit": args.commit} if args.commit else {})
     stem = args.results / time.strftime("%Y-%m-%d-%H%M%S", time.gmtime())
 
+    def command(experiment: Experiment, report: Path) -> list[str]:
+        options = ["--only", experiment.name, "--device", args.device, "--report", str(report)]
+        return [sys.executable, "-m", "tests.campaigns.gpu", *options, *(["--small"] if args.small else [])]
+
     def note(outcomes: list[Outcome]) -> None:
         write_results(stem, about, outcomes)
         last = outcomes[-1]
         print(f"{last.name:4} {last.kind:8} {last.seconds:6.1f} s  {last.title}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
-        left = args.budget - (time.monotonic() - begin)
-        outcomes = run_all(args.chosen, left, Path(folder), note, environment(args.device), args.at_once)
+        left = BUDGET - (time.monotonic() - begin)
+        variables = environment(args.device)
+        outcomes = run_all(args.chosen, command, left, Path(folder), note, variables, args.at_once)
     print("\n" + table(about, outcomes) + f"\nwritten to {stem}.json and {stem}.txt")
-    return conclude(args, about, outcomes)
+    return conclude(about, outcomes, args.write_status)
 
 
-def conclude(args: argparse.Namespace, about: dict[str, str], outcomes: list[Outcome]) -> int:
-    """Print the verdicts, write them down if that is wanted, and return the exit status."""
+def conclude(about: dict[str, str], outcomes: list[Outcome], write: bool) -> int:
+    """Print the verdicts, write them down if that is wanted, and return the exit status: 0 if all have passed.
+
+    Only verdicts of all experiments, in full, on a GPU, and of a commit are written.
+    """
     found = claims.verdicts(outcomes)
     print("\n" + claims.told(found))
-    if not narrowed(args):
-        print("\n" + settled(args.write_status, about, outcomes, found))
-    return status_of(outcomes)
-
-
-def settled(write: bool, about: dict[str, str], outcomes: list[Outcome], found: list[claims.Verdict]) -> str:
-    """Write the verdicts of a whole run down if they are wanted and complete; return what the README says of them."""
-    missing = ", ".join(one.name for one in outcomes if one.kind == NOT_RUN)
-    if not write or missing:
-        why = f"{missing} did not run" if missing else "without --write-status"
-        return f"not written ({why}): {claims.sentence(about, found)}."
-    claims.write(ROOT, about, found)
-    return f"written to {claims.TABLE} and README.md: {claims.sentence(about, found)}."
+    missing = {one.name for one in EXPERIMENTS} - {one.name for one in outcomes if one.kind != NOT_RUN}
+    why = {
+        f"{', '.join(sorted(missing))} did not run": missing,
+        "a run on the CPU": about["device"] == "the CPU",
+        "a small run": "--small" in about["command"],
+        f"of commit {about['commit']}": about["commit"] == UNKNOWN or about["commit"].endswith("-dirty"),
+        "without --write-status": not write,
+    }
+    refused = [reason for reason, holds in why.items() if holds]
+    print(f"\n{claims.sentence(about, found)}: {'not written: ' + '; '.join(refused) if refused else 'written'}")
+    if not refused:
+        claims.write(ROOT, about, found)
+    return int((write and bool(refused)) or any(one.kind != PASSED for one in outcomes))
 
 
 if __name__ == "__main__":

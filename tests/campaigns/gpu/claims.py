@@ -12,7 +12,6 @@ from typing import NamedTuple
 from tests.campaigns.gpu.runs import FAILED, NOT_RUN, PASSED, Outcome
 
 HOLDS, FAILS, OPEN = "holds", "does not hold", "not settled"
-_UNCHECKED = "checked nothing"
 TABLE = Path("tests", "campaigns", "gpu", "status.csv")  # of all verdicts; rows are appended
 COLUMNS = ("date", "device", "versions", "commit", "claim", "verdict", "experiments")
 _LINE = re.compile(r"(?m)^(\*\*Status:\*\* [^;]*; )(?:nothing has run on a GPU yet|on a GPU .*)\.$")
@@ -41,7 +40,8 @@ class Verdict(NamedTuple):
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Return what outcomes say of each claim; one that did not run to its end, or checked nothing, settles nothing."""
-    kinds = {one.name: _came(one) for one in outcomes}
+    # Without a check nothing could have failed: figures alone show only that the program has ended.
+    kinds = {one.name: one.kind if one.checks or one.kind != PASSED else "checked nothing" for one in outcomes}
     found = []
     for claim, names in CLAIMS:
         came = [kinds.get(name, NOT_RUN) for name in names]
@@ -49,11 +49,6 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
         told = ", ".join(f"{name} {kind}" for name, kind in zip(names, came, strict=True))
         found.append(Verdict(claim, kind, told))
     return found
-
-
-def _came(outcome: Outcome) -> str:
-    # Without a check nothing could have failed: figures alone show only that the program has ended.
-    return outcome.kind if outcome.checks or outcome.kind != PASSED else _UNCHECKED
 
 
 def told(found: Sequence[Verdict]) -> str:

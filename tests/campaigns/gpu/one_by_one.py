@@ -25,8 +25,8 @@ import deepspeed
 import torch
 
 import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
-from tests.campaigns.gpu.child import Place
 from tests.campaigns.gpu.order import enter_alone
+from tests.campaigns.gpu.runs import Place
 from tests.harness import training
 from tests.harness.training import Job
 
@@ -69,8 +69,21 @@ def run_cases(place: Any, cases: Sequence[Case], alone: bool = False) -> None:
 
 
 def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
-    """Run cases until one fails, on new ranks; return how many are over."""
-    with _started(place, cases, ranks) as (processes, pipes):
+    """Run cases until one fails, on new ranks, which are killed in the end; return how many are over."""
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = list[Any](), list[Connection]()
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            given = rank, ranks, place.device, place.small, folder, list(cases), theirs
+            process = context.Process(target=_rank, args=given, daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            theirs.close()  # so that its end is seen
+            processes.append(process)
+            pipes.append(ours)
         for number, case in enumerate(cases):
             begin, limit = time.monotonic(), case.limit + (0.0 if number else _START)
             why = followed(place.report, case, pipes, limit)
@@ -110,53 +123,20 @@ def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float)
     return "" if held else "it checked nothing"
 
 
-@contextlib.contextmanager
-def _started(place: Any, cases: Sequence[Case], ranks: int) -> Iterator[tuple[list[Any], list[Connection]]]:
-    """Start ranks; yield their processes and what they tell. They are killed in the end."""
-    context = multiprocessing.get_context("spawn")
-    processes, pipes = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe(duplex=False)
-                given = rank, ranks, place.device, place.small, folder, list(cases), theirs
-                process = context.Process(target=_rank, args=given, daemon=True)
-                process.start()
-                theirs.close()  # so that its end is seen
-                processes.append(process)
-                pipes.append(ours)
-            yield processes, pipes
-        finally:
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.join()
-
-
-class _Told:
-    """The report of a rank, which is told to the process of the experiment."""
+class _RankReport:
+    """The report of a rank, which is sent to the process of the experiment."""
 
     def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def check(self, name: str, held: bool) -> None:
-        """Tell whether something held."""
-        self._pipe.send(("check", name, bool(held)))
-
-    def figure(self, name: str, value: Any) -> None:
-        """Tell what was measured."""
-        self._pipe.send(("figure", name, value))
-
-    def over(self, why: str) -> None:
-        """Tell that a case is over, and why it has failed; empty if it has not."""
-        self._pipe.send((_OVER, "", why))
+        self.check = lambda name, held: pipe.send(("check", name, bool(held)))
+        self.figure = lambda name, value: pipe.send(("figure", name, value))
+        self.over = lambda why: pipe.send((_OVER, "", why))  # of a case: why it has failed; empty if it has not
 
 
 def _rank(
     rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
 ) -> None:
-    told = _Told(pipe)
-    place = Place(device, small, told)
+    report = _RankReport(pipe)
+    place = Place(device, small, report)
     run = partial(_run, cases=cases)
     try:
         if ranks == 1:
@@ -166,7 +146,7 @@ def _rank(
             _share_gpu(rank, place, folder, run)
     except BaseException as error:
         lines = traceback.format_exception(error)
-        told.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
+        report.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
         time.sleep(3600)  # until it is killed: if it ended, others would raise because of that
 
 

@@ -90,8 +90,9 @@ def _clock(place: Any) -> None:
 
 def _reported(place: Any, name: str) -> None:
     with shared_folder() as folder:
-        wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
-        _tell(place, [*wrong, *(reported.faults_of(folder, name) if dist.get_rank() == 0 else [])])
+        _tell(
+            place, [*reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED), *_faults(folder, name)]
+        )
         if dist.get_rank() == 0:
             _look_at(place, folder)
 
@@ -100,11 +101,15 @@ def _measured(place: Any) -> None:
     """Measure the links for the predictions, as users do."""
     with shared_folder() as folder:
         wrong = reported.training_of(folder, reported.SECTIONS["NIG"], reported.TRAINED, links=None)
-        _tell(place, [*wrong, *(reported.faults_of(folder, "NIG") if dist.get_rank() == 0 else [])])
+        _tell(place, [*wrong, *_faults(folder, "NIG")])
         if dist.get_rank() == 0:
             rates = [row["probed_rate"] for row in _report_in(folder)["hops"]]
             place.report.figure("rates of hops", rates)
             place.report.check("hops have rates", len(rates) == 2 and all(rate and rate > 0 for rate in rates))
+
+
+def _faults(folder: str, name: str) -> list[str]:
+    return reported.faults_of(folder, name) if dist.get_rank() == 0 else []
 
 
 def _in_four_bits(place: Any) -> None:

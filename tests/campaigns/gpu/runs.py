@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs experiments, several at once, each in its own process and within a time limit, and records the results.
+"""The experiments, and how they run: several at once, each in its own process and within a time limit.
 
 While an experiment runs, it writes its report, a JSON object, to a file again and again: ``checks`` (name: whether it
 held), ``figures`` (name: a value) and, at its end, ``done``. So its findings are kept if it is killed.
@@ -9,54 +9,75 @@ held), ``figures`` (name: a value) and, at its end, ``done``. So its findings ar
 import contextlib
 import json
 import os
+import pkgutil
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NO_GPU = 3  # exit status
 SAID = "No GPU: nothing was run. torch sees none of NVIDIA's."
 PASSED, FAILED, CRASHED, HUNG, NOT_RUN = "passed", "failed", "crashed", "hung", "not run"
-KINDS = (PASSED, FAILED, CRASHED, HUNG, NOT_RUN)
 LEAST = 15.0  # seconds; with less time left no experiment is begun
 _GRACE = 5.0  # seconds between asking a process to end and killing it
 _LOOK = 0.1  # seconds between looks at a process
 _TAIL = 4000  # characters of the output that are kept
+_SANITIZER = {"TORCH_CUDA_SANITIZER": "1"}
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """One of them.
+class Experiment(NamedTuple):
+    """An experiment.
 
     Attributes:
         name: T1, ...
         title: what it shows.
         limit: seconds.
-        command: what to run, given the file for the report.
-        environment: variables that it gets beside ours.
+        function: module and function.
+        variables: of its environment, on a GPU.
         alone: whether it measures time, and so runs beside no other.
     """
 
     name: str
     title: str
     limit: float
-    command: Callable[[Path], Sequence[str]]
-    environment: Mapping[str, str] = field(default_factory=dict)
+    function: str
+    variables: Mapping[str, str] = {}
     alone: bool = False
+
+
+# The most useful first, should the budget not suffice for all. The first builds the kernels.
+EXPERIMENTS = (
+    Experiment("T0", "kernels: drawn cases beside the reference and the CPU's kernels", 600, "kernels:drawn"),
+    Experiment("T8A", "kernels: their tests", 420, "kernels:bits"),
+    Experiment("T1", "a slow optimizer step is waited for", 150, "order:slow_step"),
+    Experiment("T2", "late results are waited for: all strategies, virtual ranks", 300, "order:late_results"),
+    Experiment("T6", "ranks that share the GPU: all strategies beside stock DeepSpeed", 300, "ranks:gloo_ranks"),
+    Experiment("T10", "ranks that share the GPU: states on the host, few bits, Muon", 300, "ranks:states"),
+    Experiment("T11", "ranks that share the GPU: saves beside the training, exports", 220, "saves:aside"),
+    Experiment("T12", "ranks that share the GPU, and one of NCCL's: reports, doctor", 220, "reports:all_checks"),
+    Experiment("T13", "ranks that share the GPU: experts beside stock DeepSpeed", 220, "experts:experts"),
+    Experiment("T7", "NCCL at one rank, without the short cuts", 150, "ranks:nccl_alone"),
+    Experiment("T3", "torch's sanitizer over T1 and T2", 420, "order:sanitizer", _SANITIZER),
+    Experiment("T3B", "torch's sanitizer: other strategies", 240, "order:sanitizer_of_others", _SANITIZER),
+    Experiment("T5", "host synchronizations in micro-steps 5 to 10", 180, "timeline:synchronizations"),
+    Experiment("T4", "what overlaps with what", 120, "timeline:timeline", alone=True),
+    Experiment("T8B", "kernels: their bandwidth beside a copy's", 180, "kernels:bandwidth", alone=True),
+    Experiment("T9", "memory beside the formulas", 120, "kernels:memory"),
+)
 
 
 @dataclass
 class Outcome:
-    """What an experiment came to.
+    """The outcome of an experiment.
 
     Attributes:
         name, title: of the experiment.
-        kind: one of ``KINDS``.
+        kind: passed, failed, crashed, hung or not run.
         seconds: that it took.
         checks: name: whether it held.
         figures: name: what was measured.
@@ -72,137 +93,11 @@ class Outcome:
     text: str = ""
 
 
-def has_gpu() -> bool:
-    """Return whether torch sees a GPU of NVIDIA's."""
-    import torch
-
-    return bool(torch.version.cuda) and torch.cuda.is_available()
-
-
-def select(experiments: Sequence[Experiment], only: Iterable[str]) -> list[Experiment]:
-    """Return those of these names, in their own order; without names all.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    names = [name.strip().upper() for name in only if name.strip()]
-    known = [one.name for one in experiments]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"expected experiments among {', '.join(known)}, got {', '.join(unknown)}")
-    return [one for one in experiments if not names or one.name in names]
-
-
-def run_all(
-    experiments: Sequence[Experiment],
-    budget: float,
-    folder: Path,
-    note: Callable[[list[Outcome]], None],
-    environment: Mapping[str, str],
-    at_once: int = 1,
-) -> list[Outcome]:
-    """Run experiments while the budget lasts; one that crashes or hangs does not end the others.
-
-    Args:
-        experiments: in this order; those that run alone before the others, where several run at once.
-        budget: seconds for all of them.
-        folder: for reports and output.
-        note: is given all outcomes after each.
-        environment: of the processes.
-        at_once: how many run at the same time.
-    """
-    begin, outcomes = time.monotonic(), list[Outcome]()
-    noting, over = threading.Lock(), threading.Event()
-
-    def run_one(experiment: Experiment) -> None:
-        left = budget - (time.monotonic() - begin)
-        if left < min(LEAST, experiment.limit):
-            text = f"{max(0.0, left):.0f} s of {budget:.0f} s were left"
-            outcome = Outcome(experiment.name, experiment.title, NOT_RUN, text=text)
-        else:
-            outcome = run(experiment, min(left, experiment.limit), folder, environment, over)
-        with noting:
-            outcomes.append(outcome)
-            note(outcomes)
-
-    alone = [one for one in experiments if one.alone or at_once == 1]
-    for some, workers in ((alone, 1), ([one for one in experiments if one not in alone], at_once)):
-        with ThreadPoolExecutor(workers) as pool:
-            try:
-                list(pool.map(run_one, some))
-            except BaseException:
-                over.set()  # what runs ends, and nothing else begins
-                pool.shutdown(cancel_futures=True)
-                raise
-    order = [one.name for one in experiments]
-    return sorted(outcomes, key=lambda one: order.index(one.name))
-
-
-def run(
-    experiment: Experiment, limit: float, folder: Path, environment: Mapping[str, str], over: threading.Event
-) -> Outcome:
-    """Run one experiment, and kill it with all that it has started when its time is over, or that of all is."""
-    report, log = (folder / f"{experiment.name}.{end}" for end in ("json", "log"))
-    report.unlink(missing_ok=True)
-    begin = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            list(experiment.command(report)),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            env={**environment, **experiment.environment},
-            start_new_session=True,
-        )
-        last = begin + (limit - _GRACE if limit > 2 * _GRACE else limit)
-        try:
-            while process.poll() is None and time.monotonic() < last and not over.wait(_LOOK):
-                pass
-            hung = process.poll() is None
-        finally:
-            _end(process)
-    outcome = Outcome(experiment.name, experiment.title, PASSED, round(time.monotonic() - begin, 1))
-    found = _read(report)
-    outcome.checks, outcome.figures = found.get("checks", {}), found.get("figures", {})
-    broken = [name for name, held in outcome.checks.items() if not held]
-    if hung:
-        outcome.kind, outcome.text = HUNG, f"ended after {outcome.seconds:.0f} s\n{_tail(log)}"
-    elif process.returncode or not found.get("done"):
-        outcome.kind, outcome.text = CRASHED, f"exit status {process.returncode}\n{_tail(log)}"
-    elif found.get("skipped"):
-        outcome.kind, outcome.text = NOT_RUN, found["skipped"]
-    elif broken:
-        outcome.kind, outcome.text = FAILED, f"did not hold: {', '.join(broken)}"
-    elif not outcome.checks and not outcome.figures:
-        outcome.kind, outcome.text = FAILED, "it checked nothing"
-    return outcome
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End what is left of a process and of all that it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_GRACE)
-            if number == signal.SIGTERM:
-                time.sleep(0.2)  # for the others of its group, before they are killed
-
-
-def _read(report: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(report.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _tail(log: Path) -> str:
-    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+# ---- within an experiment
 
 
 class Report:
-    """What an experiment writes down, seen from within it."""
+    """The findings of an experiment, in a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -229,18 +124,143 @@ class Report:
         self._write()
 
     def _write(self) -> None:
-        part = self._file.with_suffix(".part")
-        part.write_text(json.dumps(self._content, indent=1), encoding="utf-8")
-        part.replace(self._file)
+        replace(self._file, json.dumps(self._content, indent=1))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an experiment runs: "cuda" or "cpu", quickly rather than thoroughly if small; and what it reports to."""
+
+    device: str
+    small: bool
+    report: Any
+
+    @property
+    def cuda(self) -> bool:
+        """Whether this is a GPU."""
+        return self.device == "cuda"
+
+
+def run_here(name: str, place: Place) -> None:
+    """Run the experiment of this name in this process."""
+    import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
+
+    function = next(one.function for one in EXPERIMENTS if one.name == name)
+    pkgutil.resolve_name(f"tests.campaigns.gpu.{function}")(place)
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a GPU of NVIDIA's."""
+    import torch
+
+    return bool(torch.version.cuda) and torch.cuda.is_available()
+
+
+# ---- all of them
+
+
+def run_all(
+    experiments: Sequence[Experiment],
+    command: Callable[[Experiment, Path], Sequence[str]],
+    budget: float,
+    folder: Path,
+    note: Callable[[list[Outcome]], None],
+    environment: Mapping[str, str],
+    at_once: int = 1,
+) -> list[Outcome]:
+    """Run experiments while the budget lasts; one that crashes or hangs does not end the others.
+
+    Args:
+        experiments: in this order; those that run alone before the others, where several run at once.
+        command: returns what runs one, given the file for its report.
+        budget: seconds for all of them.
+        folder: for reports and output.
+        note: is given all outcomes after each.
+        environment: of the processes.
+        at_once: how many run at the same time.
+    """
+    begin, outcomes = time.monotonic(), list[Outcome]()
+    noting, over = threading.Lock(), threading.Event()
+
+    def run_one(one: Experiment) -> None:
+        left = budget - (time.monotonic() - begin)
+        if left < min(LEAST, one.limit):
+            outcome = Outcome(one.name, one.title, NOT_RUN, text=f"{max(0.0, left):.0f} s of {budget:.0f} s were left")
+        else:
+            report, log = (folder / f"{one.name}.{end}" for end in ("json", "log"))
+            arguments, variables = command(one, report), {**environment, **one.variables}
+            spent = time.monotonic()
+            status = _run(arguments, variables, log, min(left, one.limit), over)
+            outcome = _outcome(one, status, report, log)
+            outcome.seconds = round(time.monotonic() - spent, 1)
+        with noting:
+            outcomes.append(outcome)
+            note(outcomes)
+
+    alone = [one for one in experiments if one.alone or at_once == 1]
+    for some, workers in ((alone, 1), ([one for one in experiments if one not in alone], at_once)):
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                list(pool.map(run_one, some))
+            except BaseException:
+                over.set()  # what runs ends, and nothing else begins
+                pool.shutdown(cancel_futures=True)
+                raise
+    order = [one.name for one in experiments]
+    return sorted(outcomes, key=lambda one: order.index(one.name))
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, limit: float, over: threading.Event
+) -> int | None:
+    """Return the exit status of a command; None if it was killed, with all that it has started, after its time."""
+    last = time.monotonic() + (limit - _GRACE if limit > 2 * _GRACE else limit)
+    with log.open("wb") as output:
+        pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+        try:
+            while process.poll() is None and time.monotonic() < last and not over.wait(_LOOK):
+                pass
+            return process.poll()
+        finally:
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=_GRACE)
+                    time.sleep(0.2)  # for the others of its group, before they are killed
+
+
+def _outcome(experiment: Experiment, status: int | None, report: Path, log: Path) -> Outcome:
+    """Return the outcome of an experiment that has ended."""
+    found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    checks, figures = found.get("checks", {}), found.get("figures", {})
+    outcome = Outcome(experiment.name, experiment.title, PASSED, checks=checks, figures=figures)
+    broken = [name for name, held in checks.items() if not held]
+    if status != 0 or not found.get("done"):
+        outcome.kind = HUNG if status is None else CRASHED
+        tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
+        outcome.text = f"exit status {status}\n{tail}"
+    elif found.get("skipped"):
+        outcome.kind, outcome.text = NOT_RUN, found["skipped"]
+    elif broken or not (checks or figures):
+        outcome.kind = FAILED
+        outcome.text = f"did not hold: {', '.join(broken)}" if broken else "it checked nothing"
+    return outcome
+
+
+def replace(file: Path, text: str) -> None:
+    """Write a file at once."""
+    part = file.with_name(file.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def write_results(stem: Path, about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
     """Write what is known until now: ``stem``.json, and ``stem``.txt to be read."""
     record = {**about, "experiments": [asdict(one) for one in outcomes]}
-    for end, text in ((".json", json.dumps(record, indent=1) + "\n"), (".txt", table(about, outcomes))):
-        part = stem.with_name(stem.name + end + ".part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(stem.with_name(stem.name + end))
+    replace(stem.with_name(stem.name + ".json"), json.dumps(record, indent=1) + "\n")
+    replace(stem.with_name(stem.name + ".txt"), table(about, outcomes))
 
 
 def table(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
@@ -250,19 +270,6 @@ def table(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
         held = sum(one.checks.values())
         lines.append(f"{one.name:4} {one.kind:8} {one.seconds:7.1f} s  {held}/{len(one.checks)} checks  {one.title}")
     for one in outcomes:
-        if one.text or one.figures:
-            lines += ["", f"{one.name} {one.title}"]
-            lines += [f"  {line}" for line in one.text.splitlines()]
-            lines += [f"  {name}: {_shown(value)}" for name, value in one.figures.items()]
+        lines += ["", f"{one.name} {one.title}", *(f"  {line}" for line in one.text.splitlines())]
+        lines += [f"  {name}: {value}" for name, value in one.figures.items()]
     return "\n".join(lines) + "\n"
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return ", ".join(f"{k} {_shown(v)}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-
-
-def status_of(outcomes: Sequence[Outcome]) -> int:
-    """Return the exit status: 0 if all have passed, else 1; what did not fit into the budget has not passed."""
-    return int(any(one.kind != PASSED for one in outcomes))

@@ -94,16 +94,6 @@ class MarkedTraining:
         ends_after = late.ended is None or self.before(layer[0], late.ended)
         return self.before(late.began, layer[1]) and ends_after
 
-    def times(self) -> str:
-        """Return when layers and collectives of the last micro-step began and ended, in milliseconds."""
-        if not self.place.cuda:
-            return ""
-        origin = self.forward[0][0]
-        rows = [*((f"forward {i}", *span) for i, span in enumerate(self.forward))]
-        rows += [(f"backward {i}", *span) for i, span in enumerate(self.backward)]
-        rows += [(f"{late.name} of {late.ranks}", late.began, late.ended) for late in self.wire.sent]
-        return "; ".join(f"{name} {origin.elapsed_time(a):.0f} to {origin.elapsed_time(b):.0f}" for name, a, b in rows)
-
 
 @contextlib.contextmanager
 def running(
@@ -173,7 +163,6 @@ def under_backward(
             for late in run.wire.sent
             if late.name in REDUCES and any(run.under_way(span, late) for span in run.backward)
         ]
-        place.report.figure(f"{zero} every {accumulation}", run.times())
     return {"any": bool(under), "between groups": any(late.ranks == RANKS // GROUP for late in under)}
 
 

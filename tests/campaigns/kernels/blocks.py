@@ -11,7 +11,7 @@ from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.packing import Packing
 from tests.campaigns.kernels.drawing import Drawing, garbage
 from tests.harness.cuda_on_cpu.arguments import Placed
-from tests.harness.cuda_on_cpu.comparing import VARIANTS, Comparison
+from tests.harness.cuda_on_cpu.comparing import Comparison
 from tests.harness.cuda_on_cpu.emulator import Use
 
 BITS = (4, 8)
@@ -123,29 +123,6 @@ def differences(compare: Comparison, draw: Drawing, amount: float) -> None:
             arrived = draw.wire(packing, rows, width) if draw.random.random() < 0.4 else wire.view
             into = draw.placed(held, Use.READ | Use.WRITE)
             compare("loco_apply", (draw.packed(arrived, Use.READ, aligned), into, bits, block), what)
-
-
-def numbers(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """All numbers of 16 bits, as gradients, as differences, as results; and all scales."""
-    parts = list(range(0, 2**16, 2**12))
-    for dtype, bits in itertools.product((torch.bfloat16, torch.float16), BITS):
-        packing, everything = Packing(bits, 32), torch.arange(2**16).to(torch.int16).view(dtype).view(-1, 1)
-        for start in draw.random.sample(parts, max(1, min(len(parts), round(len(parts) * amount)))):
-            some, variants = everything[start : start + 2**12].repeat(1, 32), [draw.random.choice(VARIANTS)]
-            wire = Placed(garbage((len(some), packing.row_bytes(32)), torch.uint8), Use.WRITE | Use.READ, known=False)
-            gradient, other = Placed(some, Use.READ), Placed(draw.any_bits(tuple(some.shape), dtype), Use.READ)
-            what = f"all {dtype} from {start}"
-            compare("loco_compress", (gradient, wire, None, None, bits, 32, 0.0, 1.0, False), what, variants)
-            compare("loco_difference", (gradient, other, wire, bits, 32), what, variants)
-            held = Placed(some, Use.READ | Use.WRITE)
-            compare("loco_apply", (Placed(wire.view, Use.READ), held, bits, 32), what, variants)
-        scales = torch.arange(0x7E13 if bits == 4 else 0x7C02).to(torch.int16)
-        width = 32 * len(scales)
-        row = draw.wire(packing, 1, width)
-        packing.scales(row, width).copy_(scales.view(torch.bfloat16))
-        out = Placed(garbage((width,), dtype), Use.WRITE, known=False)
-        arguments = (Placed(row, Use.READ), out, bits, 32, 1.0, False)
-        compare("loco_decompress", arguments, f"all scales, {dtype}", [draw.random.choice(VARIANTS)])
 
 
 def _repeated(cases: list, times: float, draw: Drawing) -> Iterator:  # type: ignore[type-arg]  of any tuples

@@ -8,7 +8,7 @@ from torch import Tensor
 from deepspeed_ext.loco import lossless, ops
 from tests.campaigns.kernels.drawing import KINDS, Drawing
 from tests.harness.cuda_on_cpu.arguments import Placed
-from tests.harness.cuda_on_cpu.comparing import VARIANTS, Comparison
+from tests.harness.cuda_on_cpu.comparing import Comparison
 from tests.harness.cuda_on_cpu.emulator import Use
 
 BOTH = Use.READ | Use.WRITE
@@ -89,24 +89,6 @@ def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
         compare(
             "lossless_apply", (Placed(cut, Use.READ), Placed(held, BOTH)), "a row cut in its escapes", oracle=apply
         )
-
-
-def patterns(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """Each pattern of 16 bits, sent beside near and far ones."""
-    everything = torch.arange(2**16).to(torch.int16)
-    others = [lossless._ordinal(lossless._ordinal(everything) + step) for step in range(-11, 12)]
-    others += [everything[torch.randperm(2**16)], everything.flip(0)]
-    for dtype in ops.LOSSLESS_DTYPES:
-        for other in draw.random.sample(others, max(1, min(len(others), round(len(others) * amount)))):
-            updated, held = everything.view(1, -1).view(dtype), other.clone().view(1, -1).view(dtype)
-            variants, what = [draw.random.choice(VARIANTS)], f"all patterns of {dtype}"
-            tiles = Placed(torch.zeros(2**16 // lossless.TILE, dtype=torch.int32), Use.WRITE, known=False)
-            sent = (Placed(updated, Use.READ), Placed(held, Use.READ))
-            compare("lossless_measure", (*sent, tiles), what, variants)
-            header, size = ops.header_of(tiles.view)
-            wire = Placed(torch.full((1, int(size)), 7, dtype=torch.uint8), BOTH, known=False)
-            compare("lossless_pack", (*sent, Placed(header, Use.READ), wire), what, variants)
-            compare("lossless_apply", (Placed(wire.view, Use.READ), Placed(held, BOTH)), what, variants)
 
 
 def drawn_header(draw: Drawing, updated: Tensor, held: Tensor, limit: int) -> Tensor:

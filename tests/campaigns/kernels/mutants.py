@@ -58,10 +58,7 @@ _FAULTS: dict[tuple[str, str, str], list[tuple[str, str]]] = {
         ("__fmaf_rn(__fmaf_rn(-kLargest<kBits>, near, value), kInverse, near)", "near"),
     ],
     ("cuda_block.h", "checked", "differences"): [(_BARRIER + "#pragma unroll 1", "#pragma unroll 1")],
-    ("loco_cuda.cu", "checked", "compress"): [
-        ("    __syncwarp();\n", ""),
-        ("shared[1]));", "shared[0]));"),
-    ],
+    ("loco_cuda.cu", "checked", "compress"): [("    __syncwarp();\n", ""), ("shared[1]));", "shared[0]));")],
     ("lossless_cuda.cu", "plain", "modes"): [
         (_BARRIER + "  const int own", "  const int own"),
         (_BARRIER + "  for (int unit", "  for (int unit"),

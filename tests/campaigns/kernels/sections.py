@@ -13,22 +13,19 @@ SECTIONS: dict[str, Section] = {
     "compress": blocks.compress,
     "decompress": blocks.decompress,
     "differences": blocks.differences,
-    "numbers": blocks.numbers,
     "modes": lossless.modes,
     "lossless_rows": lossless.rows,
     "strange": lossless.strange,
-    "patterns": lossless.patterns,
     "empty": bounds.empty,
     "rows": bounds.rows,
     "large": bounds.large,
     "devices": bounds.devices,
 }
 _OF_PLAIN = ("rows", "large")  # memory that the other builds would touch
-_OF_VALUES = ("numbers", "patterns")  # other kernels have its accesses as well
 # What takes nothing but tensors; the others choose blocks, or where tensors seem to be.
-ON_DEVICE = ("compress", "decompress", "differences", "numbers", "modes", "lossless_rows", "strange", "patterns")
+ON_DEVICE = ("compress", "decompress", "differences", "modes", "lossless_rows", "strange")
 OF_BUILDS = {
     "plain": tuple(SECTIONS),
-    "checked": tuple(name for name in SECTIONS if name not in (*_OF_PLAIN, *_OF_VALUES, "empty", "devices")),
+    "checked": tuple(name for name in SECTIONS if name not in (*_OF_PLAIN, "empty", "devices")),
     "address": tuple(name for name in SECTIONS if name not in _OF_PLAIN),
 }

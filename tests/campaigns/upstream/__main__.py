@@ -4,8 +4,7 @@
 
 Runs tests of a checkout of DeepSpeed twice, with the DeepSpeed that is installed: as it is, and with every
 configuration of ZeRO-1, 2 and 3 given the strategy that stands for its stage. Prints what passes on stock and not with
-ours. A configuration that is refused by a documented refusal counts as refused, not as failed. What tests come to on
-stock is kept, so that other strategies need no second run of it.
+ours. A configuration that is refused by a documented refusal counts as refused, not as failed.
 
 Needs a checkout near the installed version (git clone https://github.com/deepspeedai/DeepSpeed), this package with its
 development dependencies (pip install -e .[test]), and a C++ compiler for the tests that offload. Tests
@@ -17,17 +16,15 @@ Exit status: 0 if every difference is known; 1 if not; 2 if it could not run.
 """
 
 import argparse
-import json
+import random
 import signal
 import sys
-import time
 from collections import Counter
-from importlib import metadata
 from pathlib import Path
 
 from scripts import ROOT
 from tests.campaigns.upstream.known import KNOWN
-from tests.campaigns.upstream.outcomes import PASSED, REFUSED, Outcome, counts, differences, sample
+from tests.campaigns.upstream.outcomes import PASSED, REFUSED, Outcome, counts
 from tests.campaigns.upstream.suite import Failed, Side, Suite
 
 # What involves ZeRO, or the engine that makes it.
@@ -42,73 +39,22 @@ PATHS = [
 ]
 
 
-def stock_file(suite: Suite) -> Path:
-    """Return where stock's outcomes are kept."""
-    versions = "-".join(f"{name}-{metadata.version(name)}" for name in ("deepspeed", "torch"))
-    return suite.work / f"stock-{versions}-ranks-{suite.ranks or 2}.json"
-
-
-def run_stock(suite: Suite, tests: list[str]) -> dict[str, Outcome]:
-    """Return what tests come to on stock: as it is kept, where neither versions nor the test's file have changed."""
-    file = stock_file(suite)
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    digests = {test: suite.digest(test) for test in tests}
-    due = [test for test in tests if kept.get(test, {}).get("digest") != digests[test]]
-
-    def keep(outcomes: dict[str, Outcome]) -> None:
-        for test, outcome in outcomes.items():
-            kept[test] = {**outcome.record(), "digest": digests[test]}
-        file.with_suffix(".part").write_text(json.dumps(kept, indent=1), encoding="utf-8")
-        file.with_suffix(".part").replace(file)
-
-    _run(suite, due, Side(), keep)
-    return {test: Outcome.of(kept[test]) for test in tests}
-
-
-def run_ours(suite: Suite, tests: list[str], side: Side) -> dict[str, Outcome]:
-    """Return what tests come to with ours; written to a file as well, as they end."""
-    found: dict[str, Outcome] = {}
-
-    def keep(outcomes: dict[str, Outcome]) -> None:
-        found.update(outcomes)
-        records = {test: outcome.record() for test, outcome in sorted(found.items())}
-        file = suite.work / f"{side.name}-ranks-{suite.ranks or 2}.json"
-        file.write_text(json.dumps(records, indent=1), encoding="utf-8")
-
-    _run(suite, tests, side, keep)
-    return found
-
-
-def _run(suite: Suite, tests: list[str], side: Side, keep: object) -> None:
-    begin, done = time.monotonic(), 0
-
-    def report(outcomes: dict[str, Outcome]) -> None:
-        nonlocal done
-        keep(outcomes)  # type: ignore[operator]
-        done += len(outcomes)
-        spent = time.monotonic() - begin
-        print(f"{side.name} {done}/{len(tests)} after {spent:.0f} s: {counts(outcomes.values())}", flush=True)
-
-    if tests:
-        suite.run(tests, side, report)
-
-
 def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -> bool:
-    """Print what there is to say of a side; whether every difference is known."""
+    """Print how a side differs from stock; return whether every difference is known. Refusals are documented."""
     print(f"\n{side.name}" + (f", groups of {side.group_size}" if side.group_size else ""))
     print(f"  stock: {counts(stock.values())} of {len(stock)} tests")
     made = sum(outcome.made > 0 for outcome in ours.values())
     print(f"  ours: {counts(ours.values())} of the {len(ours)} that pass on stock; {made} made an optimizer of ours")
-    refused = Counter(outcome.text for outcome in ours.values() if outcome.kind == REFUSED)
-    for reason, number in refused.most_common():
-        print(f"  refused {number}: {reason}")
-    found = differences(stock, ours, KNOWN, side.name)
-    for reason, number in Counter(one.reason for one in found if one.reason is not None).most_common():
-        print(f"  known {number}: {reason}")
-    unknown = [one for one in found if one.reason is None]
-    for one in unknown:
-        print(f"  NOT KNOWN: {one.ours.kind} {one.test}: {one.ours.cause}")
-    print(f"  {len(found)} differences, {len(unknown)} of them not known")
+    known, unknown = Counter[str](), []
+    for test, outcome in sorted(ours.items()):
+        if outcome.kind == REFUSED:
+            known[f"refused: {outcome.text}"] += 1
+        elif outcome.kind != PASSED:
+            reason = next((row.reason for row in KNOWN if row.explains(test, outcome, side.name)), None)
+            known.update([f"known: {reason}"] if reason else [])
+            unknown += [] if reason else [f"  NOT KNOWN: {outcome.kind} {test}: {outcome.cause}"]
+    print(*(f"  {number} {reason}" for reason, number in known.most_common()), *unknown, sep="\n")
+    print(f"  {len(unknown)} differences that are not known")
     return not unknown
 
 
@@ -116,13 +62,8 @@ def _strategies(text: str) -> tuple[str, ...]:
     from deepspeed_ext.strategy import STRATEGIES
 
     names = tuple(text.upper().split(","))
-    if len(names) != 3 or not set(names) <= set(STRATEGIES):
+    if [STRATEGIES[name].stage == 3 for name in names if name in STRATEGIES] != [False, False, True]:
         raise argparse.ArgumentTypeError(f"expected a strategy for each of the stages 1, 2 and 3, got {text!r}")
-    for stage, name in enumerate(names, start=1):
-        if (stage == 3) != (STRATEGIES[name].stage == 3):
-            raise argparse.ArgumentTypeError(
-                f"{name} cannot stand for stage {stage}: parameters are sharded at stage 3"
-            )
     return names
 
 
@@ -144,8 +85,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--group-size", type=int, help="ranks in a group, where that divides the ranks")
     parser.add_argument("--ranks", type=int, help="for tests that upstream runs with 2, on both sides")
-    parser.add_argument("--sample", type=int, help="number of tests, from all files alike (default: all)")
-    parser.add_argument("--seed", type=int, default=0, help="chooses another sample")
+    parser.add_argument("--sample", type=int, help="number of tests, drawn by --seed (default: all)")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=120, help="seconds for a test (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest at a time (default: %(default)s)")
     parser.add_argument("--extra", type=Path, metavar="DIR", help="packages that come before the environment's")
@@ -156,24 +97,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(f"ended by signal {number}"))  # and what it runs
-    work = args.work.resolve()
     side = Side(args.strategies, args.group_size)
     try:
-        settings = {
-            "limit": args.limit,
-            "ranks": args.ranks,
-            "jobs": args.jobs,
-            "extra": args.extra and args.extra.resolve(),
-        }
-        suite = Suite.of(args.checkout, work, **settings)
+        extra = args.extra and args.extra.resolve()
+        suite = Suite.of(args.checkout, args.work.resolve(), args.limit, args.ranks, args.jobs, extra)
         suite.build()
         collected, uncollected = suite.collect(args.tests)
         for file, text in uncollected.items():
             print(f"cannot be imported: {file}: {Outcome('error', text).cause}")
-        tests = sample(collected, args.sample, args.seed)
+        tests = sorted(collected)
+        if args.sample is not None:
+            tests = random.Random(args.seed).sample(tests, min(args.sample, len(tests)))
         print(f"{len(tests)} of {len(collected)} tests", flush=True)
-        stock = run_stock(suite, tests)
-        ours = run_ours(suite, [test for test in tests if stock[test].kind == PASSED], side)
+        stock = suite.run(tests, Side())
+        ours = suite.run([test for test in tests if stock[test].kind == PASSED], side)
     except Failed as failed:
         print(failed, file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from pathlib import Path
 from scripts.fork.deepspeed_source import WORK, git, importable, requirement, unpack
 from scripts.fork.patch_mails import Mail, fixes
 from scripts.fork.patched_tree import apply
-from tests.campaigns.upstream.outcomes import FAILED, PASSED, Outcome
+from tests.campaigns.upstream.outcomes import FAILED, PASSED, counts
 from tests.campaigns.upstream.suite import Failed, Side, Suite
 
 _LIMIT = 900.0  # seconds for a test: the first one on a machine compiles an operator
@@ -54,13 +54,11 @@ def _kinds(when: str, suite: Suite, names: list[str]) -> set[str]:
     collected, uncollected = suite.collect(names)
     if uncollected:
         raise Failed("".join(f"{file} cannot be imported: {text}" for file, text in uncollected.items()))
-    outcomes: dict[str, Outcome] = {}
-    suite.run(collected, Side(), outcomes.update)
-    counted = Counter(outcome.kind for outcome in outcomes.values())
-    print(f"  {when}: {', '.join(f'{number} {kind}' for kind, number in sorted(counted.items()))}", flush=True)
+    outcomes = suite.run(collected, Side())
+    print(f"  {when}: {counts(outcomes.values())}", flush=True)
     causes = Counter(outcome.cause for outcome in outcomes.values() if outcome.kind != PASSED)
     print(*(f"    {number}: {cause}\n" for cause, number in causes.most_common()), sep="", end="")
-    return set(counted)
+    return {outcome.kind for outcome in outcomes.values()}
 
 
 def main() -> int:

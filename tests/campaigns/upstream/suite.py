@@ -3,7 +3,6 @@
 """Runs tests of a DeepSpeed checkout against the DeepSpeed that is installed, each with a limit of time."""
 
 import contextlib
-import hashlib
 import itertools
 import json
 import os
@@ -11,16 +10,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from scripts import ROOT
-from tests.campaigns.upstream.outcomes import ERROR, HUNG, Outcome, file_of
+from tests.campaigns.upstream.outcomes import ERROR, HUNG, Outcome, counts, file_of
 
 INSIDE = Path(__file__).resolve().parent / "inside"
 _START = 300.0  # seconds until pytest has imported and collected what it runs
@@ -95,10 +94,10 @@ class Suite:
     extra: Path | None = None
     _numbers: Any = field(default_factory=itertools.count)
     _running: set[subprocess.Popen[bytes]] = field(default_factory=set)
-    _stopped: threading.Event = field(default_factory=threading.Event)
+    _stopped: bool = False
 
     @classmethod
-    def of(cls, checkout: Path, work: Path, **settings: Any) -> "Suite":
+    def of(cls, checkout: Path, work: Path, *settings: Any, **more: Any) -> "Suite":
         """Copy the tests of a checkout.
 
         Raises:
@@ -113,17 +112,11 @@ class Suite:
             path = tests / file
             if path.is_file():
                 path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-        return cls(tests, work, **settings)
+        return cls(tests, work, *settings, **more)
 
     @property
     def _extensions(self) -> Path:
         return self.work / "torch_extensions"
-
-    def digest(self, test: str) -> str:
-        """Return what changes when the file of a test does, or what tests share."""
-        shared = sorted(path for path in (self.tests / "unit").glob("*.py"))
-        content = b"".join(path.read_bytes() for path in [*shared, self.tests / file_of(test)])
-        return hashlib.sha256(content).hexdigest()[:16]
 
     def build(self) -> None:
         """Compile the operators that tests on a CPU use. Those that cannot be compiled are missing on both sides."""
@@ -170,41 +163,37 @@ class Suite:
             raise Failed(f"expected an installed DeepSpeed, got {place}")
         return found[0]["collected"], {line["uncollected"]: line["text"] for line in lines if "uncollected" in line}
 
-    def run(self, tests: Sequence[str], side: Side, report: Callable[[dict[str, Outcome]], None]) -> None:
-        """Run tests, ``_TOGETHER`` in a process while it lives, and report their outcomes when there are all."""
-        ordered = sorted(tests)
-        slots = list(range(self.jobs))
-        lock = threading.Lock()
+    def run(self, tests: Sequence[str], side: Side) -> dict[str, Outcome]:
+        """Run tests, ``_TOGETHER`` in a process while it lives, and return their outcomes."""
+        ordered, begin, found = sorted(tests), time.monotonic(), dict[str, Outcome]()
+        slots: SimpleQueue[int] = SimpleQueue()
+        for slot in range(self.jobs):
+            slots.put(slot)
 
-        def run_some(some: list[str]) -> None:
-            with lock:
-                slot = slots.pop()
-            try:
-                outcomes = self._run_some(some, side, slot)
-            finally:
-                with lock:
-                    slots.append(slot)
-            with lock:
-                if not self._stopped.is_set():
-                    report(outcomes)
+        def run_some(first: int) -> None:
+            slot = slots.get()
+            outcomes = self._run_some(ordered[first : first + _TOGETHER], side, slot)
+            slots.put(slot)
+            found.update(outcomes)
+            spent = time.monotonic() - begin
+            print(
+                f"{side.name} {len(found)}/{len(tests)} after {spent:.0f} s: {counts(outcomes.values())}", flush=True
+            )
 
         with ThreadPoolExecutor(self.jobs) as pool:
             try:
-                firsts = range(0, len(ordered), _TOGETHER)
-                for done in [pool.submit(run_some, ordered[first : first + _TOGETHER]) for first in firsts]:
-                    done.result()
+                list(pool.map(run_some, range(0, len(ordered), _TOGETHER)))
             except BaseException:
-                self._stopped.set()
+                self._stopped = True
                 pool.shutdown(wait=False, cancel_futures=True)
                 for process in list(self._running):
                     _kill(process)
                 raise
+        return found
 
     def _run_some(self, tests: list[str], side: Side, slot: int) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
-        while left := [test for test in tests if test not in outcomes]:
-            if self._stopped.is_set():
-                break
+        while not self._stopped and (left := [test for test in tests if test not in outcomes]):
             job = self._job(side, left)
             files = list(dict.fromkeys(map(file_of, left)))
             with open(job.log, "wb") as log:
@@ -247,9 +236,9 @@ class Suite:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         job = _PytestRun(folder, side)
-        entry = job.library / "upstream_everywhere-0.dist-info" / "entry_points.txt"
+        entry = job.library / "upstream_forced-0.dist-info" / "entry_points.txt"
         entry.parent.mkdir(parents=True)
-        entry.write_text("[torch.backends]\nupstream_everywhere = upstream_everywhere:autoload\n", encoding="utf-8")
+        entry.write_text("[torch.backends]\nupstream_forced = upstream_forced:autoload\n", encoding="utf-8")
         if side.strategies:  # this package, whichever is installed
             (job.library / "deepspeed_ext").symlink_to(ROOT / "deepspeed_ext")
         content = {"tests": tests, "ranks": self.ranks, "record": str(job.record), "notes": str(job.notes)}

@@ -8,9 +8,10 @@ from unittest import mock
 
 import pytest
 
-from tests.campaigns.fuzz import campaign, oracles
+from tests.campaigns.fuzz import campaign
 from tests.campaigns.fuzz.cases import Block, Case, Event, Step
-from tests.campaigns.soak.growth import Sample, growth
+from tests.campaigns.fuzz.drawing import KINDS
+from tests.campaigns.soak import Sample, growth
 from tests.harness.tiers import deep
 
 TWO = {"paro_group_size": 2}
@@ -145,19 +146,6 @@ def broken_case(what: str, case: Case) -> list[str]:
         return judge(case).problems
 
 
-@pytest.mark.deep
-@pytest.mark.parametrize("number", [at for at, fault in enumerate(oracles.FAULTS) if fault.smallest is not None])
-def test_known_faults_of_stock_are_still_there(ranks: Any, number: int) -> None:
-    assert any(ranks(2).run(stock_case, number))
-
-
-def stock_case(number: int) -> bool:
-    """Whether a known fault is still there."""
-    from tests.campaigns.fuzz.judging import stock_is_wrong
-
-    return stock_is_wrong(number)
-
-
 def test_a_case_can_be_run_again_from_what_is_printed() -> None:
     for case in FOUND.values():
         assert campaign.parse(repr(case)) == case
@@ -174,5 +162,5 @@ def test_growth_is_found_and_fluctuation_is_not() -> None:
 
 def test_some_cases_of_the_fuzzer(ranks: Any, kernels: bool) -> None:
     found = campaign.Campaign(ranks, seed=20, worlds=(2,), shrinking=60.0, batch=1)
-    found.run(campaign.KINDS, 5, time.monotonic() + 240.0)
+    found.run(KINDS, 5, time.monotonic() + 240.0)
     assert not found.failures and sum(found.counts.values()) == 5, found.report()

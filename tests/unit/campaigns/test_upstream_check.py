@@ -8,7 +8,6 @@ import pytest
 
 from tests.campaigns.upstream import outcomes
 from tests.campaigns.upstream import suite as suites
-from tests.campaigns.upstream.outcomes import Outcome
 
 TESTS = """
 import os, time
@@ -42,8 +41,7 @@ def suite(tmp_path: Path) -> suites.Suite:
 def test_hanging_and_dying_tests_end_no_other(suite: suites.Suite) -> None:
     tests, uncollected = suite.collect(["unit"])
     assert len(tests) == 6 and list(uncollected) == ["unit/test_bad.py"]
-    found: dict[str, Outcome] = {}
-    suite.run([test for test in tests if "test_some" in test], suites.Side(), found.update)
+    found = suite.run([test for test in tests if "test_some" in test], suites.Side())
     kinds = {test.partition("::test_")[2]: outcome.kind for test, outcome in found.items()}
     assert kinds == {"passes": "passed", "last": "passed", "fails": "failed", "hangs": "hung", "dies": "hung"}
     assert "KeyError: 'NOBODY'" in found["unit/test_some.py::test_fails"].cause
@@ -54,7 +52,5 @@ def test_hanging_and_dying_tests_end_no_other(suite: suites.Suite) -> None:
 @pytest.mark.deep
 def test_a_strategy_is_forced_where_sections_are_parsed(suite: suites.Suite) -> None:
     suite.limit = 120.0
-    found: dict[str, Outcome] = {}
-    suite.run(["unit/test_strategy.py::test_strategy"], suites.Side(("NNG", "NGG", "GGG")), found.update)
-    (outcome,) = found.values()
+    (outcome,) = suite.run(["unit/test_strategy.py::test_strategy"], suites.Side(("NNG", "NGG", "GGG"))).values()
     assert outcome.kind == outcomes.PASSED, outcome.text

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives every configuration of ZeRO that has none of our keys the strategy that stands for its stage.
 
-It wraps rows of the package's patch list, before the package applies them.
+``autoload`` is an entry point of ``torch.backends``, as the package's own: it runs in every process that imports
+torch, be it started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the
+package's patch list, before the package applies them.
 """
 
 import functools
@@ -15,6 +17,25 @@ from typing import Any
 FORCED = "UPSTREAM_FORCED"  # as JSON: strategies by stage, the group size, and where optimizers are noted
 _CONFIG = "deepspeed.runtime.config:get_zero_config"
 _OPTIMIZER = "deepspeed.runtime.engine:DeepSpeedEngine._configure_zero_optimizer"
+
+
+def autoload() -> None:
+    """Let tests that compare with DistributedDataParallel run on a CPU, and force our classes where that is asked."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    DistributedDataParallel.__init__ = _without_devices_on_a_cpu(DistributedDataParallel.__init__)
+    if FORCED in os.environ:
+        force()
+
+
+def _without_devices_on_a_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **kwargs: Any) -> None:
+        if all(parameter.device.type == "cpu" for parameter in module.parameters()):
+            device_ids = output_device = None
+        init(self, module, device_ids, output_device, **kwargs)
+
+    return __init__
 
 
 def force() -> None:
