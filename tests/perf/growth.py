@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +43,16 @@ BUCKET = 500_000_000
 STEPS = 3
 
 
-def shapes(narrower: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a Llama with 7B parameters, or of one that is narrower."""
-    width, hidden, vocabulary = WIDTH // narrower, HIDDEN // narrower, VOCABULARY // narrower
+def shapes() -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of a narrow Llama."""
+    width, hidden, vocabulary = WIDTH // NARROWER, HIDDEN // NARROWER, VOCABULARY // NARROWER
     layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
     return [(vocabulary, width), *(layer * LAYERS), (width,), (vocabulary, width)]
 
 
-class Sum(nn.Module):
-    """Parameters of given shapes, each in a module of its own, and a sum that gives all of them gradients."""
+class Part(nn.Module):
+    """A parameter in a module of its own, and a sum that gives it a gradient."""
 
-    def __init__(self, of: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(_Part(shape) for shape in of)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input plus the sum of all parameters."""
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-class _Part(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full(shape, 1e-3))
@@ -90,7 +78,7 @@ def make_engine(method: str, group_size: int) -> Any:
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
         "zero_optimization": {**placed, "reduce_bucket_size": BUCKET // NARROWER**2},
     }
-    return deepspeed.initialize(model=Sum(shapes(NARROWER)), config=config)[0]
+    return deepspeed.initialize(model=nn.Sequential(*map(Part, shapes())), config=config)[0]
 
 
 def train(engine: Any, world: FakeWorld, steps: int) -> float:
@@ -161,25 +149,18 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append a row per result")
     parser.add_argument("--json", action="store_true", help="measure the only world in this process, and print JSON")
     args = parser.parse_args()
-    rows: list[dict[str, Any]]
+    rows = list[dict[str, Any]]()
     if args.json:
-        rows = list(measure(args))
-        print(json.dumps(rows))
+        print(json.dumps(list(measure(args))))
         return
-    rows = []
     for ranks in tqdm(args.worlds, disable=not sys.stderr.isatty()):
-        given = ["--no-memory"] if args.no_memory else []
-        given += ["--steps", f"{args.steps}", "--group-size", f"{args.group_size}", "--rounds", f"{args.rounds}"]
-        given += ["--methods", *args.methods]
-        command = [sys.executable, "-m", "tests.perf.growth", "--json", "--worlds", str(ranks), *given]
+        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--json", "--worlds", str(ranks)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         rows += json.loads(done.stdout.splitlines()[-1])
-        if args.csv:
-            records.append_rows(args.csv, [row for row in rows if row["ranks"] == ranks])
     columns = ["ranks", "method", "groups", "messages_creation", "seconds_creation", "seconds_step", "mb"]
-    print(records.markdown((columns, [[str(row[name]) for name in columns] for row in rows])))
+    records.report(rows, args.csv, columns)
 
 
 if __name__ == "__main__":

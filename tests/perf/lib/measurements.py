@@ -3,6 +3,8 @@
 """What ``tests.perf.cluster`` measures with models of blocks, and what must hold of its rows."""
 
 import argparse
+import math
+import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,20 +20,30 @@ from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.cost import Model, predict
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, Placement
+from deepspeed_ext.strategy import STRATEGIES, Direction, Placement
 from tests.perf.lib import settings, tabulated
 from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make_rounded_blocks
-from tests.perf.lib.overlap_bound import BLOCK, RATIOS, compute_of, formula_bytes
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import BF16, BOTH, HSDP_REDUCTIONS, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
-from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, one_round, over_ranks
+from tests.perf.lib.settings import (
+    BF16,
+    BOTH,
+    FP32,
+    HSDP_REDUCTIONS,
+    LOCO,
+    MUON,
+    NATIVE,
+    RATIOS,
+    SHIPPED,
+    SIZES,
+    WIDE,
+    Setting,
+)
+from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
 
 ROWS = 8  # of a micro-batch
 BYTES_BOUND = 0.05
-PARITY_BOUND = 1e-4  # of the largest weight
-BF16_BOUND = 2**-7  # where the largest weight is known to 2^-9, and sums in another order change gradients besides
 BACKWARD = 2.0  # seconds of emulated backward for each of forward
 
 
@@ -44,8 +56,12 @@ class Measurement:
         usual: names of those that are measured by default; empty: all.
         methods: all of them.
         rounds, steps: by default.
+        probes: whether the planner is asked for seconds, with the links' rates.
+        short, most: steps of a turn that take less than this together go on, up to this number of them.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
         slack: bytes that a node may send in a step beside the formula's.
+        compared, bounds, loco_bound: what must not differ from the first method's, and by how much at most; of the
+            largest weight, which bf16 knows to 2^-9, and sums in another order change gradients besides.
     """
 
     file: ClassVar[str]
@@ -54,9 +70,14 @@ class Measurement:
     methods: ClassVar[Sequence[str]]
     rounds: ClassVar[int] = 3
     steps: ClassVar[int] = 1
+    probes: ClassVar[bool] = False
+    short, most = 0.0, 1
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
     slack: ClassVar[float] = 0.0
+    compared: ClassVar[str] = "weights"
+    bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-4, BF16: 2**-7}
+    loco_bound: ClassVar[float] = math.inf
     keys: ClassVar[Mapping[str, Any]] = {}  # of zero_optimization, for strategies
     described: ClassVar[Mapping[str, Any]] = {"streams": False}  # to the planner; ranks compute and copy on the cores
 
@@ -113,37 +134,30 @@ class Measurement:
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
         """Measure at a rate."""
         self.turns.limit(mbit)
-        headers, rates = self.turns.headers(), self.probed()
+        headers = self.turns.headers()
+        rates = probe.measure(self.turns.topology) if self.probes else None
         rows = {name: Row(self.setting.name, mbit, name, m.setup, more=dict(more)) for name, m in self.made.items()}
         compute = []
-        for number in tqdm(range(self.most_rounds()), f"{self.setting.name} {mbit}", disable=dist.get_rank() != 0):
-            some = {name: row for name, row in rows.items() if self.goes_on(row)}
-            if some:
-                compute.append(self.round(number, some))
+        for number in tqdm(range(self.args.rounds), f"{self.setting.name} {mbit}", disable=dist.get_rank() != 0):
+            compute.append(self.round(number, rows))
         for row in rows.values():
             row.headers, row.compute = headers, statistics.median(compute)
             self.complete(row, rates)
         return list(rows.values())
 
-    def most_rounds(self) -> int:
-        """Return the number of rounds."""
-        return int(self.args.rounds)
-
-    def goes_on(self, row: Row) -> bool:
-        """Return whether a method has another turn."""
-        return True
-
     def round(self, number: int, rows: Mapping[str, Row]) -> float:
         """Give methods their turns; return the seconds of a step without communication."""
-        return one_round(number, self.made, self.compute, rows, self.turn)
+        for name in random.Random(number).sample(list(rows), len(rows)):
+            rows[name].add(*self.turn(self.made[name]))
+        return statistics.median(self.turn(self.compute).seconds)
 
     def turn(self, method: Method) -> Turn:
-        """Time a method's turn."""
-        return self.turns.a_step(method)
-
-    def probed(self) -> Rates | None:
-        """Return the links' rates, if the planner is asked for seconds."""
-        return None
+        """Time a step, or several short ones: their median is steady after more of them only."""
+        taken = [self.turns.a_step(method)]
+        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
+            taken.append(self.turns.a_step(method))
+        stolen, seconds, sent = zip(*taken, strict=True)
+        return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         """Add the planner's formula of a strategy to its row, and predicted seconds if there are rates."""
@@ -177,9 +191,9 @@ class Measurement:
         """Return what shows that methods did not train the same, or sent other bytes than they must."""
         found = []
         for row in rows:
-            bound = BF16_BOUND if cls.settings[row.setting].dtype == BF16 else PARITY_BOUND
-            if LOCO not in row.method and not row.difference <= bound:  # NaN is not
-                found.append(f"{row.method}: weights differ by {row.difference:.1e} of the largest from the first's")
+            bound = cls.loco_bound if LOCO in row.method else cls.bounds[cls.settings[row.setting].dtype]
+            if not row.difference <= bound:  # NaN is not
+                found.append(f"{row.method}: {cls.compared} differ by {row.difference:.1e} from the first's")
             found += cls.other_bytes(row)
         return found
 
@@ -220,8 +234,8 @@ class BlocksMeasurement(Measurement):
         *(name + WIDE for name in in_bf16),
     )
     least: ClassVar = {"2x2-large-4": {"NIG" + BOTH: 30.0}, "2x2-large-4-muon": {"IIG": 6.0}}
-    long, enough = 8.0, 2  # a method whose steps take so many seconds has this number of them
-    short, most = 3.0, 20  # one whose steps take less than this together goes on, up to this number of them
+    probes = True
+    short, most = 1.0, 7
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
         super().__init__(setting, args)
@@ -239,24 +253,6 @@ class BlocksMeasurement(Measurement):
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
         return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
-    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        setting = self.setting
-        of_setting = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "size": setting.size}
-        return [(mbit, of_setting | {"accumulation": setting.accumulation}) for mbit in setting.mbit]
-
-    def most_rounds(self) -> int:
-        return max(self.most, self.args.rounds)
-
-    def goes_on(self, row: Row) -> bool:
-        """Of short steps the median is steady after more of them only."""
-        steps = row.steps
-        if len(steps) >= self.enough and min(steps) > self.long:
-            return False
-        return len(steps) < self.args.rounds or (sum(steps) < self.short and len(steps) < self.most)
-
-    def probed(self) -> Rates:
-        return probe.measure(self.turns.topology)
-
 
 class OverlapMeasurement(Measurement):
     """Communication between nodes that hides under compute, which is emulated: blocks sleep.
@@ -271,36 +267,46 @@ class OverlapMeasurement(Measurement):
     rounds, steps = 2, 2
     keys: ClassVar = {"paro_overlap_updates": True}
     described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
+    probes = True
 
     def make_workload(self) -> Workload:
-        model = partial(make_blocks, *SIZES[self.setting.size], self.pauses)
-        return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, BLOCK)
+        blocks, width, hidden = SIZES[self.setting.size]
+        model = partial(make_blocks, blocks, width, hidden, self.pauses)
+        return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, 2 * width * hidden)
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        setting = self.setting
-        columns = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "blocks": SIZES[setting.size][0]}
-        columns["accumulation"] = setting.accumulation
         ratios = self.args.ratios or RATIOS
-        return [(mbit, {**columns, "wire_of_compute": ratio}) for mbit in setting.mbit for ratio in ratios]
+        return [(mbit, {"wire_of_compute": ratio}) for mbit in self.setting.mbit for ratio in ratios]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
-        emulated = compute_of(self.setting, more["wire_of_compute"])
-        self.pauses.forward = emulated.forward / emulated.blocks
-        self.pauses.backward = emulated.backward / emulated.blocks
+        block = self.wire(self.setting) / more["wire_of_compute"] / SIZES[self.setting.size][0]
+        self.pauses.forward = block / (1 + BACKWARD)
+        self.pauses.backward = BACKWARD * self.pauses.forward
         return super().at(mbit, more)
+
+    @staticmethod
+    def wire(setting: Setting) -> float:
+        """Return W."""
+        volume = STRATEGIES["NIG"].volume(setting.sizes, setting.states, setting.accumulation)
+        return volume.inter * setting.ranks_per_node * 8 / ((setting.mbit[0] or math.inf) * 1e6)
 
     def turn(self, method: Method) -> Turn:
         return self.turns.steps_in_a_row(method, self.args.steps)
-
-    def probed(self) -> Rates:
-        return probe.measure(self.turns.topology)
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)
         assert rates is not None
         row.more["payload_mbit"] = rates.gather.inter.bandwidth * self.setting.ranks_per_node * 8 / 1e6
         if row.formula_bytes is not None:
-            row.formula_bytes = formula_bytes(row)
+            row.formula_bytes -= self.skipped(self.setting, row.method)
+
+    @staticmethod
+    def skipped(setting: Setting, method: str) -> float:
+        """Return the formula's bytes of the block that ZeRO-3 keeps, with p = G, from a forward to its backward."""
+        phases = STRATEGIES[method].phases(setting.sizes, setting.states)
+        gathers = [one for one in phases if one.each_micro_step and one.kind == Direction.GATHER]
+        gathered = setting.accumulation * sum(one.each_micro_step * one.volume.inter for one in gathers)
+        return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
 
 
 class OffloadMeasurement(Measurement):
@@ -314,7 +320,7 @@ class OffloadMeasurement(Measurement):
         name: dict.fromkeys(("ING", "IIG"), 50.0 if setting.lora else 5.0) for name, setting in settings.items()
     }
     slack = 4000.0  # of norms, for example
-    short, most = 5.0, 9  # steps that take less than this together go on, up to this number of them in a turn
+    short, most = 5.0, 9
     copied_bound = 0.01
 
     def measure(self) -> list[Row]:
@@ -339,14 +345,6 @@ class OffloadMeasurement(Measurement):
         self._pcie.gigabytes = self.args.pcie
         self._meetings = self.turns.a_step(self.compute).sent
         return found
-
-    def turn(self, method: Method) -> Turn:
-        """Take a step, or several short ones: their median is steady after more of them only."""
-        taken = [self.turns.a_step(method)]
-        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
-            taken.append(self.turns.a_step(method))
-        stolen, seconds, sent = zip(*taken, strict=True)
-        return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)
