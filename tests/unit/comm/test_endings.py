@@ -68,26 +68,6 @@ def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ende
     assert "No space left on device" in ended.written
 
 
-@pytest.mark.deep
-def test_saves_end_with_every_script() -> None:
-    kinds = {"end": (0, 0), "destroy": (0, 0), "exit": (3, 3), "error on all": (1, 1), "error on one": (1, 1)}
-    cases = [
-        Case(kind, name, save=save) for kind in kinds for name in ("IIG", "NIG, all") for save in ("well", "fails")
-    ]
-    for case, ended in zip(cases, served(cases), strict=True):
-        wanted = kinds[case.kind] if case.save == "well" else (1, 1)
-        assert ended.statuses == wanted and ended.saved == (case.save == "well") and not ended.alive, (case, ended)
-
-
-@pytest.mark.deep
-def test_a_script_without_destroy_ends_as_well() -> None:
-    """As above, with the groups left to the end of the process."""
-    ended, killed = served([Case("end", "IIG", LATE), Case("killed late", "IIG", LATE, 1)])
-    assert ended.statuses == (0, 0) and not ended.alive and "Traceback" not in ended.written, ended.written
-    assert killed.statuses == (1, -9) and not killed.alive and "Traceback" not in killed.written, killed.written
-    assert "Updated parameters of the last step did not arrive" in killed.written
-
-
 def test_who_fails_keeps_nobody_waiting(ends: dict[str, Ended]) -> None:
     ended = ends["error on one, all"]
     assert ended.statuses == (1, 1) and "the script's own" in ended.written, ended.written

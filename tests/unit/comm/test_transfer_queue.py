@@ -47,13 +47,6 @@ class Late(threading.Thread):
         super()._bootstrap()  # type: ignore[misc]
 
 
-class Before(threading.Thread):
-    """A signal before the system is asked for a thread."""
-
-    def start(self) -> None:
-        raise KeyboardInterrupt
-
-
 class Listed(threading.Thread):
     """A signal when the thread is listed, and the system has not been asked."""
 
@@ -88,7 +81,7 @@ def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
     assert done.is_set() and jobs.join()
 
 
-@pytest.mark.parametrize("kind", [Before, Listed, Refused])
+@pytest.mark.parametrize("kind", [Listed, Refused])
 def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
     jobs, done = Background(), threading.Event()
     with (
@@ -119,16 +112,6 @@ def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
         jobs.add(lambda: time.sleep(0.1))
         assert jobs.busy and jobs.join(5)  # joined before it is done
     assert done == [0, 1, 2, 3]
-
-
-def test_a_thread_that_begins_too_late_does_nothing() -> None:
-    jobs, done = Background(), list[int]()
-    jobs.add(partial(done.append, 1)).wait()
-    late = threading.Thread(target=jobs._do_all)
-    with mock.patch.object(background, "_LINGERS", 30.0):
-        late.start()
-        late.join(5)
-    assert not late.is_alive() and jobs.join() and done == [1]
 
 
 def test_join_waits_for_threads_that_took_their_last_job() -> None:
@@ -335,17 +318,6 @@ def test_what_is_dropped_is_over_for_what_comes_next() -> None:
         reductions.submit(over(order, wires), ignore)
         reductions.drop()
         assert seen(order.default, wires) == [1]
-
-
-def test_started_without_hops_is_finished_at_once() -> None:
-    """As in a group of one rank."""
-    kept = torch.ones(3)
-
-    def nothing() -> Any:
-        return kept
-        yield
-
-    assert Started(nothing()).finish() is kept
 
 
 def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:

@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules become units: flags, hooks and the report; and configurations that are refused."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts import ROOT
+from tests.harness.installed import since
 from tests.harness.logs import is_ours
 
 LIVE = 10**9
@@ -173,29 +178,6 @@ def test_lists_in_lists() -> None:
     assert result["coarse"] == ["stem", "layers.0", "layers.1"]
 
 
-def test_hooks_are_counted_as_deepspeed_registers_them(ranks: Any) -> None:
-    for expected, registered, leaves in ranks(2).run(hooks_case):
-        assert registered == expected and leaves, (expected, registered, leaves)
-
-
-def hooks_case() -> tuple[list[int], list[int], list[str]]:
-    """Hooks without and with units: predicted, and registered on modules; the units."""
-    from deepspeed.utils import get_z3_leaf_modules
-
-    from tests.harness import mixtures, training
-
-    job = training.Job(network=mixtures.Mixtures, empty=False)
-    registered = []
-    for zero in ({"stage": 3}, {"stage": 3, "stage3_leaf_bytes": True}, {"stage": 3, "stage3_leaf_bytes": 10_000}):
-        engine, model = training.make_engine(job, zero)
-        offload = engine.optimizer.parameter_offload
-        registered.append(len(offload.forward_hooks) + len(offload.backward_hooks))
-        leaves = [type(module).__name__ for module in get_z3_leaf_modules(model)]
-        engine.destroy()
-    one = choose("Mixtures", LIVE)["hooks"]
-    return [*one, choose("Mixtures", 10_000)["hooks"][1]], registered, leaves
-
-
 def test_the_table_is_shown(ranks: Any) -> None:
     by_budget, by_granularity, nothing, split = ranks(2).run(report_case)[0]
     for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
@@ -288,12 +270,6 @@ def test_zero_changes_nothing(ranks: Any, off: Any) -> None:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    import os
-    import subprocess
-    import sys
-
-    from scripts import ROOT
-
     (tmp_path / "maker.py").write_text(
         "import torch\nfrom tests.harness import mixtures\n"
         "def model(): return mixtures.Nested((13, 7))\ndef batch(): return (torch.randn(3, 13),)\n"
@@ -350,3 +326,37 @@ def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], ex
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
     assert report.predicted_live(found, model, report.LiveLimits(*live)) == expected
+
+
+# Of configurations with their defaults, which are a published model's: classes that become units.
+PUBLISHED = {
+    "Mixtral": ["MixtralAttention"],
+    "Qwen3Moe": ["Qwen3MoeDecoderLayer"],
+    "DeepseekV3": ["DeepseekV3Attention", "DeepseekV3DecoderLayer", "DeepseekV3MLP"],
+    "Olmoe": ["OlmoeDecoderLayer"],
+    "GptOss": ["GptOssAttention"],
+    "Llama4": ["Llama4TextAttention", "Llama4TextMLP"],  # its experts are one batched product, without windows
+    "KimiLinear": ["KimiLinearAttention", "KimiLinearDecoderLayer", "KimiLinearDeltaAttention", "KimiLinearMLP"],
+    "Llama": ["LlamaDecoderLayer"],
+}
+
+
+@since(transformers="5.23")  # classes are those of a release
+def test_what_the_default_budget_takes_of_published_models(tmp_path: Path) -> None:
+    (tmp_path / "published.py").write_text(
+        "import torch, transformers\n"
+        "def make(name):\n"
+        "    config = getattr(transformers, name + 'TextConfig', None) or getattr(transformers, name + 'Config')\n"
+        "    with torch.device('meta'):\n"
+        "        return transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)\n"
+        "from deepspeed_ext.leaf.modules import Settings, choose, default_budget\n"
+        f"for name in {list(PUBLISHED)!r}:\n"
+        "    model = make(name)\n"
+        "    found = choose(model, Settings(default_budget(model, 10**9), 0, 10**9))\n"
+        "    print(name, *sorted({type(one.module).__name__ for one in found if one.kind.value == 'coarse'}))\n"
+    )
+    out = subprocess.run(
+        [sys.executable, "published.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=True
+    )
+    taken = {line.split()[0]: line.split()[1:] for line in out.stdout.splitlines() if line.split()[0] in PUBLISHED}
+    assert taken == PUBLISHED

@@ -3,35 +3,24 @@
 """Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.installed import since
 from tests.harness.tiers import deep
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 32,
-    "output_router_logits": False,
-}
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
-QWEN = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ROUTED = {"num_experts": 5, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": SMALL | FIVE,
-    "Qwen3Moe": SMALL | QWEN,
-    "DeepseekV3": {key: value for key, value in SMALL.items() if key != "head_dim"}
-    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    "Qwen3Moe": SMALL | ROUTED | {"moe_intermediate_size": 8},
+    "DeepseekV3": WITHOUT_HEADS
+    | LATENT
     | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     | {"moe_intermediate_size": 8, "n_shared_experts": 1},
-    "Olmoe": SMALL | {"num_experts": 5, "num_experts_per_tok": 2},
+    "Olmoe": SMALL | ROUTED,
     "GptOss": SMALL | FIVE | {"sliding_window": 8},
 }
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
@@ -249,35 +238,6 @@ def measured_case() -> list[Any]:
         predicted = leaf_report.predicted_live(found, plain, leaf_report.LiveLimits(10**9, 0, 0, 0))
         rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
     return rows
-
-
-@pytest.mark.parametrize("strategy", ["IIG", *deep("GGG")])
-def test_checkpoints_know_no_windows(ranks: Any, tmp_path: Path, strategy: str) -> None:
-    for resumed, into, out_of in ranks(4).run(checkpoint_case, str(tmp_path), strategy):
-        assert resumed == [] and into == {} and out_of == {}
-
-
-def checkpoint_case(folder: str, strategy: str) -> Any:
-    """Which losses differ after a resume; what differs after a load into windows, and out of them."""
-    from tests.harness import snapshots, training
-
-    job, plain = job_of(accumulation=1), training.placed(strategy, leaf_module={"classes": ["PackedMixture"]})
-    windows = training.placed(strategy, **WINDOWS)
-    differences, losses = [], []
-    for number, (source, target) in enumerate(((windows, windows), (plain, windows), (windows, plain))):
-        engine, model = training.make_engine(job, source)
-        snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        engine.save_checkpoint(f"{folder}/{number}")
-        saved = snapshots.snapshot(engine, model, job)
-        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
-        engine.destroy()
-        engine, model = training.make_engine(job, target)
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        engine.load_checkpoint(f"{folder}/{number}")
-        differences.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
-        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
-        engine.destroy()
-    return [pair for pair in zip(*losses[:2], strict=True) if pair[0] != pair[1]], *differences[1:]
 
 
 @since(transformers="5.0")

@@ -152,28 +152,6 @@ def test_sums_in_4_bits_have_smaller_blocks_by_default() -> None:
     assert [UpdateSettings(block_size=given).difference_block for given in (None, 32)] == [128, 32]
 
 
-def test_moves_between_buckets_round_errors_little() -> None:
-    """Each move rounds to 8 bits once more; what waits for its message is held in fp32."""
-    generator = torch.Generator().manual_seed(0)
-    feedback, numel = ErrorFeedback(LocoSettings(hadamard=True)), 4000
-    values = torch.randn(numel, generator=generator)
-    feedback.load_errors({ShardSpan(0, 0, 0, numel): values}, steps=1)
-    for _ in range(12):  # each time other messages of some of the elements
-        starts = sorted(torch.randint(0, numel, (3,), generator=generator).tolist())
-        for start, end in zip(starts, [*starts[1:], numel], strict=True):
-            if end - start > 1:
-                middle = (start + end) // 2
-                contents = ((ShardSpan(0, 0, start, middle - start),), (ShardSpan(0, 0, middle, end - middle),))
-                old, new = feedback.buffers(contents, [middle - start, end - middle], "cpu")
-                assert old is not None
-                new.copy_(old)
-        feedback.finish_step(True)
-    found = torch.zeros(numel)
-    for run, numbers in feedback.errors_in(feedback.states()):
-        found[run.start : run.start + run.numel] += numbers
-    assert (found - values).norm() < 0.03 * values.norm() and feedback.nbytes() <= 4.1 * numel
-
-
 class Copies(TorchDispatchMode):
     """Copies between devices: from where, to where, whether the host waits."""
 

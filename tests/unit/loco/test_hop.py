@@ -60,48 +60,6 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("world, local", [(4, 2), *deep((6, 3), (6, 2))])
-def test_07_one_hop_and_two_hops_agree(ranks: Any, world: int, local: int) -> None:
-    for one, two, coarse, fine in ranks(world).run(hops_case, local):
-        assert one < 0.16 and two < 0.25 and two < 2 * one  # noise of one quantization and of two
-        assert fine < coarse / 10
-
-
-def hops_case(local: int) -> tuple[float, float, float, float]:
-    """Relative errors of one 4-bit hop over all ranks, of two, of 4 bits and of 8 bits."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.redistribution import GradientRedistribution
-    from deepspeed_ext.comm.spans import Span
-    from deepspeed_ext.comm.transfer_queue import Started
-    from deepspeed_ext.loco.hop import LocoHop
-    from deepspeed_ext.loco.settings import LocoSettings
-    from deepspeed_ext.strategy import Placement
-
-    world, rank = dist.get_world_size(), dist.get_rank()
-    topology = get_topology(None, local)
-    data = [torch.randn(world * 640, generator=torch.Generator().manual_seed(r)) / world for r in range(world)]
-    mean = torch.stack(data).sum(0).view(world, 640)[rank]
-
-    def error(settings: LocoSettings, hops: int) -> float:
-        if hops == 1:
-            found = Started(LocoHop(None, "one", settings).reduce_scatter(data[rank].clone(), [640] * world)).finish()
-        else:
-            redistribution = GradientRedistribution(
-                LocoHop(topology.intra, "a", settings), LocoHop(topology.inter, "b", settings)
-            )
-            cells = data[rank].view(world // local, local, 640).transpose(0, 1).contiguous()
-            found = Started(redistribution.reduce_cells(cells, Placement.G, [Span(0, 640)])).finish()
-        return ((found - mean).norm() / mean.norm()).item()
-
-    plain = LocoSettings(error_feedback=False)
-    one = error(plain, 1)
-    return one, error(plain, 2), one, error(LocoSettings(bits=8), 1)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "dtype, names",
     [

@@ -4,7 +4,7 @@
 copies, checkpoints and moves of states between steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,7 +18,6 @@ DIFFERENCES = ("NNG", "NIG", "NGG", "ING", "IIG", "IGG")
 SUMS = ("NNN", "NNI", "NII", "INI", "III")
 KEY = "paro_quantized_updates"
 JOBS = {
-    "fp32": Job(zero=SMALL, steps=8),
     "bf16, accumulation, groups, frozen": Job(
         zero=SMALL, dtype="bf16", accumulation=3, groups=2, frozen=(1,), steps=8, optimizer="Adam"
     ),
@@ -40,17 +39,14 @@ class Sent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen of a strategy's run.
+    """What a strategy's run showed on this rank.
 
     Attributes:
-        messages: differences with elements that were sent by this rank.
-        as_decoded: whether all that was held after a step was what it was before, and the difference, decoded.
-        close: whether that was within a quantization step of what was to be sent, element by element; and a step
-            that was skipped sent nothing.
+        messages: differences with elements that this rank sent.
+        as_decoded: whether parameters after a step were those before it plus the decoded difference.
+        close: whether they were within a quantization step of what was to be sent; a skipped step sent nothing.
         equal: whether all ranks held the same after each step.
-        distance: to the optimizer's weights at the end, in the largest steps of the last differences.
-        weights: at the end.
-        losses: of all ranks.
+        distance: to the optimizer's weights at the end, in the largest quantization steps of the last differences.
     """
 
     messages: int
@@ -58,8 +54,6 @@ class Seen(NamedTuple):
     close: bool
     equal: bool
     distance: float
-    weights: list[float]
-    losses: list[float]
 
 
 @contextlib.contextmanager
@@ -82,20 +76,20 @@ def differences(sent: list[Sent]) -> Iterator[None]:
         yield
 
 
-def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], None] = lambda *_: None) -> Seen:
-    """Train a strategy; ``during`` is called with the engine after each step."""
+def run(job: Job, name: str) -> Seen:
+    """Train a strategy."""
     import torch
 
     import deepspeed_ext
 
-    engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
-    data, losses = training.batches(job), []
+    engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
+    data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
     for step in range(job.steps):
         sent: list[Sent] = []
         with differences(sent):
             for number in range(step * job.accumulation, (step + 1) * job.accumulation):
-                losses.append(training.micro_step(engine, job, number, *next(data)))
+                training.micro_step(engine, job, number, *next(data))
                 engine.step()
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
@@ -106,15 +100,12 @@ def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], N
         close &= not sent or engine.was_step_applied()
         messages += len(sent)
         largest = max((one.steps.max().item() for one in sent), default=largest)
-        if step % 100 < 10:
-            equal &= training.replicas_equal(training.whole_weights(model))
-        during(engine, step)
+        equal &= training.replicas_equal(training.whole_weights(model))
     everybody = torch.tensor([largest, distance_to_masters(engine)])
     torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
-    weights = training.whole_weights(model)
     engine.destroy()
     distance = float(everybody[1] / everybody[0]) if everybody[0] else float(everybody[1])
-    return Seen(messages, as_decoded, close, equal, distance, weights.tolist(), losses)
+    return Seen(messages, as_decoded, close, equal, distance)
 
 
 def distance_to_masters(engine: Any) -> float:
@@ -153,15 +144,7 @@ def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, job: str, names
 
 
 def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
-    return {name: run(job, name, {}) for name in names}
-
-
-@pytest.mark.parametrize("name, steps", [("IIG", 100), *deep(("NIG", 100), ("NIG", 1000), ("IIG", 1000))])
-def test_nothing_drifts_in_many_steps(ranks: Any, name: str, steps: int) -> None:
-    job = Job(sizes=(13, 37, 7), steps=steps, optimizer="Adam", dtype="bf16", empty=False)
-    for seen in ranks(4).run(run, job, name, {"resync_T": 10**6}):
-        assert seen.messages == steps
-        assert seen.as_decoded and seen.close and seen.equal and seen.distance <= 1
+    return {name: run(job, name) for name in names}
 
 
 EXACT = {
@@ -349,8 +332,6 @@ def copy_case() -> tuple[bool, bool]:
     """Whether an update travels whole after a load into a copy of the model, and into the model."""
     import copy
 
-    from tests.harness import training
-
     job = training.Job(zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
     data, whole = training.batches(job), []
@@ -366,24 +347,21 @@ def copy_case() -> tuple[bool, bool]:
     return whole[0], whole[1]
 
 
-@pytest.mark.parametrize("name", ["NIG", "IIG"])
-def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any, name: str) -> None:
-    for refused, saved in ranks(4).run(offloaded_case, str(tmp_path), name):
+def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any) -> None:
+    for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
         assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")
         assert refused.endswith("Call engine.reload_states() before.") and saved
 
 
-def offloaded_case(folder: str, name: str) -> tuple[str, bool]:
+def offloaded_case(folder: str) -> tuple[str, bool]:
     """The error of a save while parameters are offloaded; whether a save after that succeeds."""
     from pathlib import Path
 
     from deepspeed import comm as dist
     from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-    from tests.harness import training
-
     job = training.Job(zero=training.SMALL, empty=False)
-    engine, _ = training.make_engine(job, training.placed(name, **{KEY: {}}))
+    engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
     engine.step()
     # Here the device is the host, and DeepSpeed looks for what is on the device.
@@ -409,7 +387,6 @@ def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -
 
 def halves_case(folder: str) -> list[list[str]]:
     """Warnings of loads: of one half of an all-reduce into both, of both into one, of both into both."""
-    from tests.harness import training
     from tests.harness.logs import logged
 
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
@@ -442,7 +419,6 @@ def padding_case() -> tuple[bool, bool]:
     from deepspeed import comm as dist
 
     from deepspeed_ext.zero.flat.updates import FlatUpdates
-    from tests.harness import training
 
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))

@@ -30,40 +30,34 @@ def test_15_a_run_that_is_resumed_is_the_run(
 
 
 def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -> list[tuple[str, bool, bool, int]]:
-    """Whether weights and errors are equal to the bit, with messages as on a backend."""
+    """Train with and without a checkpoint in between; whether weights and errors are equal to the bit."""
     from unittest import mock
 
-    from deepspeed_ext.comm import collectives
-
-    with mock.patch.object(collectives, "backend_of", lambda group: backend):
-        return resume(names, dtype, folder)
-
-
-def resume(names: tuple[str, ...], dtype: str, folder: str) -> list[tuple[str, bool, bool, int]]:
-    """Train with and without a checkpoint in between."""
     import torch
 
+    from deepspeed_ext.comm import collectives
     from tests.harness import snapshots, training
 
     job, rows = snapshots.job_of(dtype), []
-    for name in names:
-        seen = []
-        for resumed in (False, True):
-            engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
-            steps = snapshots.steps_of(job, 5)
-            if resumed:
-                engine.load_checkpoint(folder, name)
-            else:
-                snapshots.run(engine, job, steps[:3], 0)
-                engine.save_checkpoint(folder, name)
-            snapshots.run(engine, job, steps[3:], 3)
-            memory = engine.optimizer.error_state
-            errors = [error.kept for error in memory._errors.values()]
-            seen.append((training.whole_weights(model), errors, memory.steps))
-            engine.destroy()
-        (weights, errors, _), (again, same, steps) = seen
-        equal = len(errors) == len(same) > 0 and all(torch.equal(a, b) for a, b in zip(errors, same, strict=True))
-        rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
+    with mock.patch.object(collectives, "backend_of", lambda group: backend):
+        for name in names:
+            seen = []
+            for resumed in (False, True):
+                engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
+                steps = snapshots.steps_of(job, 5)
+                if resumed:
+                    engine.load_checkpoint(folder, name)
+                else:
+                    snapshots.run(engine, job, steps[:3], 0)
+                    engine.save_checkpoint(folder, name)
+                snapshots.run(engine, job, steps[3:], 3)
+                memory = engine.optimizer.error_state
+                errors = [error.kept for error in memory._errors.values()]
+                seen.append((training.whole_weights(model), errors, memory.steps))
+                engine.destroy()
+            (weights, errors, _), (again, same, steps) = seen
+            equal = len(errors) == len(same) > 0 and all(torch.equal(a, b) for a, b in zip(errors, same, strict=True))
+            rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
     return rows
 
 

@@ -1,7 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Training with LoCo: every strategy and stage, error feedback, bytes on the wire, convergence."""
+"""Training with LoCo: every strategy and stage, error feedback, and what is logged."""
 
+import csv
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -239,48 +242,79 @@ def alone_case() -> tuple[dict[str, Any], bool]:
     return found[0]
 
 
-@pytest.mark.parametrize("optimizer", ["Adam", *deep("SGD")])
-def test_16_convergence(ranks: Any, optimizer: str) -> None:
-    """A small regression; the table over a language model is of tests.perf.convergence."""
-    losses = ranks(2).run(converge_case, optimizer)[0]
-    for plain, loco, norms, _ in losses:
-        assert loco == pytest.approx(plain, rel=0.005) and 0.97 < norms < 1.03, losses
-        assert plain < 0.8, losses  # of the first loss
-    excess = [(coarse / plain - 1, loco / plain - 1) for plain, loco, _, coarse in losses]
-    # The test has power: without feedback, and with large blocks, it is worse.
-    assert sum(a for a, _ in excess) > 2 * sum(abs(b) for _, b in excess), excess
+def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
+    gradients = "LoCo: gradients cross between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
+    updates = (
+        "updated parameters cross as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
+    )
+    sums = "sums of gradients come back between 2 groups in 4 bits, blocks of 32; every 1024 steps what they lack"
+    nothing = tuple(f"{key}: there is one group, so nothing crosses" for key in ("loco_param", "quantized_updates"))
+    for rank, found in enumerate(ranks(4).run(lines_case)):
+        for lines, expected in zip(found, ((gradients, updates), (gradients, sums), nothing), strict=True):
+            assert len(lines) == (2 if rank == 0 else 0), lines
+            assert [sum(said in line for line in lines) for said in expected] == [rank == 0] * 2, lines
 
 
-def converge_case(optimizer: str) -> list[tuple[float, float, float, float]]:
-    """Of each seed: final loss without and with LoCo, ratio of norms, loss with blocks of 4096 without feedback."""
-    import statistics
+def lines_case() -> list[list[str]]:
+    """Lines about LoCo and updates, with two groups and with one."""
+    from tests.harness import training
+    from tests.harness.logs import is_ours, logged
 
-    import torch
-    from deepspeed import comm as dist
+    found = []
+    keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+    for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
+        with logged() as lines:
+            training.train(training.Job(steps=1), training.placed(name, size, **keys))
+        found.append([text for _, text in lines if is_ours(text) and re.search("LoCo:|loco_param:|updates:", text)])
+    return found
 
+
+def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
+    (records, timed, looks), *others = ranks(4).run(monitor_case, str(tmp_path))
+    assert looks == 12 and all(looks == 0 for *_, looks in others)  # only rank 0 has writers
+    for expected in ({"inter_loco_reduce_scatter", "inter_difference_all_gather"}, {"inter_sums_all_gather"}):
+        between = {name for name in records.pop(0) if name.startswith("inter_")}
+        assert between == {"inter_loco_reduce_scatter"} | expected
+    assert timed == {"loco_compress", "loco_decompress"}
+    for name, low, high in (
+        ("LoCo_relative_error", 0.05, 0.25),
+        ("LoCo_compression", 5.0, 7.8),
+        ("Updates_relative_error", 0.05, 0.25),
+        ("Updates_compression", 5.0, 7.8),
+    ):
+        (file,) = tmp_path.rglob(f"*Train_{name}.csv")
+        rows = [row for row in csv.reader(file.read_text().splitlines()) if row[0] != "step"]
+        assert len(rows) == 6, rows
+        assert all(low < float(value) < high for _, value in rows), (name, rows)
+
+
+def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
+    """Train three steps with all of them on; names of records of communication, also where sums come back; of timers
+    that have run; looks."""
+    from unittest import mock
+
+    from deepspeed.comm.comm import comms_logger
+
+    from deepspeed_ext.loco.sampling import Sampling
     from tests.harness import training
 
-    steps, rows = 120, []
-    job = training.Job(sizes=(32, 96, 96, 8), optimizer=optimizer, empty=False, clipping=1.0)
-    coarse = {"error_feedback": False, "block_size": 4096}
-    for seed in range(3):
-        found = []
-        for loco in (None, {}, coarse):
-            keys = training.placed("NIG", 1, **({} if loco is None else {"zeropp_loco_param": loco}))
-            engine, _ = training.make_engine(job, keys)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = 0.1 if optimizer == "SGD" else 3e-3
-            teacher = torch.randn(32, 8, generator=torch.Generator().manual_seed(seed)) / 6
-            generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-            losses, norms = [], []
-            for number in range(steps):
-                x = torch.randn(16, 32, generator=generator)
-                losses.append(training.micro_step(engine, job, number, x, torch.tanh(x @ teacher)))
-                engine.step()
-                norms.append(float(engine.get_global_grad_norm()))
-            found.append((statistics.fmean(losses[-30:]) / losses[0], norms))
-            engine.destroy()
-        (plain, plain_norms), (ours, our_norms), (worse, _) = found
-        ratio = statistics.fmean(a / b for a, b in zip(our_norms, plain_norms, strict=True))
-        rows.append((plain, ours, ratio, worse))
-    return rows
+    config = {
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
+        "comms_logger": {"enabled": True, "prof_all": True},
+        "wall_clock_breakdown": True,
+        "steps_per_print": 100,
+    }
+    timed: set[str] = set()
+
+    def look(engine: Any) -> None:
+        timed.update(name for name in engine.timers.get_timers() if name.startswith("loco_"))
+
+    job = training.Job(sizes=(64, 128, 128, 7), steps=3, empty=False, config=config)
+    records = []
+    with mock.patch.object(Sampling, "note", autospec=True, side_effect=Sampling.note) as note:
+        for name in ("NIG", "NII"):
+            comms_logger.comms_dict.clear()
+            training.train(job, training.placed(name, zeropp_loco_param={}, paro_quantized_updates={}), look)
+            records.append(list(comms_logger.comms_dict))
+    comms_logger.enabled = False
+    return records, timed, note.call_count

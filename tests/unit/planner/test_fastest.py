@@ -61,21 +61,6 @@ def engines_case(cases: list[tuple[Any, ...]]) -> list[Any]:
     return [engine_case(*case) for case in cases]
 
 
-def train_case(folder: str) -> tuple[list[float], list[float]]:
-    """Return the losses under "fastest", and under the same strategy by its name."""
-    from unittest import mock
-
-    from deepspeed_ext.planner import probe
-    from tests.harness.training import Job, train
-
-    job = Job(accumulation=2)
-    with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
-        keys = {"paro_group_size": 2, "paro_decision_file": f"{folder}/d.json"}
-        fastest = train(job, {"paro_strategy": "fastest", **keys})
-    name = json.loads(Path(folder, "d.json").read_text())["decisions"][0]["strategy"]
-    return fastest.losses, train(job, {"paro_strategy": name, "paro_group_size": 2}).losses
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     return str(tmp_path / "folder" / "decision.json")
@@ -245,9 +230,3 @@ def test_ranks_that_measure_differently_decide_alike(ranks: Any, file: str) -> N
     rates = [SLOW_LINKS, quick, quick, SLOW_LINKS]
     decided = ranks(4).run(engine_case, {"paro_decision_file": file, "stage": 3}, {}, rates)
     assert len({found for found, _ in decided}) == 1
-
-
-@pytest.mark.deep
-def test_training_is_that_of_the_strategy(ranks: Any, tmp_path: Path) -> None:
-    for fastest, by_name in ranks(4).run(train_case, str(tmp_path)):
-        assert fastest == by_name
