@@ -3,9 +3,7 @@
 """``python -m deepspeed_ext plan``: what it prints, writes and refuses."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,6 @@ import pytest
 
 from deepspeed_ext import __main__
 from deepspeed_ext.strategy import STRATEGIES
-from scripts.emulation.launching import environment as cpu_environment
-from scripts.emulation.launching import free_port
 from tests.harness.documents import page
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
@@ -313,25 +309,6 @@ def test_what_the_report_takes_is_not_dropped(
         with pytest.raises(SystemExit):
             __main__.main()
         assert "are the report's: put what plan takes after it" in capsys.readouterr().err
-
-
-LAUNCHES = {
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m"],
-    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()), "--module"],
-}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_links_are_measured_under_each_launcher(models: None, tmp_path: Path, launcher: str) -> None:
-    """DeepSpeed's extension for shared memory is left out: it would be compiled, and leave files in /dev/shm."""
-    without = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
-    (tmp_path / "some_models.py").write_text(without + MODELS)
-    env = cpu_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [*LAUNCHES[launcher], "deepspeed_ext", "plan", "--model", "some_models:half_frozen", "--dtype", "fp32"]
-    subprocess.run([*command, "--json", "plan.json"], env=env, timeout=280, check=True)
-    found = counted((tmp_path / "plan.json").read_text(), optimizer=12)
-    assert found["ranks"] == 2 and found["rates"]["gather"]["intra"]["bandwidth"] > 1e6
 
 
 @pytest.mark.parametrize(

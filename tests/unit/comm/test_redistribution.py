@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What arrives after redistributions, and what they copy and free on the way."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +17,6 @@ from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.redistribution import GradientRedistribution
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span, Spans
-from deepspeed_ext.comm.transfer_queue import Started
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
 
@@ -177,64 +175,3 @@ def communications(move: Any) -> int:
         handle.wait()
         count += 1
     return count
-
-
-def test_cells_are_reduced_to_what_zero_holds(ranks: Any) -> None:
-    cases = [[1], [3, 40], [8, 16, 24], [7, 1, 33, 12]]
-    for found in ranks(4).run(reduce_each_case, cases):
-        for numels, answers in zip(cases, found, strict=True):
-            for what, plain, chunks in answers:
-                assert plain and chunks is not False, (what, numels)
-
-
-def reduce_each_case(cases: list[list[int]]) -> list[list[tuple[str, bool, bool | None]]]:
-    return [reduce_cells_case(numels) for numels in cases]
-
-
-def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
-    """For each layout and target: whether this rank gets its part of the plain sum, and whether that is ZeRO's chunk.
-
-    ZeRO cuts over all ranks or over a group; what is held in I of a layout cut over all is neither, hence None.
-    """
-    import deepspeed
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import make_reduce
-    from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.strategy import Placement
-
-    topology = get_topology(None, 2)
-    mine = GradientRedistribution(make_reduce(topology.intra, "intra"), make_reduce(topology.inter, "inter"))
-    everybody = [
-        [torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float() for numel in numels]
-        for rank in range(4)
-    ]
-    group, number = divmod(dist.get_rank(), 2)
-    answers = []
-    for placement, target in ((Placement.G, Placement.G), (Placement.G, Placement.I), (Placement.I, Placement.I)):
-        layouts = [FlatLayout.of(numel, placement, topology) for numel in numels]
-        width = sum(layout.chunk for layout in layouts)
-        cells = torch.empty(2, layouts[0].rows, width)
-        ends = list(itertools.accumulate(layout.chunk for layout in layouts))
-        starts = [end - layout.chunk for end, layout in zip(ends, layouts, strict=True)]
-        for flat, layout, start, end in zip(everybody[dist.get_rank()], layouts, starts, ends, strict=True):
-            layout.pack(flat, cells[:, :, start:end])
-        arrived = Started(mine.reduce_cells(cells, target, [Span(0, width)])).finish().view(-1, width)
-        rows = [group] if target == Placement.G else range(layouts[0].rows)
-        # Over the ranks that reduce together: N -> I stays in the group.
-        summed = range(4) if target == Placement.G else range(2 * group, 2 * group + 2)
-        plain, chunks = True, True
-        for index, (layout, start, end) in enumerate(zip(layouts, starts, ends, strict=True)):
-            total = torch.stack([everybody[rank][index] for rank in summed]).sum(0)
-            padded = torch.cat([total, torch.zeros(2 * layout.rows * layout.chunk - layout.numel)])
-            expected = padded.view(layout.rows, 2, layout.chunk)[rows, number]
-            plain = plain and torch.equal(arrived[:, start:end], expected)
-            if placement == target:
-                module = torch.nn.ParameterList([total.clone()])
-                deepspeed.zero.Init(module=module, data_parallel_group=topology.shard_group(target))
-                held = module[0].ds_tensor[
-                    : max(0, layout.numel - (dist.get_rank() if len(summed) == 4 else number) * layout.chunk)
-                ]
-                chunks = chunks and torch.equal(arrived[0, start : start + held.numel()], held)
-        answers.append((f"{placement.name} to {target.name}", plain, chunks if placement == target else None))
-    return answers

@@ -9,19 +9,10 @@ from typing import Any
 import pytest
 
 from tests.harness import mixtures, training
+from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
 from tests.harness.tiers import deep
-from tests.harness.training import Job
 
-SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
 TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-AUTO = {"stage3_leaf_bytes": True}
-CHUNKS = {"stage3_leaf_bytes": 12_000}
-WINDOWS = {"stage3_leaf_bytes": 6552}  # of two packed experts
-
-
-def job_of(network: Any, **more: Any) -> Job:
-    """As in test_units."""
-    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, **more})
 
 
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS, {"stage3_leaf_bytes": 25_000}], ids=["layers", "chunks", "blocks"])

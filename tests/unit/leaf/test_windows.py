@@ -3,13 +3,17 @@
 """Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.installed import since
+from tests.harness.mixtures import WINDOWS, job_of
 from tests.harness.tiers import deep
+from tests.harness.training import check
 
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
 ROUTED = {"num_experts": 5, "num_experts_per_tok": 2}
@@ -24,7 +28,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": SMALL | FIVE | {"sliding_window": 8},
 }
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-NONE_PERSISTS = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
 
 
 def make_model(name: str, implementation: str = "eager") -> Any:
@@ -55,12 +58,10 @@ def train(
     import torch
     from deepspeed import comm as dist
 
-    from tests.harness import training
-
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
-    section = {**NONE_PERSISTS, "leaf_module": {"classes": leaves}, **zero}
+    section = {**mixtures.SMALL, "leaf_module": {"classes": leaves}, **zero}
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -123,27 +124,16 @@ def least(name: str) -> int:
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 
-# An expert of ``mixtures.Packed`` has 273 parameters, which take 3,276 bytes as a unit.
-WINDOWS = {"stage3_leaf_bytes": 2 * 3276}
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["PackedMixture"]}}
 OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 
 
-def job_of(network: str = "Packed", **more: Any) -> Any:
-    """A job with Adam: it would show a missing or doubled gradient of any parameter."""
-    from tests.harness import mixtures
-    from tests.harness.training import Job
-
-    defaults = {"optimizer": "Adam", "empty": False, "zero": NONE_PERSISTS, "steps": 2, "accumulation": 2}
-    return Job(**{"network": getattr(mixtures, network), **defaults, **more})
-
-
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
     """Strategies against stock with the mixture as a leaf module."""
-    from tests.harness import training
-
     variants = [training.placed(name, size, **WINDOWS) for name in names]
-    return training.against(job_of(network, **more), variants, BY_HAND)
+    return training.against(
+        job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more}), variants, BY_HAND
+    )
 
 
 @pytest.mark.quick
@@ -157,25 +147,21 @@ def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], si
     ids=["2x2", "1x3", "2x2, others", "4x1"],
 )
 def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
-    from tests.harness.training import check
-
     check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
 
 
 @pytest.mark.parametrize(
     "network, more",
     [
-        ("Packed", {"clipping": 0.05, "steps": 3, "zero": {**NONE_PERSISTS, **OVERLAP}}),
-        ("PackedFrozen", {"zero": {**NONE_PERSISTS, "reduce_scatter": False}, "checkpointing": True}),
-        ("Packed", {"zero": {**NONE_PERSISTS, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
+        ("Packed", {"clipping": 0.05, "steps": 3, "zero": {**mixtures.SMALL, **OVERLAP}}),
+        ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
+        ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
         ("Packed", {"zero_init": "config", "checkpointing": False}),
         ("PackedLooped", {}),
     ],
     ids=lambda more: str(more).replace("'", "")[:50],
 )
 def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any]) -> None:
-    from tests.harness.training import check
-
     check(ranks(4).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
 
 
@@ -207,9 +193,8 @@ def measured_case() -> list[Any]:
     from deepspeed_ext.comm import collectives
     from deepspeed_ext.leaf import report as leaf_report
     from deepspeed_ext.leaf.modules import Settings, choose
-    from tests.harness import mixtures, training
 
-    tight = {**NONE_PERSISTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
 
@@ -219,14 +204,14 @@ def measured_case() -> list[Any]:
         counted[hop] = counted.get(hop, 0) + arriving
         return start(group, received, sent, name)
 
-    rows = []
+    job, rows = job_of(mixtures.Packed, accumulation=2), []
     for strategy in ("IIG", "IGG", "GGG"):
         most, traffic = [], []
         for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
-            engine, _ = training.make_engine(job_of(zero=tight), training.placed(strategy, **keys))
+            engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
             counted.clear()
             with mock.patch.object(collectives, "pairwise_all_to_all", count):
-                for x, y in (batch for batch, _ in zip(training.batches(job_of()), range(4), strict=False)):
+                for x, y in (batch for batch, _ in zip(training.batches(job), range(4), strict=False)):
                     engine.backward(((engine(x) - y) ** 2).mean())
                     engine.step()
                 engine.optimizer.drain_parameters()
@@ -296,13 +281,12 @@ def given_up_case() -> dict[str, bool]:
     import torch
 
     from deepspeed_ext.leaf.windows import windowed_modules
-    from tests.harness import training
 
     class Interrupted(Exception):
         pass
 
     def run(zero: dict[str, Any], interrupted: bool) -> torch.Tensor:
-        job = job_of()
+        job = job_of(mixtures.Packed, accumulation=2)
         engine, model = training.make_engine(job, zero)
         model.requires_grad_(False)
         windowed = windowed_modules(model)[-1]  # windows after it would have been reduced already
@@ -350,7 +334,6 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
 
     from deepspeed_ext.leaf import report as leaf_report
     from deepspeed_ext.leaf.modules import Settings, choose
-    from tests.harness import mixtures, training
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -366,7 +349,7 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
 
     message = ""
     try:
-        training.make_engine(job_of(), {"stage": 3, "stage3_leaf_bytes": 3000})
+        training.make_engine(job_of(mixtures.Packed), {"stage": 3, "stage3_leaf_bytes": 3000})
     except ValueError as error:
         message = str(error)
     kinds = {}

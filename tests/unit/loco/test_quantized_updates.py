@@ -324,29 +324,6 @@ def feedback_case() -> tuple[float, float, bool, float]:
     return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]
 
 
-def test_a_copy_of_the_model_has_nothing_sent_whole(ranks: Any) -> None:
-    assert ranks(4).run(copy_case) == [(False, True)] * 4
-
-
-def copy_case() -> tuple[bool, bool]:
-    """Whether an update travels whole after a load into a copy of the model, and into the model."""
-    import copy
-
-    job = training.Job(zero=training.SMALL, empty=False)
-    engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
-    data, whole = training.batches(job), []
-    for made in (lambda: copy.deepcopy(engine.module), lambda: engine.module):
-        training.micro_step(engine, job, 0, *next(data))
-        engine.step()
-        model = made()
-        model.load_state_dict(model.state_dict())
-        training.micro_step(engine, job, 0, *next(data))
-        engine.step()
-        whole.append(engine.optimizer.resync.now)
-    engine.destroy()
-    return whole[0], whole[1]
-
-
 def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any) -> None:
     for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
         assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")

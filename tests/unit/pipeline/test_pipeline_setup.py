@@ -39,19 +39,45 @@ def different_case() -> list[str]:
     ]
 
 
-def test_what_contradicts_a_plain_stage_is_refused_on_all_ranks(ranks: Any) -> None:
-    for message in ranks(4).run(contradiction_case):
-        assert "zero_hpz_partition_size cannot be combined with zero_optimization.stage 3 in a pipeline" in message, (
-            message
-        )
+# Keys, the number of ranks, and what the error says.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"stage": 3, "zero_hpz_partition_size": 2},
+        "zero_hpz_partition_size cannot be combined with zero_optimization.stage 3 in a pipeline",
+    ),
+    (
+        {"paro_strategy": "NIG", "paro_quantized_updates": {}},
+        "paro_quantized_updates cannot be combined with tied layers (embedding)",
+    ),
+    ({"stage": 3}, "cannot be built under deepspeed.zero.Init"),
+    ({"stage": 2}, "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B"),
+]
 
 
-def contradiction_case() -> str:
-    """The error of ZeRO-3 with hpZ in a pipeline."""
+def test_options_of_pipelines_are_refused_on_all_ranks(ranks: Any) -> None:
+    for errors in ranks(2).run(refused_case):
+        for (_, expected), error in zip(REFUSED, errors, strict=True):
+            assert expected in error, error
+        assert "paro_strategy NIG" in errors[1] and "os = I or N" in errors[1], errors[1]
+
+
+def refused_case() -> list[str]:
+    """Errors of pipelines: the last two under zero.Init, and with another schedule."""
+    import deepspeed
+    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+
     from tests.harness import pipelines
     from tests.harness.snapshots import error_of
 
-    return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3, "zero_hpz_partition_size": 2})
+    errors = [error_of(pipelines.make_pipeline, pipelines.Pipe(), zero) for zero, _ in REFUSED[:2]]
+    with deepspeed.zero.Init():
+        errors.append(error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3}))
+    pipe = pipelines.Pipe(micro_batches=4, tied=False)
+    module = DualPipeVModule(
+        pipelines.layers_of(pipe), num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform"
+    )
+    config, parameters = pipelines.configuration(pipe, {"stage": 2}), list(module.parameters())
+    return [*errors, error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)]
 
 
 def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
@@ -104,57 +130,6 @@ def experts_case(stage: int, mixtures: int = 2) -> str:
     config = pipelines.configuration(pipelines.Pipe(), {"stage": stage})
     del config["optimizer"]
     return error_of(deepspeed.initialize, model=module, optimizer=torch.optim.Adam(groups), config=config)
-
-
-def test_differences_of_tied_weights_are_refused_on_all_ranks(ranks: Any) -> None:
-    for message in ranks(4).run(tied_case):
-        assert "paro_quantized_updates cannot be combined with tied layers (embedding)" in message, message
-        assert "paro_strategy NIG" in message and "os = I or N" in message, message
-
-
-def tied_case() -> str:
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"paro_strategy": "NIG", "paro_quantized_updates": {}})
-
-
-def test_a_pipeline_is_not_built_under_zero_init(ranks: Any) -> None:
-    for message in ranks(4).run(zero_init_case):
-        assert "cannot be built under deepspeed.zero.Init" in message, message
-
-
-def zero_init_case() -> str:
-    """The error."""
-    import deepspeed
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    with deepspeed.zero.Init():
-        return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3})
-
-
-def test_another_schedule_is_refused(ranks: Any) -> None:
-    for message in ranks(2).run(schedule_case):
-        assert "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B" in message, message
-
-
-def schedule_case() -> str:
-    """The error of ZeRO-2 with DualPipeV."""
-    import deepspeed
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    pipe = pipelines.Pipe(micro_batches=4, tied=False)
-    module = DualPipeVModule(
-        pipelines.layers_of(pipe), num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform"
-    )
-    config = pipelines.configuration(pipe, {"stage": 2})
-    parameters = list(module.parameters())
-    return error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)
 
 
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 0}], ids=["ZeRO-1", "none"])
