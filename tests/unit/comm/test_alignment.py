@@ -3,11 +3,15 @@
 """Messages for NCCL begin at multiples of 16 bytes, for any number of ranks; otherwise NCCL copies single elements."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.layout import windows
 from deepspeed_ext.comm.spans import Span
+from tests.harness import training
 from tests.harness.training import PARTITIONED, REPLICATED
 
 
@@ -34,13 +38,6 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
     Returns:
         of each strategy and collective where its parts begin in their allocations: bytes modulo 16.
     """
-    from unittest import mock
-
-    import torch
-
-    from deepspeed_ext.comm import collectives
-    from tests.harness import training
-
     found: dict[str, dict[str, set[int]]] = {}
     start = collectives.Collectives.start
 

@@ -9,8 +9,16 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+import deepspeed_ext
+from deepspeed_ext.comm import background, endings
+from deepspeed_ext.comm.hops import GatherHop
+from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
+from tests.harness import training
 
 LATE = 1.0  # seconds; the other rank has ended by then
 CASES = {
@@ -82,13 +90,6 @@ def test_a_signal_ends_all(ends: dict[str, Ended]) -> None:
 def given_up_case() -> tuple[float, str, int]:
     """An end after an error, where the other rank never takes part in a reduction: its seconds, what has become of the
     reduction, and how many threads run."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import background, endings
-    from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.transfer_queue import TransferQueue
-
     group = dist.new_group([0, 1])
     queue, failure = TransferQueue(overlap=True, background=True), "none"
     if dist.get_rank() == 0:
@@ -116,11 +117,6 @@ def test_after_an_error_a_reduction_is_given_up(ranks: Any) -> None:
 
 def finalizer_case() -> tuple[bool, bool]:
     """Whether what is owed is complete: after the end of a process of multiprocessing, as this one is, and before."""
-    import torch
-
-    from deepspeed_ext.comm import endings
-    from deepspeed_ext.comm.transfer_queue import TransferQueue
-
     done: list[bool] = []
 
     def transfer() -> Any:
@@ -143,13 +139,6 @@ def test_a_forked_process_completes_what_it_owes_without_atexit(ranks: Any) -> N
 
 def wait_case() -> tuple[int, int]:
     """Transfers that run after a step of IIG which the other group takes later: before ``wait_for_updates``, after."""
-    from deepspeed import comm as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    import deepspeed_ext
-    from deepspeed_ext.comm import background
-    from tests.harness import training
-
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))

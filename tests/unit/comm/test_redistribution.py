@@ -8,14 +8,16 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, redistribution
 from deepspeed_ext.comm.bucket_plan import plan_bucket
-from deepspeed_ext.comm.hops import SumsGather
+from deepspeed_ext.comm.hops import GatherHop, SumsGather
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
-from deepspeed_ext.comm.redistribution import GradientRedistribution
+from deepspeed_ext.comm.process_groups import get_topology
+from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span, Spans
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
@@ -152,13 +154,6 @@ def test_gathers_follow_the_placements(ranks: Any) -> None:
 
 def gathers_case() -> dict[str, list[float]]:
     """What each gather gives on 6 ranks in groups of 3."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.redistribution import ParameterRedistribution
-    from deepspeed_ext.strategy import Placement
-
     topology = get_topology(None, 3)
     mine = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])

@@ -4,14 +4,19 @@
 
 import re
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
 
 from deepspeed_ext.config.keys import KEYS, MICS_KEYS, OF_FASTEST, OURS, REMOVED, our_keys
 from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.config.validate import check_section
 from deepspeed_ext.strategy import STRATEGIES
 from scripts import ROOT
+from tests.harness import training
 from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, config
 from tests.harness.tiers import deep
 
@@ -325,11 +330,6 @@ REFUSED = {
 
 def errors_case(rows: list[Row], how: str) -> list[str]:
     """Return the errors with which DeepSpeed refuses configurations, with every collective forbidden."""
-    from unittest import mock
-
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was communicated")
@@ -387,8 +387,6 @@ def test_saves_of_ours_need_a_strategy(ranks: Any) -> None:
 
 def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
     """Make an engine, as a script does."""
-    from tests.harness import training
-
     training.make_engine(training.Job(config=extra), zero)
 
 

@@ -3,14 +3,23 @@
 """Our keys are accepted in every form in which DeepSpeed takes a configuration, and mean what the README says."""
 
 import base64
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from deepspeed_ext.config.keys import KEYS
-from tests.harness.logs import is_ours
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
+from tests.harness import logs, training
+from tests.harness.logs import is_ours, logged
 from tests.harness.sections import CPU, IIG, OFFLOADING, config
 
 pytestmark = pytest.mark.quick
@@ -25,8 +34,6 @@ def parsed(sections: list[dict[str, Any]], form: str, folder: str) -> list[tuple
     Returns:
         the class, the fields of this package, and the raw section, of each.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     found = []
     for number, section in enumerate(sections):
         text = json.dumps(config(**section))
@@ -93,10 +100,6 @@ def test_the_callers_dict_says_the_stage(ranks: Any) -> None:
 
 def implied_stages_case() -> tuple[list[Any], list[Any], bytes]:
     """The stage in a section that was parsed with one strategy after the other; in others; and one as it is saved."""
-    import pickle
-
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     zero: dict[str, Any] = {}
     stages: list[Any] = []
     for name in ("NNG", "IIG", "NIG"):
@@ -122,7 +125,6 @@ def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None
 
 def warnings_case() -> list[list[str]]:
     """What engines warn of zero.Init."""
-    from tests.harness import logs, training
 
     def warnings_of(zero_init: str | None, **zero: Any) -> list[str]:
         with logs.logged() as lines:
@@ -144,12 +146,6 @@ def test_the_strategy_is_parsed_once_and_kept_by_copies(ranks: Any) -> None:
 
 def copies_case() -> list[str]:
     """The strategies of a configuration, of its copies, and at stage 0, with every further parse forbidden."""
-    import copy
-    import pickle
-    from unittest import mock
-
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     from deepspeed_ext.config import section, validate
 
     parsed = DeepSpeedConfig(config(paro_strategy="IIG"))
@@ -166,9 +162,6 @@ def test_stage_0_is_a_no_op(ranks: Any) -> None:
 
 def stage_0_case() -> str:
     """A reference model as some trainers make it: our key is left in, the stage is set to 0, and no optimizer."""
-    import deepspeed
-    import torch
-
     engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config(paro_strategy="NIG", stage=0))
     assert engine.optimizer is None
     engine.destroy()
@@ -185,10 +178,6 @@ def test_hierarchical_gathers_of_mics_are_implied(ranks: Any) -> None:
 
 def mics_log_case() -> list[list[tuple[str, str]]]:
     """Return what parsing MiCS's keys logs, without hierarchical gathers and with them."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    from tests.harness.logs import logged
-
     found = []
     for hierarchical in (False, True):
         with logged() as lines:
@@ -209,12 +198,6 @@ def test_engines_and_zero_init_cut_for_mics(ranks: Any, tmp_path: Path) -> None:
 
 def mics_shards_case(given: dict[str, Any], path: str) -> list[list[tuple[int, int]]]:
     """Return ranks and elements of shards in engines, without zero.Init and with it."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.zero.stage3 import Stage3Optimizer
-
     shards = []
     for zero_init in (False, True):
         with deepspeed.zero.Init(config_dict_or_path=path, enabled=zero_init):

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which modules become units: flags, hooks and the report; and configurations that are refused."""
 
+import contextlib
+import io
 import os
 import re
 import subprocess
@@ -10,10 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
+from torch import Tensor, nn
 
+from deepspeed_ext.leaf import modules, report
+from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf.modules import default_budget
 from scripts import ROOT
+from tests.harness import mixtures, training
 from tests.harness.installed import since
-from tests.harness.logs import is_ours
+from tests.harness.logs import is_ours, logged
+from tests.harness.snapshots import error_of
 
 LIVE = 10**9
 # Of mixtures.Mixtures, as DeepSpeed counts: parameters / (1 + modules inside that have parameters, lists left out).
@@ -26,11 +36,7 @@ def choose(
     name: str, budget: int | None, threshold: int = 0, most_live: int = LIVE, change: str = ""
 ) -> dict[str, Any]:
     """For each kind the names of modules; the hooks, before and after; the report."""
-    from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
-
-    from deepspeed_ext.leaf import report as leaf_report
     from deepspeed_ext.leaf.modules import Settings, choose, set_leaves
-    from tests.harness import mixtures
 
     model = getattr(mixtures, name)((13, 7))
     if change == "set":
@@ -90,11 +96,6 @@ def test_one_fp32_parameter_does_not_double_the_default_budget() -> None:
 
 def budgets_case() -> list[int]:
     """The default budget of a bf16 model with a small layer in fp32, of one in fp32, and of one without parameters."""
-    import torch
-    from torch import nn
-
-    from deepspeed_ext.leaf.modules import default_budget
-
     mixed = nn.Sequential(nn.Linear(100, 100, dtype=torch.bfloat16), nn.Linear(10, 1))
     return [default_budget(model, LIVE) for model in (mixed, nn.Linear(3, 3), nn.Tanh())]
 
@@ -144,10 +145,7 @@ def test_layers_are_found_in_lists_in_dictionaries() -> None:
 
 def nested_case() -> list[str]:
     """The units of a module with layers in a list in a dictionary; all of them would fit."""
-    from torch import Tensor, nn
-
     from deepspeed_ext.leaf.modules import LeafKind, Settings, choose
-    from tests.harness import mixtures
 
     class Tower(nn.Module):
         def __init__(self) -> None:
@@ -195,12 +193,6 @@ def test_the_table_is_shown(ranks: Any) -> None:
 
 def report_case() -> list[list[tuple[str, str]]]:
     """What is logged and printed with a budget, a threshold, one that does nothing, and one that splits experts."""
-    import contextlib
-    import io
-
-    from tests.harness import mixtures, training
-    from tests.harness.logs import logged
-
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
     keys = [{"stage3_leaf_bytes": True}, *thresholds]
@@ -250,15 +242,11 @@ def test_bad_keys_are_refused_on_all_ranks(ranks: Any) -> None:
 
 def bad_case() -> list[str]:
     """The errors of engines with bad keys."""
-    from tests.harness.snapshots import error_of
-
     return [error_of(make, zero) for zero, _ in BAD]
 
 
 def make(zero: dict[str, Any]) -> str:
     """The class of the optimizer."""
-    from tests.harness import mixtures, training
-
     engine, _ = training.make_engine(training.Job(network=mixtures.Mixtures, empty=False), zero)
     return type(engine.optimizer).__name__
 
@@ -319,10 +307,6 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], expected: int) -> None:
-    from torch import nn
-
-    from deepspeed_ext.leaf import modules, report
-
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
     assert report.predicted_live(found, model, report.LiveLimits(*live)) == expected

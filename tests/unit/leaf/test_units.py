@@ -8,9 +8,15 @@ order. Such networks are compared bit for bit with stock ZeRO-3 that has the sam
 """
 
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
 
+from deepspeed_ext.leaf.linear import linear
+from deepspeed_ext.leaf.units import UNIT
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import mixtures, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
 from tests.harness.tiers import deep
@@ -46,11 +52,6 @@ BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
 def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
-    import torch
-
-    from deepspeed_ext.leaf.linear import linear
-    from deepspeed_ext.leaf.units import UNIT
-
     def detour(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         calls.append(weight)
         return torch.ops.aten.linear(input, weight, bias)
@@ -104,11 +105,6 @@ def test_units_of_which_one_parameter_is_missing(ranks: Any, world: int) -> None
 
 def one_missing_case() -> bool:
     """Whether a model gives the same where the other parameter of a unit of two is gathered by hand."""
-    import deepspeed
-    import torch
-
-    from deepspeed_ext.leaf.units import UNIT
-
     job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": 20})
     engine, model = training.make_engine(job, training.placed("GGG", group_size=1, **AUTO))
     x, _ = next(training.batches(job))
@@ -128,10 +124,6 @@ def test_no_full_bucket_waits_for_the_next_module(ranks: Any) -> None:
 
 def full_case() -> set[bool]:
     """Whether a bucket that gradients of a unit have filled is still there when they have been handed over."""
-    from unittest import mock
-
-    from deepspeed_ext.zero.stage3 import Stage3Optimizer
-
     size, found, reduce_leaf = 5, set[bool](), Stage3Optimizer.reduce_leaf  # less than any parameter has
 
     def looked_at(optimizer: Any, params: Any) -> None:

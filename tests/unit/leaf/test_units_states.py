@@ -2,13 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters in units are read, changed, saved and held like others; and what stock does with leaf modules."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.harness import mixtures, training
+from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf.modules import Settings, choose, numel_of
+from tests.harness import mixtures, snapshots, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
 from tests.harness.tiers import deep
 
@@ -25,9 +33,6 @@ def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
 
 def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     """The budget; elements gathered at a time, the largest unit, and what the report says."""
-    from deepspeed_ext.leaf import report as leaf_report
-    from deepspeed_ext.leaf.modules import Settings, choose, numel_of
-
     job = job_of(mixtures.Mixtures, zero=TIGHT, accumulation=2, steps=3)
     most: list[int] = []
 
@@ -56,8 +61,6 @@ def test_what_persists_stays_before_the_record_is_complete(ranks: Any, more: dic
 
 def persistent_case(zero: dict[str, Any]) -> tuple[list[bool], list[bool]]:
     """Whether all small parameters are there after each of three forwards, with ours and with stock."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     found = []
     for keys in (zero, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
@@ -93,11 +96,6 @@ def checkpoint_case(
 ) -> tuple[bool, dict[str, float], dict[str, float], float | None]:
     """Whether losses after a resume are those of the run; what differs after a load into units or windows, and after
     one out of them; how far zero_to_fp32's weights are off."""
-    from deepspeed import comm as dist
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    from tests.harness import snapshots
-
     job = job_of(getattr(mixtures, network))
     whole = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
     plain, ours = training.placed(strategy, **whole), training.placed(strategy, **keys)
@@ -133,9 +131,6 @@ def test_parameters_of_units_are_read_and_changed_alone(ranks: Any, keys: dict[s
 def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
     """Whether a forward inside of GatheredParameters, where one of a unit is changed, sees it; and whether forwards
     after it do, with all of the unit gathered again, and with small ones that persist."""
-    import deepspeed
-    import torch
-
     forwards = []
     for persistence in (0, 100, 10**6):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": persistence})
@@ -167,11 +162,6 @@ def test_without_an_optimizer_and_without_gradients(ranks: Any, keys: dict[str, 
 def inference_case(keys: dict[str, Any]) -> list[bool]:
     """Whether an engine without an optimizer gives the model's output, in several forwards; then a training one in
     eval mode between two steps."""
-    import copy
-
-    import deepspeed
-    import torch
-
     job = job_of(mixtures.Mixtures)
     torch.manual_seed(3)
     model = mixtures.Mixtures(job.sizes)
@@ -219,8 +209,6 @@ def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
 
 def second_engine_case() -> list[int]:
     """Return the hooks of four engines for one model: with windows of experts, no key, layers, and no key again."""
-    import deepspeed
-
     job = job_of(mixtures.Mixtures)
     model = mixtures.Mixtures(job.sizes)
     hooks = []
@@ -245,9 +233,6 @@ def test_gradients_are_freed_after_evaluation_and_checkpointing(ranks: Any, keys
 def gradients_case(keys: dict[str, Any]) -> list[int]:
     """The most elements of gradients that are there at a time in steps: plain, after a forward that only one rank
     keeps and an evaluation, and with checkpointing."""
-    import torch
-    from deepspeed import comm as dist
-
     most = []
     for checkpointing in (None, False):
         job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
@@ -285,10 +270,6 @@ def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any
 def frozen_case(keys: dict[str, Any]) -> list[float]:
     """How far from stock weights are, where some parameters are frozen later, thawed later, or not the optimizer's;
     copies of the model are made meanwhile."""
-    import copy
-
-    import deepspeed
-    import torch
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)

@@ -2,12 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
 
+from deepspeed_ext.comm import collectives
+from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
+from deepspeed_ext.leaf.setup import _least_bytes
+from deepspeed_ext.leaf.windows import windowed_modules
 from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.installed import since
@@ -32,7 +44,6 @@ IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
 
 def make_model(name: str, implementation: str = "eager") -> Any:
     """A causal language model, of random weights."""
-    import torch
     import transformers
 
     torch.manual_seed(5)
@@ -42,8 +53,6 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 
 def two_experts(name: str) -> int:
     """The budget of two of a model's experts."""
-    from deepspeed_ext.leaf.modules import expert_bytes
-
     return 2 * max(expert_bytes(module) for module in make_model(name).modules())
 
 
@@ -54,10 +63,6 @@ def train(
     look: Callable[[Any], Any] = lambda engine: None,
 ) -> tuple[list[float], Any, Any]:
     """Train three steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -93,8 +98,6 @@ def off(found: tuple[list[float], Any, Any], expected: tuple[list[float], Any, A
 
 def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
     """The windows of each module that has some."""
-    from deepspeed_ext.leaf.windows import windowed_modules
-
     return [one.windows for one in windowed_modules(engine.module)]
 
 
@@ -119,8 +122,6 @@ def architecture_case(name: str) -> list[tuple[str, float, float, Any]]:
 
 def least(name: str) -> int:
     """The least budget of a model."""
-    from deepspeed_ext.leaf.setup import _least_bytes
-
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 
@@ -186,14 +187,6 @@ def test_what_is_gathered_at_a_time_and_what_travels(ranks: Any) -> None:
 def measured_case() -> list[Any]:
     """For strategies: elements gathered at a time, predicted, and of two windows; bytes that this rank receives in
     two steps with windows, and without."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import collectives
-    from deepspeed_ext.leaf import report as leaf_report
-    from deepspeed_ext.leaf.modules import Settings, choose
-
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
@@ -234,12 +227,6 @@ def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
 def access_case() -> tuple[bool, float, bool, float, bool]:
     """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
     a change of it is used; the difference of a gradient; whether a copy of the experts has weights of its own."""
-    import copy
-
-    import deepspeed
-    import torch
-    from deepspeed.utils import safe_get_full_grad
-
     ids = torch.arange(6).view(1, 6)
     seen: list[Any] = []
     copies: list[bool] = []
@@ -278,9 +265,6 @@ def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
 
 def given_up_case() -> dict[str, bool]:
     """Whether weights are those of a run without the micro-step that raised in backward, between two windows."""
-    import torch
-
-    from deepspeed_ext.leaf.windows import windowed_modules
 
     class Interrupted(Exception):
         pass
@@ -330,10 +314,6 @@ def test_what_is_refused_or_stays_together(ranks: Any) -> None:
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     """The error of a budget below one expert; what becomes of packed experts, and the beginning of why."""
-    from torch import Tensor, nn
-
-    from deepspeed_ext.leaf import report as leaf_report
-    from deepspeed_ext.leaf.modules import Settings, choose
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

@@ -3,9 +3,16 @@
 """The reduction between groups: the true mean for every shape and number of ranks, and its error feedback."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.loco.hop import LocoHop
+from deepspeed_ext.loco.settings import LocoSettings
+from tests.harness import snapshots, training
 from tests.harness.tiers import deep
 
 LOCO = {"zeropp_loco_param": {}}
@@ -23,13 +30,6 @@ def test_06_the_mean_for_every_shape_and_number_of_ranks(ranks: Any, world: int,
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
     """Shape and dtype; projection of the result on the mean in fp64; largest error over its bound."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.transfer_queue import Started
-    from deepspeed_ext.loco.hop import LocoHop
-    from deepspeed_ext.loco.settings import LocoSettings
-
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -79,10 +79,6 @@ def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[s
 
 def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
     """Three steps; the second one overflows on one rank."""
-    import torch
-
-    from tests.harness import training
-
     # Norms that are not finite skip a step of stage 3 in any dtype; of stages 1 and 2 in fp32, too.
     job = training.Job(steps=3, accumulation=2, dtype=dtype, overflow=[(2, 1)], empty=False, zero=training.SMALL)
     rows = []
@@ -111,10 +107,6 @@ def test_09_gradients_that_are_dropped_leave_errors_as_they_were(ranks: Any) -> 
 
 def dropped_case() -> bool:
     """Whether zero_grad before a step restores what is kept. With p = N it drops nothing that was reduced."""
-    import torch
-
-    from tests.harness import training
-
     job = training.Job(empty=False)
     same = True
     for name in ("IIG", "ING"):
@@ -147,8 +139,6 @@ def test_14_resets_count_steps_and_take_all_parameters(ranks: Any, accumulation:
 
 def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, list[bool], float]]:
     """Whether errors are kept after each of seven steps with resets after three; how often each was updated."""
-    from tests.harness import training
-
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     rows = []
     for name in names:
@@ -177,13 +167,7 @@ def test_all_ranks_refuse_kernels_for_the_cpu_only(ranks: Any) -> None:
 
 def lacking_case() -> tuple[str, str]:
     """Errors where each rank has kernels for CUDA, and where the second one has none."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
     from deepspeed_ext.loco import hop, ops
-    from deepspeed_ext.loco.settings import LocoSettings
-    from tests.harness import snapshots
 
     device = mock.Mock(device_name=lambda: "cuda", current_device_name=lambda: "cpu")
     found = []

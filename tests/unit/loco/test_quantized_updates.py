@@ -5,12 +5,27 @@ copies, checkpoints and moves of states between steps."""
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
+import deepspeed_ext
+from deepspeed_ext.comm.backends import make_reduce
+from deepspeed_ext.comm.spans import ShardSpan
+from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.settings import UpdateSettings
+from deepspeed_ext.loco.sums import QuantizedSums
+from deepspeed_ext.zero.flat.updates import FlatUpdates
 from tests.harness import training
+from tests.harness.logs import logged
 from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import SMALL, Job
 
@@ -59,8 +74,6 @@ class Seen(NamedTuple):
 @contextlib.contextmanager
 def differences(sent: list[Sent]) -> Iterator[None]:
     """Put down what is sent."""
-    from deepspeed_ext.loco import ops, reference
-
     difference = ops.difference
 
     def noting(updated: Any, held: Any, wire: Any, packing: Any) -> None:
@@ -78,10 +91,6 @@ def differences(sent: list[Sent]) -> Iterator[None]:
 
 def run(job: Job, name: str) -> Seen:
     """Train a strategy."""
-    import torch
-
-    import deepspeed_ext
-
     engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
     data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
@@ -110,8 +119,6 @@ def run(job: Job, name: str) -> Seen:
 
 def distance_to_masters(engine: Any) -> float:
     """How far this rank's own elements are from the optimizer's weights, rounded to the parameters' dtype."""
-    from deepspeed.utils import safe_get_local_fp32_param
-
     worst, optimizer = 0.0, engine.optimizer
     for param in engine.module.parameters():
         if not param.requires_grad or not getattr(param, "ds_numel", param.numel()):
@@ -165,10 +172,6 @@ def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, job: str, nam
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
     """Whether losses, norms and weights are those without the key to the bit; messages that were not sent whole."""
-    import torch
-
-    from deepspeed_ext.loco import ops
-
     rows = {}
     for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
@@ -208,8 +211,6 @@ def test_what_others_have_changed_is_sent_whole(
 def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
     """The largest distance of parameters from the optimizer's weights on any rank, before the change and one step
     after it; whether replicas are equal then."""
-    import torch
-    from deepspeed import comm as dist
 
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
@@ -239,11 +240,6 @@ def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, t
 
 
 def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: Any) -> None:
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
     weight = model.layers[1].weight
     if change == "safe_set_full":
         safe_set_full_fp32_param(weight, torch.randn(28, 36, generator=torch.Generator().manual_seed(1)))
@@ -296,15 +292,6 @@ def feedback_case() -> tuple[float, float, bool, float]:
     """How far the mean of 50 sums that come back is from the sum, in its largest element, where steps are applied and
     where they are skipped; whether all ranks get the same bits; the squared distance of sums from ever new ones, in
     that of the first one, to which no error was added."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import make_reduce
-    from deepspeed_ext.comm.spans import ShardSpan
-    from deepspeed_ext.comm.transfer_queue import Started
-    from deepspeed_ext.loco.settings import UpdateSettings
-    from deepspeed_ext.loco.sums import QuantizedSums
-
     numel, off, same = 1001, [], True
     for applied, varies in ((True, False), (False, False), (True, True)):
         generator, squares = torch.Generator().manual_seed(3), []
@@ -332,11 +319,6 @@ def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: A
 
 def offloaded_case(folder: str) -> tuple[str, bool]:
     """The error of a save while parameters are offloaded; whether a save after that succeeds."""
-    from pathlib import Path
-
-    from deepspeed import comm as dist
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
     job = training.Job(zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
@@ -364,8 +346,6 @@ def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -
 
 def halves_case(folder: str) -> list[list[str]]:
     """Warnings of loads: of one half of an all-reduce into both, of both into one, of both into both."""
-    from tests.harness.logs import logged
-
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
@@ -392,11 +372,6 @@ def test_padding_of_the_optimizers_weights_is_zero_behind_a_load(ranks: Any) -> 
 def padding_case() -> tuple[bool, bool]:
     """Whether the optimizer's weights have padding here or elsewhere, which is zero when they were taken anew from the
     model, out of memory that was given up."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.zero.flat.updates import FlatUpdates
-
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
     optimizer, hold = engine.optimizer, FlatUpdates._hold

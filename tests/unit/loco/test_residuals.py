@@ -3,11 +3,21 @@
 """What LoCo has not sent yet, in checkpoints."""
 
 import math
+import os
+import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
+from deepspeed_ext.checkpoint.files import HEADER
+from deepspeed_ext.checkpoint.residuals import FOLDER
+from deepspeed_ext.comm import collectives
+from tests.harness import snapshots, training
+from tests.harness.logs import logged
 from tests.harness.tiers import deep
 
 NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
@@ -31,13 +41,6 @@ def test_15_a_run_that_is_resumed_is_the_run(
 
 def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -> list[tuple[str, bool, bool, int]]:
     """Train with and without a checkpoint in between; whether weights and errors are equal to the bit."""
-    from unittest import mock
-
-    import torch
-
-    from deepspeed_ext.comm import collectives
-    from tests.harness import snapshots, training
-
     job, rows = snapshots.job_of(dtype), []
     with mock.patch.object(collectives, "backend_of", lambda group: backend):
         for name in names:
@@ -78,9 +81,6 @@ def test_15_other_ranks_take_over_the_sum_of_residuals(ranks: Any, tmp_path: Any
 
 def not_sent(engine: Any) -> list[float]:
     """The sum over all ranks of what they have not sent, by parameter and element."""
-    import torch
-    from deepspeed import comm as dist
-
     totals = {
         name: torch.zeros(getattr(parameter, "ds_numel", parameter.numel()))
         for name, parameter in engine.module.named_parameters()
@@ -99,10 +99,6 @@ def not_sent(engine: Any) -> list[float]:
 
 def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
     """Save after three steps, and convert; what was not sent then."""
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job, left = snapshots.job_of(), {}
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
@@ -118,8 +114,6 @@ def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
 
 def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     """What is not sent after a load of the converted checkpoint."""
-    from tests.harness import snapshots, training
-
     job = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
     engine.load_checkpoint(folder, f"{name}_universal")
@@ -138,9 +132,6 @@ def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_pa
 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
     """Load what was saved without LoCo, and the other way round."""
-    from tests.harness import snapshots, training
-    from tests.harness.logs import logged
-
     job = snapshots.job_of()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
@@ -166,10 +157,6 @@ def test_15_a_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
 
 def again_case(folder: str) -> tuple[int, int, bool]:
     """Files with residuals when LoCo was off in the second save; steps of a conversion with a replaced source."""
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -201,13 +188,6 @@ def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path
 
 def moved_case(folder: str) -> tuple[bool, ...]:
     """Whether a converted checkpoint has found residuals: moved; with a path, as once; with one to elsewhere."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.checkpoint.files import HEADER
-    from deepspeed_ext.checkpoint.residuals import FOLDER
-    from tests.harness import snapshots, training
-
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -243,14 +223,6 @@ def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
 
 def disks_case(folder: str) -> bool:
     """Whether each rank finds its residuals where only its node's files are."""
-    import os
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     node, local = divmod(dist.get_rank(), 2)
     disk = str(Path(folder, str(node)))
     job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
@@ -277,12 +249,6 @@ def test_15_damaged_residuals_are_refused_before_changes(ranks: Any, tmp_path: A
 
 def damage_case(folder: str) -> list[tuple[str, bool]]:
     """For each damage the error of a load, and whether what was there is there."""
-    import shutil
-
-    from deepspeed import comm as dist
-
-    from tests.harness import snapshots, training
-
     job = snapshots.job_of()
     engine, model = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
     for tag in ("first", "second"):

@@ -3,12 +3,20 @@
 """Training with LoCo: every strategy and stage, error feedback, and what is logged."""
 
 import csv
+import itertools
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.comm.comm import comms_logger
 
+from deepspeed_ext.loco.sampling import Sampling
+from tests.harness import training
+from tests.harness.logs import is_ours, logged
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
@@ -34,8 +42,6 @@ def strategies_of(dtype: str, accumulation: int) -> tuple[str, ...]:
 
 def parity_case(dtype: str, accumulation: int) -> list[Any]:
     """Differences to stock ZeRO-2."""
-    from tests.harness import training
-
     job = training.Job(steps=6, accumulation=accumulation, dtype=dtype, groups=2, empty=False, zero=training.SMALL)
     stock, rows = training.train(job, {"stage": 2}), []
     for name in strategies_of(dtype, accumulation):
@@ -74,13 +80,6 @@ def test_what_one_step_does_not_send_the_next_ones_do(
 
 def feedback_case(accumulation: int, how: str, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
     """For each strategy the relative error of the mean gradient, with feedback and without it."""
-    import itertools
-
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import training
-
     steps = 8
     job = training.Job(
         accumulation=accumulation,
@@ -142,8 +141,6 @@ def test_padding_stays_zero(ranks: Any) -> None:
 
 def padding_case() -> list[tuple[str, int, float]]:
     """Elements of padding in this rank's shards, and the largest of them at the boundary, rotated."""
-    from tests.harness import training
-
     job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
     for name in ("NNN", "NIG", "NGG", "III", "GGG"):
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
@@ -183,8 +180,6 @@ def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
 
 def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
     """Largest difference of weights to the same run without offload; where errors are kept, and whether pinned."""
-    from tests.harness import training
-
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
     for name in ("NIG", "IIG"):
         keys, kept = training.placed(name, zeropp_loco_param={}), []
@@ -202,8 +197,6 @@ def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
 
 def options_case() -> list[tuple[str, float, float, bool]]:
     """What is configured; differences to stock of norms and weights."""
-    from tests.harness import training
-
     rows = []
     skipped = [(1, 1), (4, 0), (4, 2), (7, 1)]
     for what, names, more, loco, job in (
@@ -230,8 +223,6 @@ def test_quantized_gradients_alone_have_no_feedback(ranks: Any) -> None:
 
 def alone_case() -> tuple[dict[str, Any], bool]:
     """Settings of the hop, and whether it remembers anything."""
-    from tests.harness import training
-
     found: list[Any] = []
 
     def look(engine: Any) -> None:
@@ -257,9 +248,6 @@ def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
 
 def lines_case() -> list[list[str]]:
     """Lines about LoCo and updates, with two groups and with one."""
-    from tests.harness import training
-    from tests.harness.logs import is_ours, logged
-
     found = []
     keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
@@ -291,13 +279,6 @@ def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
 def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
     """Train three steps with all of them on; names of records of communication, also where sums come back; of timers
     that have run; looks."""
-    from unittest import mock
-
-    from deepspeed.comm.comm import comms_logger
-
-    from deepspeed_ext.loco.sampling import Sampling
-    from tests.harness import training
-
     config = {
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
         "comms_logger": {"enabled": True, "prof_all": True},

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from tests.harness import pipelines, snapshots
+from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep
 from tests.harness.training import SMALL
 
@@ -24,10 +29,6 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path,
 
 def resume_case(folder: str, tied: bool, experts: int) -> list[tuple[str, bool, bool]]:
     """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
-    import torch
-
-    from tests.harness import pipelines
-
     pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
     rows = []
     for name in ("NIG", "NNI") if experts else STRATEGIES:
@@ -84,8 +85,6 @@ def test_another_number_of_stages_through_a_universal_checkpoint(
 def crossing_case(folder: str, saved: str, loaded: str, stages: int = 0) -> dict[str, float]:
     """Which weights and moments differ after a load: in a pipeline of as many stages, or of others from a universal
     checkpoint."""
-    from tests.harness import pipelines, snapshots
-
     pipe = pipelines.Pipe(optimizer="Adam", tied=not stages)
     engine = pipelines.make_pipeline(pipe, keys_of(saved))
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
@@ -109,10 +108,6 @@ def crossing_case(folder: str, saved: str, loaded: str, stages: int = 0) -> dict
 
 def whole_states(engine: Any) -> dict[str, Any]:
     """Weights and moments of all stages, in fp32, by name."""
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
     mine = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
@@ -134,8 +129,6 @@ def test_weights_alone(ranks: Any, tmp_path: Path, part: dict[str, bool]) -> Non
 
 def weights_case(folder: str, part: dict[str, bool]) -> list[tuple[str, float, float]]:
     """Strategies, and how far weights are from those saved, and after a step from those of NIG."""
-    from tests.harness import pipelines
-
     pipe, rows, stepped = pipelines.Pipe(clipping=0.0, optimizer="Adam"), [], {}
     for name in ("NIG", "IIG"):
         keys = {"paro_strategy": name, "paro_group_size": 1}
@@ -166,12 +159,6 @@ def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: 
 
 def missing_case(folder: str) -> tuple[str, bool]:
     """The error of a load without one layer's file, and whether it has changed anything."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)

@@ -2,9 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that a pipeline does not support are refused on all ranks, before any rank waits for another."""
 
+import os
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from torch.distributed import distributed_c10d
+
+from tests.harness import pipelines
+from tests.harness.logs import logged
+from tests.harness.snapshots import error_of
 
 NIG = {"paro_strategy": "NIG", "paro_group_size": 1}
 DIFFERENT: dict[str, tuple[dict[str, Any], int]] = {
@@ -24,11 +40,6 @@ def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
 
 def different_case() -> list[str]:
     """Errors of pipelines whose second stage has another section or another number of micro-batches."""
-    from deepspeed import comm as dist
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     return [
         error_of(
             pipelines.make_pipeline,
@@ -63,12 +74,6 @@ def test_options_of_pipelines_are_refused_on_all_ranks(ranks: Any) -> None:
 
 def refused_case() -> list[str]:
     """Errors of pipelines: the last two under zero.Init, and with another schedule."""
-    import deepspeed
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     errors = [error_of(pipelines.make_pipeline, pipelines.Pipe(), zero) for zero, _ in REFUSED[:2]]
     with deepspeed.zero.Init():
         errors.append(error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3}))
@@ -93,14 +98,6 @@ def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
 
 def muon_case(kind: str) -> str:
     """The error of a pipeline at stage 2 with a Muon, which only the optimizer object tells; empty if none."""
-    import deepspeed
-    import torch
-    from deepspeed.pipe import PipelineModule
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     pipe = pipelines.Pipe(tied=False)
     module = PipelineModule(pipelines.layers_of(pipe), num_stages=pipe.stages, loss_fn=pipelines.loss_of)
     config = pipelines.configuration(pipe, {"stage": 2})
@@ -114,15 +111,6 @@ def muon_case(kind: str) -> str:
 
 def experts_case(stage: int, mixtures: int = 2) -> str:
     """The error of a pipeline at a plain stage with MoE layers, on so many of its stages; empty if none."""
-    import deepspeed
-    import torch
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     layers = [LayerSpec(MoE, 4, torch.nn.Linear(4, 4), num_experts=2) for _ in range(mixtures)]
     layers += [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(2 - mixtures)]
     module = PipelineModule(layers, num_stages=2, loss_fn=pipelines.loss_of)
@@ -139,8 +127,6 @@ def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str,
 
 def stock_case(zero: dict[str, Any]) -> str:
     """Class of the engine."""
-    from tests.harness import pipelines
-
     engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
     engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
     name = type(engine).__name__
@@ -155,10 +141,6 @@ def test_destroyed_engines_leave_as_many_groups_as_deepspeeds(ranks: Any) -> Non
 
 def left_case() -> list[int]:
     """Return how many process groups are left of a destroyed engine, of DeepSpeed's and of one with a strategy."""
-    from torch.distributed import distributed_c10d
-
-    from tests.harness import pipelines
-
     left = []
     for zero in ({"stage": 1}, {"paro_strategy": "NII", "paro_group_size": 1}):
         before = len(distributed_c10d._world.pg_map)
@@ -178,14 +160,6 @@ def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
 
 def layout_case() -> list[tuple[str, str]]:
     """The log where the stages of a pipeline fill the nodes."""
-    import os
-    from unittest import mock
-
-    from deepspeed.runtime.pipe.topology import ProcessTopology
-
-    from tests.harness import pipelines
-    from tests.harness.logs import logged
-
     topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
     with logged() as lines, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         pipelines.train_pipeline(pipelines.Pipe(), {"paro_strategy": "NIG"}, topology=topology)

@@ -6,11 +6,18 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
+from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES
+from tests.harness.half_frozen import make_engine
+from tests.harness.logs import is_ours, logged
 
 # Between groups a tenth of what is within, and no latencies.
 SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
@@ -26,14 +33,6 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         rates: of the links, or a list with the rates that each rank measures; None if they must not be measured.
         zero_init: whether the model is made in ``zero.Init``.
     """
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    from deepspeed_ext.planner import probe
-    from tests.harness.half_frozen import make_engine
-    from tests.harness.logs import is_ours, logged
-
     mine = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
     def measure(*_: Any) -> Rates:
@@ -203,13 +202,6 @@ def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
 
 def inference_case(zero: dict[str, Any]) -> str:
     """Return the strategy of an engine without an optimizer."""
-    from unittest import mock
-
-    import deepspeed
-    import torch
-
-    from deepspeed_ext.planner import probe
-
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"paro_strategy": "fastest", **zero}}
     with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(40, 50), config=config)

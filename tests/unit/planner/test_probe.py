@@ -8,8 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner import probe
+from deepspeed_ext.planner.models import micro_step_flops
 
 WAIT = 100e-6  # seconds to wait for the simulated device
 
@@ -85,10 +89,6 @@ def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch)
 def flops_case() -> list[float]:
     """Return the FLOPs of micro-steps of 3 samples: of a plain model, of language models with few and with many
     positions, and of experts of which a token is sent to one."""
-    from torch import nn
-
-    from deepspeed_ext.planner.models import micro_step_flops
-
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 20, bias=False), nn.Linear(20, 10, bias=False))
     model[2].requires_grad_(False)
     found = [micro_step_flops(model, 3)]
@@ -112,11 +112,6 @@ def test_compute_is_estimated_rather_too_low(ranks: Any) -> None:
 
 def probe_case() -> list[Any]:
     """Return the rates of links and of compute that each rank measures on this machine."""
-    import torch
-    import torch.distributed as dist
-
-    from deepspeed_ext.comm.process_groups import get_topology
-
     found: list[Any] = [None] * dist.get_world_size()
     with mock.patch.object(probe, "SIZES", (2**16, 2**20)):
         measured = probe.measure(get_topology(None, 2)).as_dict(), probe.flops(torch.float32)

@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
+from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.saves import Contents, Family
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from tests.harness import training
 from tests.harness.tiers import deep
 
 
@@ -30,8 +33,6 @@ def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, tmp_path: Path
 
 def saved(name: str, folder: str) -> tuple[int, int]:
     """Train a strategy and save it; return the numbers of trained parameters and of all."""
-    from tests.harness import training
-
     job = training.Job(sizes=(512, 1023, 1024, 600), empty=False, optimizer="AdamW", frozen=(1,), dtype="bf16")
     loco = {} if name == "NNN" else {"zeropp_loco_param": {}}
     engine, model = training.make_engine(job, training.placed(name, 2, **loco))
@@ -48,9 +49,6 @@ MODELS = [(7 * 10**9, 10**8, 8, 4), (123_457, 991, 3, 5), (10**6, 1, 1, 1)]  # t
 
 def estimate_case() -> list[tuple[Any, Any]]:
     """Return DeepSpeed's estimates and ours of the same strategies, as (host, GPU)."""
-    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
-    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
-
     from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs as ours
 
     found = []
