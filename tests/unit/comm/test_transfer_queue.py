@@ -6,6 +6,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -231,6 +233,13 @@ class Behind:
         self.order.current.see(self.clock)
 
 
+@contextmanager
+def wired() -> Iterator[tuple[Order, list[Stream]]]:
+    """A device with streams, and a stream for each of the two links."""
+    with device_with_streams() as order:
+        yield order, [Stream(order, "intra"), Stream(order, "inter")]
+
+
 def over(order: Order, wires: list[Stream]) -> Any:
     """A hop over each of these."""
     for wire in wires:
@@ -244,8 +253,7 @@ def seen(stream: Stream, wires: list[Stream]) -> list[int]:
 
 
 def test_streams_wait_only_for_results_that_they_need() -> None:
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         gathers = TransferQueue(overlap=True, side_streams=True)
         first, second, _ = (gathers.start(over(order, wires)) for _ in range(3))
         assert seen(order.default, wires) == [0, 0]
@@ -257,8 +265,7 @@ def test_streams_wait_only_for_results_that_they_need() -> None:
 
 @pytest.mark.parametrize("owed", [True, False])
 def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
         for _ in range(3):
             updates.start(over(order, wires))
@@ -268,8 +275,7 @@ def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
 
 def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
     delivered: list[list[int]] = []
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
         for number in range(4):
             reductions.submit(over(order, wires), lambda _: delivered.append(seen(order.current, wires)))
@@ -283,8 +289,7 @@ def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
 
 def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
     behind: list[bool] = []
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
         reductions.submit(over(order, wires), ignore)
         reductions.submit(over(order, wires[:1]), lambda _: behind.append(seen(order.current, wires) == [2, 1]))
@@ -303,8 +308,7 @@ def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
         yield Behind(order, wires[1])
         return torch.empty(0)
 
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
         for _ in range(3):
             reductions.submit(keeping(order, wires), ignore)

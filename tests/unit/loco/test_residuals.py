@@ -131,7 +131,7 @@ def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_pa
 
 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
-    """Load what was saved without LoCo, and the other way round."""
+    """Load what was saved without LoCo, and the other way round; save without LoCo what was saved with it."""
     job = snapshots.job_of()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
@@ -147,16 +147,17 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     engine.destroy()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     engine.load_checkpoint(folder, "loco")
+    engine.save_checkpoint(folder, "loco")
     engine.destroy()
-    return forgotten, warnings
+    return forgotten and not list(Path(folder, "loco").glob("residuals*")), warnings
 
 
-def test_15_a_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
-    assert ranks(2).run(again_case, str(tmp_path)) == [(0, 1, True)] * 2
+def test_15_a_converted_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
+    assert ranks(2).run(again_case, str(tmp_path)) == [(1, True)] * 2
 
 
-def again_case(folder: str) -> tuple[int, int, bool]:
-    """Files with residuals when LoCo was off in the second save; steps of a conversion with a replaced source."""
+def again_case(folder: str) -> tuple[int, bool]:
+    """Steps of a conversion whose source was replaced, and whether it has no residuals."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -172,14 +173,7 @@ def again_case(folder: str) -> tuple[int, int, bool]:
     zero = not engine.optimizer.error_state._errors  # they are of another save, which is no reason to refuse the rest
     steps = engine.global_steps
     engine.destroy()
-    engine, _ = training.make_engine(job, training.placed("NIG", 1))
-    engine.save_checkpoint(folder, "tag")
-    engine.destroy()
-    left = len(list(Path(folder, "tag").glob("residuals*")))
-    engine, _ = training.make_engine(job, loco)
-    engine.load_checkpoint(folder, "tag")
-    engine.destroy()
-    return left, steps, zero
+    return steps, zero
 
 
 def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path: Any) -> None:

@@ -57,64 +57,41 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
     return rows
 
 
-OTHER_WAYS = ((3, "zero_grad"), (2, "skipped layers"), (2, "overflow"))
-
-
 @pytest.mark.parametrize(
-    "accumulation, how, names",
-    [
-        (1, "plain", ("NNI", "NIG", "III", "GNG")),
-        *((*way, ("NGG", "IIG")) for way in OTHER_WAYS),
-        *deep((1, "plain", ALL), *((*way, ("NNN", "NGG", "INI", "IIG")) for way in OTHER_WAYS)),
-    ],
-    ids=by_strategies,
+    "accumulation, names", [(1, ("NNI", "NIG", "III", "GNG")), (2, ("NGG", "IIG")), *deep((1, ALL))], ids=by_strategies
 )
-def test_what_one_step_does_not_send_the_next_ones_do(
-    ranks: Any, accumulation: int, how: str, names: tuple[str, ...]
-) -> None:
+def test_what_one_step_does_not_send_the_next_ones_do(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
-    for rows in ranks(4).run(feedback_case, accumulation, how, names):
+    for rows in ranks(4).run(feedback_case, accumulation, names):
         for name, fed, unfed in rows:
             assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
 
-def feedback_case(accumulation: int, how: str, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """For each strategy the relative error of the mean gradient, with feedback and without it."""
+def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
+    """For each strategy the relative error of the mean gradient, with feedback and without it; if gradients are
+    accumulated, with layers that some steps skip."""
     steps = 8
-    job = training.Job(
-        accumulation=accumulation,
-        clipping=0.0,
-        empty=False,
-        groups=2,
-        zero=training.SMALL,
-        dtype="fp16" if how == "overflow" else "fp32",
-    )
+    job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
 
     def mean_gradient(keys: dict[str, Any]) -> torch.Tensor:
         engine, _ = training.make_engine(job, keys)
-        optimizer, total, applied = engine.optimizer, torch.zeros(()), 0
+        optimizer, total = engine.optimizer, torch.zeros(())
         for group in optimizer.param_groups:
             group["lr"] = 0.0
         data = list(itertools.islice(training.batches(job), accumulation))
         for step in range(steps):
-            # A step of the same gradients that is not applied: its errors must not count.
-            bad = how == "overflow" and step in (3, 7)
             for number, (x, y) in enumerate(data):
-                if how == "zero_grad" and (keys["paro_strategy"][0] == "N" or number == 0):
-                    optimizer.zero_grad()
-                skipped = [1 + step % 2] if how == "skipped layers" else []
-                loss = ((engine(x, skipped) - y) ** 2).float().mean()
-                engine.backward(loss * torch.inf if bad and dist.get_rank() == 1 else loss)
-                if number == accumulation - 1 and not bad:
+                skipped = [1 + step % 2] if accumulation > 1 else []
+                engine.backward(((engine(x, skipped) - y) ** 2).mean())
+                if number == accumulation - 1:
                     if hasattr(optimizer, "_shard"):
                         parts = [optimizer._shard(group) for group in range(2)]
                     else:
                         parts = [optimizer.gradients["dense"].shard]
-                    total = total + torch.cat(parts).float() / optimizer.loss_scale
-                    applied += 1
+                    total = total + torch.cat(parts).float()
                 engine.step()
         engine.destroy()
-        return total / applied
+        return total / steps
 
     rows = []
     for name in names:
