@@ -13,12 +13,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, redistribution
 from deepspeed_ext.comm.bucket_plan import plan_bucket
-from deepspeed_ext.comm.hops import GatherHop, SumsGather
+from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
-from deepspeed_ext.comm.spans import Contents, ShardSpan, Span, Spans
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
 
@@ -91,52 +91,6 @@ def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, mu
             packed += [mine.pack_bucket(given, plan, target) for given in (tensors, [torch.cat(tensors)])]
     assert all(torch.equal(packed[0], one) for one in packed[1:])
     assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
-
-
-@pytest.mark.parametrize("keeps_errors", [False, True])
-def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: bool) -> None:
-    class Noting(backends.NativeReduce):
-        """Two ranks; sends nothing, and notes the contents."""
-
-        size, rank, multiple, errors = 2, 0, 1, SimpleNamespace(keeps_errors=keeps_errors)
-        sums = SumsGather()  # which keeps nothing
-
-        def __init__(self, told: list[Contents]) -> None:
-            self.told = told
-
-        def reduce_scatter(self, flat: Any, splits: Any, contents: Contents = ()) -> Any:
-            self.told.append(contents)
-            return flat[: splits[0]]
-            yield
-
-        def all_reduce(self, flat: Any, spans: Spans = ()) -> Any:
-            self.told.append((spans,) if spans else ())
-            return flat
-            yield
-
-    told: list[Contents] = []
-    mine = GradientRedistribution(Noting([]), Noting(told))
-    plan = plan_bucket((FlatLayout(40, 2, 2),), ((0, Span(3, 30)),))
-    made: list[ShardSpan] = []
-
-    def span(*fields: int) -> ShardSpan:
-        made.append(ShardSpan(*fields))
-        return made[-1]
-
-    with mock.patch.object(redistribution, "ShardSpan", span):
-        for move in (
-            mine.reduce_bucket(mine.pack_bucket([torch.ones(30)], plan, Placement.G), plan, Placement.G),
-            mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [Span(0, 3), Span(7, 2)]),
-            mine.reduce_rows(torch.ones(2, 5), [Span(0, 3), Span(7, 2)]),
-            mine.sync_slice(torch.ones(2, 5), torch.float32, Placement.G, 7),
-            mine.sync_slice(torch.ones(1, 5), torch.float32, Placement.I, 7),
-        ):
-            result(move)
-    two = tuple((ShardSpan(0, row, 0, 3), ShardSpan(0, row, 7, 2)) for row in range(2))
-    one = tuple((ShardSpan(0, row, 7, 5),) for row in range(2))
-    expected = [((ShardSpan(0, 0, 3, 7),), (ShardSpan(0, 1, 0, 10),)), two, two, one, one[:1]]
-    assert told == (expected if keeps_errors else [()] * 5)
-    assert bool(made) == keeps_errors
 
 
 def test_gathers_follow_the_placements(ranks: Any) -> None:
