@@ -79,10 +79,7 @@ STRATEGY = alone(
         for value in (-1, False, 9.0, None)
     ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
-    (
-        {"paro_strategy": "NIG", "stage": 3},
-        "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
-    ),
+    ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2"),
     ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
     (
         {"paro_stratgy": "NIG"},

@@ -40,10 +40,7 @@ CASES: dict[str, tuple[str, str]] = {
     "all is passed on": ("@override\ndef plain(self, *args, **kwargs): ...", ""),
     "the rest is passed on": ("@override\ndef plain(self, a, **kwargs): ...", ""),
     "one more without": ("@override\ndef plain(self, a, b=2, *, c=None, d=1): ...", ""),
-    "another name": (
-        "@override\ndef plain(self, x, b=2): ...",
-        "ours takes (self, x, b=2)",
-    ),
+    "another name": ("@override\ndef plain(self, x, b=2): ...", "ours takes (self, x, b=2)"),
     "another default": ("@override\ndef plain(self, a, b=3): ...", "has signature (self, a, b=2)"),
     "one is missing": ("@override\ndef plain(self, a): ...", "has signature (self, a, b=2)"),
     "gone": ("@override\ndef nowhere(self): ...", "Parent.nowhere is gone"),
@@ -53,10 +50,7 @@ CASES: dict[str, tuple[str, str]] = {
     "a property": ("@property\n@override\ndef value(self): ...", ""),
     "a method instead of a property": ("@override\ndef value(self): ...", "is a property, expected a method"),
     "a static method": ("@staticmethod\n@override\ndef static(a): ...", ""),
-    "a method instead of a static one": (
-        "@override\ndef static(self, a): ...",
-        "is a static method",
-    ),
+    "a method instead of a static one": ("@override\ndef static(self, a): ...", "is a static method"),
 }
 
 

@@ -147,10 +147,7 @@ def test_layers_are_found_in_lists_in_dictionaries() -> None:
 
 def test_flags_of_the_user_are_respected() -> None:
     result = chosen("Mixtures", 10**9, change="set")
-    assert result["coarse"] == [
-        "stem",
-        *(f"layers.{i}.{name}" for i in range(2) for name in ("mixer", "mixture")),
-    ]
+    assert result["coarse"] == ["stem", *(f"layers.{i}.{name}" for i in range(2) for name in ("mixer", "mixture"))]
     assert "has been set as a leaf module" in result["text"]
     result = chosen("Mixtures", 10**9, change="unset")
     assert "Layer" not in result["classes"] and "it has been unset as a leaf module" in result["text"]
@@ -198,10 +195,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"stage3_leaf_bytes": True},
         "needs zero_optimization.stage 3, or a paro_strategy with p = I or G, got stage None",
     ),
-    (
-        {"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9},
-        "needs sharded parameters, but paro_strategy is 'NIG'",
-    ),
+    ({"paro_strategy": "NIG", "stage3_leaf_bytes": 10**9}, "needs sharded parameters, but paro_strategy is 'NIG'"),
     (
         {"stage": 3, "stage3_leaf_bytes": 5, "stage3_module_granularity_threshold": 7},
         r"stage3_leaf_bytes \(5\) and zero_optimization.stage3_module_granularity_threshold \(7\) both choose",

@@ -57,10 +57,7 @@ def two_experts(name: str) -> int:
 
 
 def train(
-    name: str,
-    zero: dict[str, Any],
-    implementation: str = "eager",
-    look: Callable[[Any], Any] = lambda engine: None,
+    name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
     """Train three steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
     model = make_model(name, implementation)

@@ -48,9 +48,7 @@ def parity_case(dtype: str, accumulation: int) -> list[Any]:
         keys = {**training.placed(name), "paro_group_size": 2, "zeropp_loco_param": {}}
         kind: list[str] = []
         ours = training.train(
-            job,
-            keys,
-            look=lambda e, kind=kind: kind.append(type(e.optimizer.families["dense"].reduce.inter).__name__),
+            job, keys, look=lambda e, kind=kind: kind.append(type(e.optimizer.families["dense"].reduce.inter).__name__)
         )
         rows.append(training.difference(name, ours, stock, kind[0]))
         assert kind == ["LocoHop"]
