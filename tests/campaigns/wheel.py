@@ -23,7 +23,7 @@ COPIED = ("tests", "scripts", "pyproject.toml")
 OF_SOURCES = (
     *("test_house.py", "test_documents.py", "test_repository.py", "test_packaging.py", "test_documented_figures.py"),
     *("test_coming_from.py", "test_stock_bytes.py", "fork", "scripts", "harness", "perf", "campaigns"),
-    *("integration/test_layers.py", "integration/test_without_our_keys.py"),
+    *("integration/test_overrides.py", "integration/test_without_our_keys.py"),
 )
 _FROZEN = "tests/unit/config/test_refused.py::test_options_are_frozen"
 

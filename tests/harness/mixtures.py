@@ -13,8 +13,19 @@ import torch.utils.checkpoint
 from deepspeed import comm as dist
 from torch import Tensor, nn
 
+from tests.harness.training import Job
+
 WIDTH = 10
 TOKENS = 17
+SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
+AUTO = {"stage3_leaf_bytes": True}
+CHUNKS = {"stage3_leaf_bytes": 12_000}  # blocks of experts do not fit: two experts at a time
+WINDOWS = {"stage3_leaf_bytes": 2 * 3276}  # an expert of Packed has 273 parameters, which take 3,276 bytes as a unit
+
+
+def job_of(network: Any, **more: Any) -> Job:
+    """A job with Adam: it would show a missing or doubled gradient of any parameter."""
+    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, **more})
 
 
 class Expert(nn.Module):

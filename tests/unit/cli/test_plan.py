@@ -3,9 +3,7 @@
 """``python -m deepspeed_ext plan``: what it prints, writes and refuses."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +13,6 @@ import pytest
 
 from deepspeed_ext import __main__
 from deepspeed_ext.strategy import STRATEGIES
-from scripts.emulation.launching import environment as cpu_environment
-from scripts.emulation.launching import free_port
 from tests.harness.documents import page
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
@@ -64,7 +60,7 @@ def rows_of(said: str) -> dict[str, list[str]]:
 def test_a_table_of_all_strategies_and_a_reason(plan: Plan) -> None:
     said = plan(*SEVEN, "--memory-gb", "40", "--accumulation", "4")
     rows = [line for line in said.splitlines() if line[:3] in {"NNG", "IIG", "GGG"} and ":" not in line]
-    assert len(rows) == 8  # as they are, with LoCo, and with updates in few bits as well, which GGG does not have
+    assert len(rows) == 8  # plain, with LoCo, and with updates in few bits as well, which GGG does not have
     assert "32 ranks in 4 group(s) of 8, 4 micro-step(s) a step, a rank's memory: 40 GB" in said
     assert said.count("<-- choice") == 3 and said.count("(too large)") > 0
     assert "\nwith LoCo and updates in few bits, NNG + LoCo + updates: " in said
@@ -76,14 +72,9 @@ def test_a_table_of_all_strategies_and_a_reason(plan: Plan) -> None:
     said = plan(*SEVEN, "--muon", "32")
     row = rows_of(said)["NNG"]
     assert row[3] == "1.75" and float(row[7]) == pytest.approx(2.625 * (1 + 1 / 4), abs=0.01)
-    assert float(row[11]) == pytest.approx(32 / 32) and "\nZeRO-1 " not in said
-    assert "plain stages are left out: with Muon" in said
-    # Under 4 s of compute, with updated parameters under the next forward, NNG adds next to nothing to them.
-    size = ["--params", "7B", *NODES, "--intra-gbps", "800", "--inter-gbps", "400"]
-    said = plan(*size, "--micro-step-seconds", "4", "--overlap-updates")
-    row = rows_of(said)["NNG"]
-    assert row[8] == "4" and float(row[12]) < 4.1 and "compute is taken" not in said
-    assert float(row[14]) == pytest.approx(2 * 3 / 32 * 14 / (400 / 8 / 8), rel=0.01)  # busy between groups
+    assert float(row[11]) == pytest.approx(32 / 32) and "plain stages are left out: with Muon" in said
+    said = plan(*SEVEN, "--micro-step-seconds", "4", "--overlap-updates")
+    assert rows_of(said)["NNG"][8] == "4" and "compute is taken" not in said
 
 
 def test_a_table_with_an_outer_optimizer(plan: Plan) -> None:
@@ -93,30 +84,21 @@ def test_a_table_with_an_outer_optimizer(plan: Plan) -> None:
     assert said.startswith(without)  # it is never the choice
     first, note, _, titles, *lines = said.removeprefix(f"{without}\n").splitlines()
     assert first == "with an outer step every 30 steps, in 32 bits; without the steps of a warm-up"
-    assert note.startswith("An outer optimizer changes the training, so none of these is a choice: see ")
     linked, _, anchor = note.split()[-1].partition("#")
     assert anchor in page(linked).anchors()
     rows = rows_of("\n".join([titles, *lines]))
     assert set(rows) == {"NNI", "NII", "INI", "III"}
     # 2 b 4 x 7 GB in an outer step, over 12.5 / 8 GB/s; 4 x 7 / 8 + 8 x 7 / 32 GB, and a copy of 2^26 elements.
-    row = rows["III"]
-    assert row[7] == "0.17" and row[15:18] == ["5.25", "0.27", "5.25"]
-    assert float(row[18]) == float(row[19]) == pytest.approx(5.25 / (12.5 / 8))
+    assert rows["III"][7] == "0.17" and rows["III"][15:18] == ["5.25", "0.27", "5.25"]
     assert [line[:3] for line in lines if "(too large)" in line] == ["NNI"]
-    # A fifth of the model in 4.125 bits takes 0.09 s both ways, which two steps of 0.3 s hide.
     shape = ["30", "bits=4", "fragments=5", "delay=2", "offload=cpu", "lr=0.6"]
     _, _, said = plan(*where, "--outer", *shape).partition("with an outer step ")
     assert said.startswith("every 30 steps, in 4 bits, in 5 fragments, with a delay of 2, kept on the host; without")
-    row = rows_of(said)["III"]
-    assert row[15:19] == ["0.89", "0.88", "0.68", "0"] and float(row[19]) == pytest.approx(0.433, abs=0.001)
     written = json.loads(plan(*where, "--outer", *shape, "--json", "-"))
-    assert list(written) == ["exact", "loco", "both", "outer"]
+    assert list(written) == ["exact", "loco", "both", "outer"] and "choice" not in written["outer"]
     settings = written["outer"]["settings"]
     assert [settings[key] for key in ("steps", "bits", "lr", "offload")] == [30, 4, 0.6, "cpu"]
-    predictions = written["outer"]["predictions"]
-    seconds = [sum(one["seconds"].values()) for one in predictions]
-    assert "choice" not in written["outer"] and seconds == sorted(seconds)
-    fits = {one["strategy"]: one["fits"] for one in predictions}
+    fits = {one["strategy"]: one["fits"] for one in written["outer"]["predictions"]}
     assert fits == {"III": True, "INI": True, "NII": True, "NNI": False}
 
 
@@ -126,7 +108,6 @@ def test_json_and_picture_and_estimate(plan: Plan, tmp_path: Path) -> None:
     text = (tmp_path / "plan.json").read_text()
     written = json.loads(text)
     assert "Infinity" not in text and "NaN" not in text  # which other readers than Python's refuse
-    assert written["exact"]["rates"]["memory"] is None
     assert written["exact"]["group_size"] == 4 and len(written["loco"]["predictions"]) == 14
     assert list(written) == ["exact", "loco", "both"] and len(written["both"]["predictions"]) == 11
     assert {(one["loco"], one["updates"]) for one in written["both"]["predictions"]} == {(True, True)}
@@ -150,7 +131,6 @@ def test_what_is_in_host_memory(plan: Plan, tmp_path: Path) -> None:
     assert found and not [name for name in found if name[0] == "N"] and "\nZeRO-1 " not in said
     # Slices of 14/8 GB without the cache, four times; the updated part, 2/8 GB, back; of that 2/32 GB were there.
     assert found["IIG"]["busy"]["host"] == pytest.approx((4 * (1.75 - 0.75) + 0.25 + 2 / 32) / 10)
-    assert found["IIG"]["memory"]["parameters"] == 0.75e9 and found["IIG"]["host"] == 1.75e9 + 12e9 / 32
     assert "from/to host   10 GB/s" in said and "s: copies" in said
     assert "taken as 0 s: give --host-gbps" in plan(*offloaded, *LINKS)
     path = write_cluster(tmp_path, host_gbps=10, memory_gb=None, latency_us=None)
@@ -159,45 +139,34 @@ def test_what_is_in_host_memory(plan: Plan, tmp_path: Path) -> None:
     found = {one["strategy"]: one for one in written["predictions"]}
     # Dense 4 GB among 8 ranks, and 5 GB of experts among the 4 that have the same ones.
     assert found["IIG"]["memory"]["parameters"] == 0 and found["IIG"]["host"] == 4e9 / 8 + 5e9 / 4
-    said = plan(*size, "--offload-optimizer", *LINKS)
-    row = rows_of(said)["NNG"]
-    assert row[3] == "0.00" and row[15] == "0.38" and "give --host-gbps" not in said  # 12 GB / 32 on the host
+    row = rows_of(plan(*size, "--offload-optimizer", *LINKS))["NNG"]
+    assert row[3] == "0.00" and row[15] == "0.38"  # 12 GB / 32 on the host
 
 
 def test_how_often_to_save(plan: Plan) -> None:
     fails = ["--mtbf-hours", "24", "--disk-gbps", "2", "--shared-disk-gbps", "10", "--restart-seconds", "300"]
     where = [*SEVEN, "--host-gbps", "10", "--micro-step-seconds", "4"]
     said = plan(*where, *fails)
-    assert (
-        "synchronous saves; the job fails every 24 h and takes 300 s to restart; a node writes 2 GB/s, and all nodes "
-        "together 10" in said
-    )
+    for words in ("synchronous saves; the job fails every 24 h and takes 300 s to restart", "all nodes together 10"):
+        assert words in said
     # IIG: 84/32 GB of states on each rank, 8 of them to the disk of a node; 84 GB to what all share take less.
     row = rows_of(said)["IIG"]
-    held, step = 2.625 / 10 + 21 / 2, float(row[12])
-    interval = (2 * held * 86400) ** 0.5  # Daly's is 3 s less
-    assert (
-        "give --host-gbps" not in said
-        and row[15:17] == ["10.8", "0"]
-        and float(row[17]) == pytest.approx(interval, abs=3 + step)
+    held = 2.625 / 10 + 21 / 2
+    assert row[15:17] == ["10.8", "0"] and int(row[18]) == pytest.approx(
+        (2 * held * 86400) ** 0.5 / float(row[12]), abs=2
     )
-    assert int(row[18]) == pytest.approx(interval / step, abs=2)
-    assert float(row[19]) == pytest.approx(100 * (held / interval + interval / 2 / 86400 + 300 / 86400), rel=0.03)
-    written = json.loads(plan(*where, *fails, "--async-save", "--json", "-"))
-    assert written["exact"]["saves"]["asynchronous"]
+    written = json.loads(plan(*where, *fails, "--async-save", "--outer", "9", "--json", "-"))
     assert " s): asynchronous saves hold training up for " in written["exact"]["reason"]
     found = {one["strategy"]: one for one in written["exact"]["predictions"]}
     assert found["IIG"]["host"] == 2.625e9 and found["NIG"]["host"] == 14e9 + 2.625e9
-    assert found["NIG"]["saves"]["asynchronous"]["held"] == pytest.approx(1.4)
-    outer = json.loads(plan(*where, *fails, "--async-save", "--outer", "9", "--json", "-"))["outer"]["predictions"]
-    assert {(one["saves"], one["host"]) for one in outer} == {(None, 0.0)}, "its own states are not counted"
+    predictions = written["outer"]["predictions"]
+    assert {(one["saves"], one["host"]) for one in predictions} == {(None, 0.0)}, "its own states are not counted"
 
 
 # Words beside a size (7 B unless given), nodes and links, and what the message has.
 REFUSED = [
     ("--params 7B --model a:b", "--model: not allowed with argument --params"),
     ("--intra-gbps 8 --inter-gbps 0", "--inter-gbps: must be above 0, got 0"),
-    ("--params 0", "--params: must be above 0, got 0"),
     ("--params seven", "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
     ("--params 7B --trainable 8B", "--trainable 8000000000 is more than --params 7000"),
     ("--expert-params 5B", "--expert-params and --expert-parallel go together"),
@@ -205,26 +174,17 @@ REFUSED = [
     ("--params 4B --expert-params 5B --expert-parallel 2", "--expert-params 5000000000 leaves nothing of --params"),
     ("--expert-params 5B --expert-parallel 2 --trainable 1B", "all parameters are trained, so it does"),
     ("--expert-params 5B --expert-parallel 2 --estimate", "DeepSpeed's estimators know, no experts"),
-    ("--expert-params 5B --expert-parallel 2 --outer 9", "an outer optimizer takes no experts of expert"),
-    ("--expert-params 5B --expert-parallel 3", "is a multiple or a divisor of paro_group_size, got 3 with"),
-    ("--accumulation 0", "--accumulation: must be above 0, got 0"),
-    ("--memory-gb -1", "--memory-gb: must be above 0, got -1.0"),
     ("--latency-us -1", "--latency-us: must be at least 0, got -1.0"),
     ("--group-size 5", "must divide the data-parallel size, got .* 5 w"),
     ("--estimate", "--estimate needs --largest-layer beside --params"),
     ("--estimate --dtype fp32", "16 bits, all parameters trained"),
     ("--largest-layer 1M --estimate --json -", "--json - writes nothing else"),
     ("--json /nowhere/plan", "--json: there is no folder for /nowhere"),
-    ("--picture /nowhere/p", "--picture: there is no folder for /nowh"),
-    ("--outer", "--outer: expected at least one argument"),
     ("--outer ten", "--outer steps must be an integer .*, got 'ten' of type"),
     ("--outer 10 bit=4", "--outer has no key 'bit': .* mean 'bits'?"),
-    ("--outer 10 bits=3", "--outer bits must be 4, 8, 16 or 32, got 3"),
     ("--outer 10 steps=5", "--outer gives steps twice"),
     ("--outer 4 fragments=5", "--outer fragments must be at most --outer steps"),
-    ("--outer 9 delay=9", "--outer delay must be less than steps / fr"),
     ("--parameter-cache-gb 1", "--parameter-cache-gb goes with --offload-"),
-    ("--host-gbps 0", "--host-gbps: must be above 0, got 0"),
     ("--offload-param --estimate", "nothing in host memory"),
     ("--offload-param --outer 9", "--outer takes nothing in host mem"),
     ("--mtbf-hours 9", "--mtbf-hours and --disk-gbps go together"),
@@ -233,10 +193,8 @@ REFUSED = [
         "--mtbf-hours 9 --disk-gbps 1",
         "--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens with --cluster",
     ),
-    ("--mtbf-hours 0", "--mtbf-hours: must be above 0, got 0.0"),
     ("--model a:b --largest-layer 7", "--largest-layer goes with --params"),
     ("--model no_such_module:f", "'no_such_module:f' cannot be imported"),
-    ("--model no_such_module", "expected PACKAGE.MODULE:FUNCTION, got 'no_such_module'"),
 ]
 
 
@@ -331,7 +289,6 @@ def test_a_cluster_in_a_file(plan: Plan, tmp_path: Path) -> None:
         ({"inter_gbps": "100"}, [], "inter_gbps must be a finite number above 0, got '100' of type str."),
         ({"ranks_per_node": 7.5}, [], "ranks_per_node must be a whole number above 0, got 7.5 of type float."),
         ({"latency_us": -1}, [], "latency_us must be a finite number of at least 0, got -1 of type int."),
-        ({"intra_gbps": 0}, [], "intra_gbps must be a finite number above 0, got 0 of type int."),
         ({"nodes": 4}, ["--nodes", "4"], "cluster.json has 4 nodes; leave out --nodes 4."),
         ({}, ["--nodes", "4", *LINKS], "describes the cluster; leave out --intra-gbps, --inter-gbps."),
         ({}, ["--nodes", "4", "--tokens", "10"], "--tokens needs tflops in the file of --cluster"),
@@ -354,36 +311,13 @@ def test_what_the_report_takes_is_not_dropped(
         assert "are the report's: put what plan takes after it" in capsys.readouterr().err
 
 
-LAUNCHES = {
-    "torchrun": ["torchrun", "--standalone", "--nproc-per-node", "2", "-m"],
-    "deepspeed": ["deepspeed", "--num_accelerators", "2", "--master_port", str(free_port()), "--module"],
-}
-
-
-@pytest.mark.deep
-@pytest.mark.parametrize("launcher", LAUNCHES)
-def test_links_are_measured_under_each_launcher(models: None, tmp_path: Path, launcher: str) -> None:
-    """DeepSpeed's extension for shared memory is left out: it would be compiled, and leave files in /dev/shm."""
-    without = 'import deepspeed\ndeepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False\n'
-    (tmp_path / "some_models.py").write_text(without + MODELS)
-    env = cpu_environment() | {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    command = [*LAUNCHES[launcher], "deepspeed_ext", "plan", "--model", "some_models:half_frozen", "--dtype", "fp32"]
-    subprocess.run([*command, "--json", "plan.json"], env=env, timeout=280, check=True)
-    found = counted((tmp_path / "plan.json").read_text(), optimizer=12)
-    assert found["ranks"] == 2 and found["rates"]["gather"]["intra"]["bandwidth"] > 1e6
-
-
 @pytest.mark.parametrize(
     "environment, more, message",
     [
         ({"WORLD_SIZE": "8"}, [], "8 ranks, and none of LOCAL_WORLD_SIZE, LOCAL_SIZE says .* Set --ranks-per-node"),
         ({"WORLD_SIZE": "8"}, ["--ranks-per-node", "3"], "8 ranks, of which 3 are on this node"),
         ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node"),
-        (
-            {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"},
-            ["--nodes", "3"],
-            r"started 2 node\(s\) of 2 .*got --nodes 3",
-        ),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], r"started 2 node\(s\) of 2 .*got --nodes 3"),
     ],
 )
 def test_a_launch_that_contradicts_the_arguments(

@@ -9,8 +9,16 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
+import deepspeed_ext
+from deepspeed_ext.comm import background, endings
+from deepspeed_ext.comm.hops import GatherHop
+from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
+from tests.harness import training
 
 LATE = 1.0  # seconds; the other rank has ended by then
 CASES = {
@@ -68,26 +76,6 @@ def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ende
     assert "No space left on device" in ended.written
 
 
-@pytest.mark.deep
-def test_saves_end_with_every_script() -> None:
-    kinds = {"end": (0, 0), "destroy": (0, 0), "exit": (3, 3), "error on all": (1, 1), "error on one": (1, 1)}
-    cases = [
-        Case(kind, name, save=save) for kind in kinds for name in ("IIG", "NIG, all") for save in ("well", "fails")
-    ]
-    for case, ended in zip(cases, served(cases), strict=True):
-        wanted = kinds[case.kind] if case.save == "well" else (1, 1)
-        assert ended.statuses == wanted and ended.saved == (case.save == "well") and not ended.alive, (case, ended)
-
-
-@pytest.mark.deep
-def test_a_script_without_destroy_ends_as_well() -> None:
-    """As above, with the groups left to the end of the process."""
-    ended, killed = served([Case("end", "IIG", LATE), Case("killed late", "IIG", LATE, 1)])
-    assert ended.statuses == (0, 0) and not ended.alive and "Traceback" not in ended.written, ended.written
-    assert killed.statuses == (1, -9) and not killed.alive and "Traceback" not in killed.written, killed.written
-    assert "Updated parameters of the last step did not arrive" in killed.written
-
-
 def test_who_fails_keeps_nobody_waiting(ends: dict[str, Ended]) -> None:
     ended = ends["error on one, all"]
     assert ended.statuses == (1, 1) and "the script's own" in ended.written, ended.written
@@ -102,13 +90,6 @@ def test_a_signal_ends_all(ends: dict[str, Ended]) -> None:
 def given_up_case() -> tuple[float, str, int]:
     """An end after an error, where the other rank never takes part in a reduction: its seconds, what has become of the
     reduction, and how many threads run."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import background, endings
-    from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.transfer_queue import TransferQueue
-
     group = dist.new_group([0, 1])
     queue, failure = TransferQueue(overlap=True, background=True), "none"
     if dist.get_rank() == 0:
@@ -136,11 +117,6 @@ def test_after_an_error_a_reduction_is_given_up(ranks: Any) -> None:
 
 def finalizer_case() -> tuple[bool, bool]:
     """Whether what is owed is complete: after the end of a process of multiprocessing, as this one is, and before."""
-    import torch
-
-    from deepspeed_ext.comm import endings
-    from deepspeed_ext.comm.transfer_queue import TransferQueue
-
     done: list[bool] = []
 
     def transfer() -> Any:
@@ -163,13 +139,6 @@ def test_a_forked_process_completes_what_it_owes_without_atexit(ranks: Any) -> N
 
 def wait_case() -> tuple[int, int]:
     """Transfers that run after a step of IIG which the other group takes later: before ``wait_for_updates``, after."""
-    from deepspeed import comm as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    import deepspeed_ext
-    from deepspeed_ext.comm import background
-    from tests.harness import training
-
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))

@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 
 from deepspeed_ext.comm import backends, collectives
+from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
 from deepspeed_ext.comm.hops import ReduceHop
 from deepspeed_ext.comm.transfer_queue import Started
 from tests.harness.transfers import Handle, result
@@ -103,10 +105,6 @@ def test_all_hops_give_the_same_sums(ranks: Any) -> None:
 
 def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]:
     """Element i of rank r is i + r: sums over four ranks are 4 i + 6."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
-
     group, rank = dist.get_world_group(), dist.get_rank()
     hops = [AllToAllReduce(group), NativeReduce(group), AllReduceReduce(group), make_reduce(group, "hop")]
     assert type(hops[3]) is AllToAllReduce and type(make_reduce(group, "hop", reduce_scatter=False)) is AllReduceReduce
@@ -137,9 +135,5 @@ def test_16_bit_gradients_are_added_in_fp32_and_rank_order(ranks: Any) -> None:
 
 def precision_case() -> tuple[float, float]:
     """256 + 1 + 1 + 0 is 258 in bf16, but 256 when each partial sum is rounded to bf16."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import AllToAllReduce
-
     value = torch.full((3,), (256.0, 1.0, 1.0, 0.0)[dist.get_rank()], dtype=torch.bfloat16)
     return 258.0, result(AllToAllReduce(dist.get_world_group()).all_reduce(value))[0]

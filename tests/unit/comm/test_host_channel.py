@@ -2,11 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Channels of threads: few connections, any text, disks slower than a timeout, and lost connections."""
 
+import time
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+from deepspeed import comm as dist
 
+from deepspeed_ext.comm import host_channel
+from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, require_same, run_on_all_or_raise, unique_number
+from deepspeed_ext.comm.host_channel import HostChannel, tree, windows
 from tests.harness.snapshots import error_of
 
 pytestmark = pytest.mark.quick
@@ -16,8 +23,6 @@ TEXTS = ("", "plain", "Zoë", BYTES, "half of a pair \ud800", "é" * 5000)
 
 @pytest.mark.parametrize("world", [1, 2, 31, 32, 33, 1024, 1025, 4096])
 def test_groups_of_a_tree_are_the_same_on_all_members_and_small(world: int) -> None:
-    from deepspeed_ext.comm.host_channel import tree
-
     trees = [tree(rank, world) for rank in range(world)]
     for rank, groups in enumerate(trees):
         assert all(groups[level] == trees[member][level] for level, ranks in enumerate(groups) for member in ranks)
@@ -40,8 +45,6 @@ def making_ends(lists: dict[int, list[list[int]]]) -> bool:
 
 
 def test_windows_have_all_neighbors_of_a_rank() -> None:
-    from deepspeed_ext.comm.host_channel import windows
-
     for count in (*range(2, 24), 513):
         ring = list(range(5, 5 + 3 * count, 3))
         for reach in range(1, min(count, 6)):
@@ -66,13 +69,6 @@ def test_votes_texts_and_slow_disks(ranks: Any) -> None:
 
 def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
     """Numbers, texts and messages over a tree of pairs; what disks return, one of which is slower than the timeout."""
-    import time
-    from datetime import timedelta
-    from unittest import mock
-
-    from deepspeed_ext.comm import host_channel
-    from deepspeed_ext.comm.agreement import unique_number
-
     with (
         mock.patch.object(host_channel, "_FAN_OUT", 2),
         mock.patch.object(host_channel, "timeout_of", lambda group: timedelta(seconds=2.5)),
@@ -106,11 +102,6 @@ def test_a_lost_connection_is_an_error_on_all_ranks_at_once(ranks: Any) -> None:
 
 def lost_case() -> tuple[str, float]:
     """The error of a vote after one rank has closed its connections, and when it came."""
-    import time
-
-    from deepspeed_ext.comm.agreement import unique_number
-    from deepspeed_ext.comm.host_channel import HostChannel
-
     channel = HostChannel(unique_number())
     channel.all_reduce_min(0)
     if channel.rank == 1:
@@ -139,17 +130,6 @@ def test_texts_of_errors_reach_all_ranks_whatever_they_hold(ranks: Any) -> None:
 
 def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
     """Errors of one rank; texts of both; whether such texts can be compared."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.agreement import (
-        WORLD,
-        all_gather_texts,
-        require_same,
-        run_on_all_or_raise,
-        unique_number,
-    )
-    from deepspeed_ext.comm.host_channel import HostChannel
-
     channel, rank = HostChannel(unique_number()), dist.get_rank()
 
     def fail(error: Exception) -> None:

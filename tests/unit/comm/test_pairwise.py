@@ -7,14 +7,19 @@ import time
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.comm.comm import comms_logger
+
+from deepspeed_ext.comm import pairwise
+from deepspeed_ext.comm.hops import GatherHop
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 
 pytestmark = pytest.mark.quick
 
 
 def parts(sender: int, size: int, number: int) -> list[Any]:
     """What a rank sends in the swap of this number: to each rank another length, to some nothing."""
-    import torch
-
     return [
         torch.full((sender * receiver + number,), float(100 * number + 10 * sender + receiver))
         for receiver in range(size)
@@ -24,11 +29,6 @@ def parts(sender: int, size: int, number: int) -> list[Any]:
 def swap_case(late: int, dropped: bool) -> list[bool]:
     """Several swaps over the same pairs, all started before one is waited for; one rank comes late. Whether each
     brought what was sent; one may be dropped meanwhile, and so is not looked at."""
-    import torch
-    import torch.distributed as dist
-
-    from deepspeed_ext.comm import pairwise
-
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if rank == late:
         time.sleep(0.3)
@@ -63,13 +63,6 @@ def test_a_swap_that_is_dropped_disturbs_no_other(ranks: Any) -> None:
 
 def background_case() -> list[list[float]]:
     """Two queues over one group, which ranks begin in different orders, beside messages of the main thread."""
-    import torch
-    import torch.distributed as dist
-    from deepspeed.comm.comm import comms_logger
-
-    from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-
     comms_logger.enabled = comms_logger.prof_all = True  # it times what threads start
     rank, hop = dist.get_rank(), GatherHop(dist.group.WORLD)
     found: list[list[float]] = [[], [], []]

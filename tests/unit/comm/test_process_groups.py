@@ -2,12 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups inside groups and between them, within the data-parallel group only."""
 
+import os
 import re
+import socket
+from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed import comm as dist
 
-from deepspeed_ext.comm.process_groups import crossings, default_group_size, inter_ranks, intra_ranks, ranks_per_node
+from deepspeed_ext.comm import disjoint_groups, process_groups
+from deepspeed_ext.comm.disjoint_groups import timeout_of
+from deepspeed_ext.comm.process_groups import (
+    crossings,
+    data_parallel_ranks,
+    default_group_size,
+    get_topology,
+    inter_ranks,
+    intra_ranks,
+    ranks_per_node,
+)
+from deepspeed_ext.strategy import Placement
+from tests.harness.logs import logged
 
 
 def test_launcher_variables() -> None:
@@ -73,14 +91,6 @@ def test_ranks_that_are_dealt_out_to_hosts_are_told_once(ranks: Any) -> None:
 
 def placement_case() -> tuple[list[str], list[str]]:
     """Warnings where hosts hold consecutive ranks, and where they do not."""
-    import socket
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.process_groups import get_topology
-    from tests.harness.logs import logged
-
     found = []
     for hosts in ("aabb", "abab"):
         with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
@@ -102,11 +112,6 @@ def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> 
 def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
     """Ranks of the groups of this rank, and whether a second call returns the same object; ranks that hold the same
     shard, by placement."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
-    from deepspeed_ext.strategy import Placement
-
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
@@ -131,14 +136,6 @@ def test_one_split_makes_all_groups_of_a_kind(ranks: Any, collides: bool) -> Non
 def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
     """Ranks of groups that a backend makes by splits, and what these were given; ``collides``: the first two lists of
     the first split have one hash."""
-    from unittest import mock
-
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import disjoint_groups
-    from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
-
     splits: list[Any] = []
 
     def split(parent: Any = None, split_ranks: Any = (), timeout: Any = None) -> Any:
@@ -166,13 +163,6 @@ def test_groups_have_the_timeout_of_the_group_that_they_divide(ranks: Any) -> No
 
 def timeout_case() -> list[float]:
     """Seconds, of a data-parallel group and of those inside it."""
-    from datetime import timedelta
-
-    import torch
-
-    from deepspeed_ext.comm.disjoint_groups import timeout_of
-    from deepspeed_ext.comm.process_groups import get_topology
-
     made = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
     groups = (made.world, made.intra, made.inter, made.alone)
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
@@ -194,14 +184,6 @@ def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, me
 
 def nodes_case(sizes: str) -> None:
     """Each rank is told another node size, as on nodes with different numbers of devices."""
-    import os
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import process_groups
-    from deepspeed_ext.comm.process_groups import get_topology
-
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
     host = 0 if len(sizes) == 4 else int(sizes[dist.get_rank()])
     with mock.patch.object(process_groups, "_host", lambda: host):
@@ -220,6 +202,4 @@ def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
 
 def threads_case() -> int:
     """Threads of this process."""
-    import os
-
     return len(os.listdir("/proc/self/task"))

@@ -2,23 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """What arrives after redistributions, and what they copy and free on the way."""
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, redistribution
 from deepspeed_ext.comm.bucket_plan import plan_bucket
-from deepspeed_ext.comm.hops import SumsGather
+from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import joined as join
-from deepspeed_ext.comm.redistribution import GradientRedistribution
-from deepspeed_ext.comm.spans import Contents, ShardSpan, Span, Spans
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.process_groups import get_topology
+from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
+from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.strategy import Placement
 from tests.harness.transfers import Handle, result
 
@@ -93,52 +93,6 @@ def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, mu
     assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
 
 
-@pytest.mark.parametrize("keeps_errors", [False, True])
-def test_only_hops_that_keep_errors_are_told_what_buckets_hold(keeps_errors: bool) -> None:
-    class Noting(backends.NativeReduce):
-        """Two ranks; sends nothing, and notes the contents."""
-
-        size, rank, multiple, errors = 2, 0, 1, SimpleNamespace(keeps_errors=keeps_errors)
-        sums = SumsGather()  # which keeps nothing
-
-        def __init__(self, told: list[Contents]) -> None:
-            self.told = told
-
-        def reduce_scatter(self, flat: Any, splits: Any, contents: Contents = ()) -> Any:
-            self.told.append(contents)
-            return flat[: splits[0]]
-            yield
-
-        def all_reduce(self, flat: Any, spans: Spans = ()) -> Any:
-            self.told.append((spans,) if spans else ())
-            return flat
-            yield
-
-    told: list[Contents] = []
-    mine = GradientRedistribution(Noting([]), Noting(told))
-    plan = plan_bucket((FlatLayout(40, 2, 2),), ((0, Span(3, 30)),))
-    made: list[ShardSpan] = []
-
-    def span(*fields: int) -> ShardSpan:
-        made.append(ShardSpan(*fields))
-        return made[-1]
-
-    with mock.patch.object(redistribution, "ShardSpan", span):
-        for move in (
-            mine.reduce_bucket(mine.pack_bucket([torch.ones(30)], plan, Placement.G), plan, Placement.G),
-            mine.reduce_cells(torch.ones(2, 2, 5), Placement.G, [Span(0, 3), Span(7, 2)]),
-            mine.reduce_rows(torch.ones(2, 5), [Span(0, 3), Span(7, 2)]),
-            mine.sync_slice(torch.ones(2, 5), torch.float32, Placement.G, 7),
-            mine.sync_slice(torch.ones(1, 5), torch.float32, Placement.I, 7),
-        ):
-            result(move)
-    two = tuple((ShardSpan(0, row, 0, 3), ShardSpan(0, row, 7, 2)) for row in range(2))
-    one = tuple((ShardSpan(0, row, 7, 5),) for row in range(2))
-    expected = [((ShardSpan(0, 0, 3, 7),), (ShardSpan(0, 1, 0, 10),)), two, two, one, one[:1]]
-    assert told == (expected if keeps_errors else [()] * 5)
-    assert bool(made) == keeps_errors
-
-
 def test_gathers_follow_the_placements(ranks: Any) -> None:
     for rank, answers in enumerate(ranks(6).run(gathers_case)):
         number = rank % 3  # in the group; ranks 0..2 are one group, 3..5 the other; rank r holds [r, r + 0.5]
@@ -154,13 +108,6 @@ def test_gathers_follow_the_placements(ranks: Any) -> None:
 
 def gathers_case() -> dict[str, list[float]]:
     """What each gather gives on 6 ranks in groups of 3."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.hops import GatherHop
-    from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.comm.redistribution import ParameterRedistribution
-    from deepspeed_ext.strategy import Placement
-
     topology = get_topology(None, 3)
     mine = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
@@ -177,64 +124,3 @@ def communications(move: Any) -> int:
         handle.wait()
         count += 1
     return count
-
-
-def test_cells_are_reduced_to_what_zero_holds(ranks: Any) -> None:
-    cases = [[1], [3, 40], [8, 16, 24], [7, 1, 33, 12]]
-    for found in ranks(4).run(reduce_each_case, cases):
-        for numels, answers in zip(cases, found, strict=True):
-            for what, plain, chunks in answers:
-                assert plain and chunks is not False, (what, numels)
-
-
-def reduce_each_case(cases: list[list[int]]) -> list[list[tuple[str, bool, bool | None]]]:
-    return [reduce_cells_case(numels) for numels in cases]
-
-
-def reduce_cells_case(numels: list[int]) -> list[tuple[str, bool, bool | None]]:
-    """For each layout and target: whether this rank gets its part of the plain sum, and whether that is ZeRO's chunk.
-
-    ZeRO cuts over all ranks or over a group; what is held in I of a layout cut over all is neither, hence None.
-    """
-    import deepspeed
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import make_reduce
-    from deepspeed_ext.comm.process_groups import get_topology
-    from deepspeed_ext.strategy import Placement
-
-    topology = get_topology(None, 2)
-    mine = GradientRedistribution(make_reduce(topology.intra, "intra"), make_reduce(topology.inter, "inter"))
-    everybody = [
-        [torch.randint(-9, 9, (numel,), generator=torch.Generator().manual_seed(rank)).float() for numel in numels]
-        for rank in range(4)
-    ]
-    group, number = divmod(dist.get_rank(), 2)
-    answers = []
-    for placement, target in ((Placement.G, Placement.G), (Placement.G, Placement.I), (Placement.I, Placement.I)):
-        layouts = [FlatLayout.of(numel, placement, topology) for numel in numels]
-        width = sum(layout.chunk for layout in layouts)
-        cells = torch.empty(2, layouts[0].rows, width)
-        ends = list(itertools.accumulate(layout.chunk for layout in layouts))
-        starts = [end - layout.chunk for end, layout in zip(ends, layouts, strict=True)]
-        for flat, layout, start, end in zip(everybody[dist.get_rank()], layouts, starts, ends, strict=True):
-            layout.pack(flat, cells[:, :, start:end])
-        arrived = Started(mine.reduce_cells(cells, target, [Span(0, width)])).finish().view(-1, width)
-        rows = [group] if target == Placement.G else range(layouts[0].rows)
-        # Over the ranks that reduce together: N -> I stays in the group.
-        summed = range(4) if target == Placement.G else range(2 * group, 2 * group + 2)
-        plain, chunks = True, True
-        for index, (layout, start, end) in enumerate(zip(layouts, starts, ends, strict=True)):
-            total = torch.stack([everybody[rank][index] for rank in summed]).sum(0)
-            padded = torch.cat([total, torch.zeros(2 * layout.rows * layout.chunk - layout.numel)])
-            expected = padded.view(layout.rows, 2, layout.chunk)[rows, number]
-            plain = plain and torch.equal(arrived[:, start:end], expected)
-            if placement == target:
-                module = torch.nn.ParameterList([total.clone()])
-                deepspeed.zero.Init(module=module, data_parallel_group=topology.shard_group(target))
-                held = module[0].ds_tensor[
-                    : max(0, layout.numel - (dist.get_rank() if len(summed) == 4 else number) * layout.chunk)
-                ]
-                chunks = chunks and torch.equal(arrived[0, start : start + held.numel()], held)
-        answers.append((f"{placement.name} to {target.name}", plain, chunks if placement == target else None))
-    return answers

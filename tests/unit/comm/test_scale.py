@@ -26,21 +26,15 @@ runpy.run_module("tests.perf.growth", run_name="__main__", alter_sys=True)
 
 def grown(*worlds: int) -> list[dict[str, Any]]:
     """What ``tests.perf.growth`` counts with so many ranks, by method: of each number of ranks, at the same time."""
-    command = [
-        sys.executable,
-        "-c",
-        WITHOUT_ITS_ALL_REDUCE,
-        "--json",
-        "--no-memory",
-        "--rounds",
-        "1",
-        "--methods",
-        *METHODS,
-    ]
-    pipe = subprocess.PIPE
+    options = f"--json --no-memory --rounds 1 --methods {' '.join(METHODS)} --worlds".split()
     started = [
         subprocess.Popen(
-            [*command, "--worlds", str(ranks)], cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True
+            [sys.executable, "-c", WITHOUT_ITS_ALL_REDUCE, *options, str(ranks)],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for ranks in worlds
     ]

@@ -6,6 +6,8 @@ import os
 import threading
 import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -47,13 +49,6 @@ class Late(threading.Thread):
         super()._bootstrap()  # type: ignore[misc]
 
 
-class Before(threading.Thread):
-    """A signal before the system is asked for a thread."""
-
-    def start(self) -> None:
-        raise KeyboardInterrupt
-
-
 class Listed(threading.Thread):
     """A signal when the thread is listed, and the system has not been asked."""
 
@@ -88,7 +83,7 @@ def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
     assert done.is_set() and jobs.join()
 
 
-@pytest.mark.parametrize("kind", [Before, Listed, Refused])
+@pytest.mark.parametrize("kind", [Listed, Refused])
 def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
     jobs, done = Background(), threading.Event()
     with (
@@ -119,16 +114,6 @@ def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
         jobs.add(lambda: time.sleep(0.1))
         assert jobs.busy and jobs.join(5)  # joined before it is done
     assert done == [0, 1, 2, 3]
-
-
-def test_a_thread_that_begins_too_late_does_nothing() -> None:
-    jobs, done = Background(), list[int]()
-    jobs.add(partial(done.append, 1)).wait()
-    late = threading.Thread(target=jobs._do_all)
-    with mock.patch.object(background, "_LINGERS", 30.0):
-        late.start()
-        late.join(5)
-    assert not late.is_alive() and jobs.join() and done == [1]
 
 
 def test_join_waits_for_threads_that_took_their_last_job() -> None:
@@ -248,6 +233,13 @@ class Behind:
         self.order.current.see(self.clock)
 
 
+@contextmanager
+def wired() -> Iterator[tuple[Order, list[Stream]]]:
+    """A device with streams, and a stream for each of the two links."""
+    with device_with_streams() as order:
+        yield order, [Stream(order, "intra"), Stream(order, "inter")]
+
+
 def over(order: Order, wires: list[Stream]) -> Any:
     """A hop over each of these."""
     for wire in wires:
@@ -261,8 +253,7 @@ def seen(stream: Stream, wires: list[Stream]) -> list[int]:
 
 
 def test_streams_wait_only_for_results_that_they_need() -> None:
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         gathers = TransferQueue(overlap=True, side_streams=True)
         first, second, _ = (gathers.start(over(order, wires)) for _ in range(3))
         assert seen(order.default, wires) == [0, 0]
@@ -274,8 +265,7 @@ def test_streams_wait_only_for_results_that_they_need() -> None:
 
 @pytest.mark.parametrize("owed", [True, False])
 def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
         for _ in range(3):
             updates.start(over(order, wires))
@@ -285,8 +275,7 @@ def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
 
 def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
     delivered: list[list[int]] = []
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
         for number in range(4):
             reductions.submit(over(order, wires), lambda _: delivered.append(seen(order.current, wires)))
@@ -300,8 +289,7 @@ def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
 
 def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
     behind: list[bool] = []
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
         reductions.submit(over(order, wires), ignore)
         reductions.submit(over(order, wires[:1]), lambda _: behind.append(seen(order.current, wires) == [2, 1]))
@@ -320,8 +308,7 @@ def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
         yield Behind(order, wires[1])
         return torch.empty(0)
 
-    with device_with_streams() as order:
-        wires = [Stream(order, "intra"), Stream(order, "inter")]
+    with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
         for _ in range(3):
             reductions.submit(keeping(order, wires), ignore)
@@ -335,17 +322,6 @@ def test_what_is_dropped_is_over_for_what_comes_next() -> None:
         reductions.submit(over(order, wires), ignore)
         reductions.drop()
         assert seen(order.default, wires) == [1]
-
-
-def test_started_without_hops_is_finished_at_once() -> None:
-    """As in a group of one rank."""
-    kept = torch.ones(3)
-
-    def nothing() -> Any:
-        return kept
-        yield
-
-    assert Started(nothing()).finish() is kept
 
 
 def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:

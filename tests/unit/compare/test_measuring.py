@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
+import torch
 
+from deepspeed_ext import clocks
+from deepspeed_ext.compare import measuring
+from deepspeed_ext.compare.measuring import Measurement
 from deepspeed_ext.compare.turn import UNFINISHED, VARIABLE, Turn, current
+from deepspeed_ext.config.section import active_strategy
+from tests.harness import training
+from tests.harness.pipelines import Pipe, train_pipeline
 from tests.harness.tiers import deep
+from tests.harness.training import Job, configuration, make_engine
 
 STEPS, WARM_UP = 3, 2
 
@@ -21,8 +30,6 @@ STEPS, WARM_UP = 3, 2
 @contextlib.contextmanager
 def launched(turn: Turn) -> Iterator[None]:
     """Be a process that the command has launched, which ends within this context; what atexit would do is done."""
-    from deepspeed_ext.compare import measuring
-
     with (
         mock.patch.dict(os.environ, {VARIABLE: turn.encode()}),
         mock.patch.object(measuring, "_measurement", None),
@@ -37,9 +44,6 @@ def launched(turn: Turn) -> Iterator[None]:
 
 def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -> tuple[list[float], Any]:
     """Return the losses of this rank's micro-batches, and the status with which the script was ended."""
-    from tests.harness import training
-    from tests.harness.training import Job
-
     losses: list[float] = []
     micro_step = training.micro_step
 
@@ -56,8 +60,6 @@ def train_case(report: str, zero: dict[str, Any], steps: int = 10, **job: Any) -
 
 
 def pipeline_case(report: str) -> Any:
-    from tests.harness.pipelines import Pipe, train_pipeline
-
     with launched(Turn(STEPS, WARM_UP, report)), pytest.raises(SystemExit) as ended:
         train_pipeline(Pipe(steps=10), {"stage": 1})
     return ended.value.code
@@ -65,11 +67,6 @@ def pipeline_case(report: str) -> Any:
 
 def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the configuration as the script has it after the engine is made, and the engine's strategy."""
-    import deepspeed
-
-    from deepspeed_ext.config.section import active_strategy
-    from tests.harness.training import Job, configuration, make_engine
-
     mine = configuration(Job(), {"stage": 3})
     with launched(Turn(STEPS, WARM_UP, report, config)), mock.patch(f"{make_engine.__module__}.configuration") as made:
         made.return_value = mine
@@ -98,8 +95,6 @@ def two_engines_case(report: str) -> int:
 
 
 def untouched_case() -> list[str]:
-    from tests.harness.training import Job, make_engine
-
     engine, _ = make_engine(Job(), {"stage": 2})
     return [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
 
@@ -194,11 +189,6 @@ class Event:
 
 @pytest.mark.quick
 def test_on_a_device_nothing_waits_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    from deepspeed_ext import clocks
-    from deepspeed_ext.compare.measuring import Measurement
-
     device = mock.Mock(Event=Event)
     device.is_synchronized_device.return_value = False
     engine = mock.Mock(pipeline_parallelism=True, train_batch=lambda: torch.zeros(()))

@@ -4,14 +4,19 @@
 
 import re
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
 
 from deepspeed_ext.config.keys import KEYS, MICS_KEYS, OF_FASTEST, OURS, REMOVED, our_keys
 from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.config.validate import check_section
 from deepspeed_ext.strategy import STRATEGIES
 from scripts import ROOT
+from tests.harness import training
 from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, config
 from tests.harness.tiers import deep
 
@@ -57,7 +62,6 @@ STRATEGY = alone(
     ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
     ({"paro_strategy": "fast"}, "one of NNN, .*GGG .*, or fastest, got 'fast'"),
     ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'NIG'\\?"),
-    ({"paro_strategy": None}, "got None"),
     *(
         ({key: 1}, f"{key} is set .* without zero_optimization.paro_strategy")
         for key in (*KEYS[1:], *OF_FASTEST)
@@ -68,26 +72,19 @@ STRATEGY = alone(
         "stage3_leaf_bytes needs zero_optimization.stage 3, or a paro_strategy with p = I or G",
     ),
     ({"paro_strategy": "NIG", "paro_group_size": 0}, "integer of at least 1 .*got 0 of type int"),
-    ({"paro_strategy": "NIG", "paro_group_size": "auto"}, "got 'auto' of type str"),
     ({"paro_strategy": "NIG", "paro_group_size": True}, "got True of type bool"),
     ({"paro_strategy": "NIG", "paro_group_size": 3}, r"3 with 4 data-parallel ranks \(4 = 1 x 3 \+ 1\).*\[1, 2, 4\]"),
-    ({"paro_strategy": "IIG", "paro_group_size": 8}, r"paro_group_size 8 with 4 data-parallel"),
     *(
         ({"paro_strategy": "IIG", "paro_parameter_cache_bytes": value}, f"an integer of at least 0 .*got {value!r} of")
         for value in (-1, False, 9.0, None)
     ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
-    (
-        {"paro_strategy": "NIG", "stage": 3},
-        "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
-    ),
-    ({"paro_strategy": "NNG", "stage": 2}, "which is stage 1, got stage 2"),
+    ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2"),
     ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
     (
         {"paro_stratgy": "NIG"},
         "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .*zeropp_loco_param. Did you mean 'paro_strategy'",
     ),
-    ({"PaRO": "auto"}, "no key 'PaRO'"),
     ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, got .* 'NIG'"),
     ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
     (FASTEST | {"paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
@@ -111,11 +108,9 @@ REPORT = alone(
 )
 OUTER = alone(
     (outer("NIG"), r"os = I\): .*paro_strategy must be one of NNI, NII, INI, III, got 'NIG'. III shards"),
-    (outer("fastest"), "must be one of NNI, NII, INI, III, got 'fastest'"),
     ({"paro_strategy": "III", "paro_outer_optimizer": 30}, "must be a dictionary of steps, lr, .*got 30 of type int"),
     (outer(step=30), "paro_outer_optimizer has no key 'step'.*Did you mean 'steps'"),
     (outer(steps=0), "steps must be an integer of at least 1 .*got 0"),
-    (outer(steps=True), "steps must be .*got True of type bool"),
     (outer(lr=0.0), "lr must be a number above 0, got 0.0"),
     (outer(momentum=1.0), r"momentum must be a number in \[0, 1\), got 1.0"),
     (outer(nesterov="yes"), "nesterov must be true or false, got 'yes'"),
@@ -124,7 +119,6 @@ OUTER = alone(
     (outer(offload="nvme"), 'offload must be "none" or "cpu", got \'nvme\''),
     (outer(steps=2, fragments=3), "fragments must be at most .*steps.*got 3 fragments and 2 steps"),
     (outer(steps=10, fragments=3, delay=3), "with 10 steps and 3 fragments less than 3, got 3"),
-    (outer(steps=1, delay=1), "less than 1, got 1"),
     (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits says in how many bits"),
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
 )
@@ -203,7 +197,6 @@ MICS: list[Row] = [
     *alone(
         ({"mics_shard_size": 0}, r"mics_shard_size must be an integer .* or -1 for off, got 0 of type int\."),
         ({"mics_shard_size": True}, "or -1 for off, got True of type bool"),
-        ({"mics_shard_size": None}, "or -1 for off, got None of type NoneType"),
         ({"mics_shard_size": 3}, r"3 with 4 data-parallel ranks \(4 = 1 x 3 \+ 1\).*\[1, 2, 4\]"),
         ({"mics_shard_size": 2, "stage": 2}, "mics_shard_size needs zero_optimization.stage 3, got 2"),
     ),
@@ -252,9 +245,7 @@ LOCO: list[Row] = [
             {"stage": 2, "zeropp_loco_param": {"bit": 4}},
             f"has no key 'bit': its keys are {LOCO_KEYS}. Did you mean 'bits'",
         ),
-        ({"paro_strategy": "NIG", "zeropp_loco_param": {"err_beta_": 1}}, "Did you mean 'err_beta'"),
         ({"zeropp_loco_param": {}}, "needs zero_optimization.stage 1, 2 or 3, or .*paro_strategy, got stage None"),
-        ({"stage": 4, "zeropp_loco_param": {}}, "needs zero_optimization.stage 1, 2 or 3, .* got stage 4"),
         (
             {"stage": 3, "zeropp_loco_param": {}, "zero_quantized_gradients": False},
             "zeropp_loco_param implies zero_optimization.zero_quantized_gradients, which is set to false",
@@ -325,11 +316,6 @@ REFUSED = {
 
 def errors_case(rows: list[Row], how: str) -> list[str]:
     """Return the errors with which DeepSpeed refuses configurations, with every collective forbidden."""
-    from unittest import mock
-
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("something was communicated")
@@ -387,8 +373,6 @@ def test_saves_of_ours_need_a_strategy(ranks: Any) -> None:
 
 def make_engine(zero: dict[str, Any], extra: dict[str, Any]) -> None:
     """Make an engine, as a script does."""
-    from tests.harness import training
-
     training.make_engine(training.Job(config=extra), zero)
 
 

@@ -3,14 +3,25 @@
 """Our keys are accepted in every form in which DeepSpeed takes a configuration, and mean what the README says."""
 
 import base64
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.config import DeepSpeedConfig
 
+from deepspeed_ext.config import validate
 from deepspeed_ext.config.keys import KEYS
-from tests.harness.logs import is_ours
+from deepspeed_ext.config.section import active_strategy
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
+from tests.harness import logs, training
+from tests.harness.logs import is_ours, logged
 from tests.harness.sections import CPU, IIG, OFFLOADING, config
 
 pytestmark = pytest.mark.quick
@@ -25,8 +36,6 @@ def parsed(sections: list[dict[str, Any]], form: str, folder: str) -> list[tuple
     Returns:
         the class, the fields of this package, and the raw section, of each.
     """
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     found = []
     for number, section in enumerate(sections):
         text = json.dumps(config(**section))
@@ -84,34 +93,24 @@ def test_sections_mean_a_strategy_or_a_plain_stage(ranks: Any) -> None:
             assert raw == {**section, "stage": stage}
 
 
-def test_the_callers_dict_says_the_stage(ranks: Any) -> None:
+def test_the_callers_dict_says_the_stage() -> None:
     """Frameworks read it there; and the next engine may be given the same dict with another strategy, or with none."""
-    stages, others, saved = ranks(1).run(implied_stages_case)[0]
-    assert stages == [1, 3, 2, "absent"] and others == [3, 0, "absent"]
-    assert b"deepspeed_ext" not in saved  # a checkpoint holds the configuration, and is read without us
-
-
-def implied_stages_case() -> tuple[list[Any], list[Any], bytes]:
-    """The stage in a section that was parsed with one strategy after the other; in others; and one as it is saved."""
-    import pickle
-
-    from deepspeed.runtime.config import DeepSpeedConfig
-
     zero: dict[str, Any] = {}
-    stages: list[Any] = []
-    for name in ("NNG", "IIG", "NIG"):
+    for name, stage in (("NNG", 1), ("IIG", 3), ("NIG", 2)):
         zero["paro_strategy"] = name
         DeepSpeedConfig({**config(), "zero_optimization": zero})
-        stages.append(zero["stage"])
-    saved = pickle.dumps(zero)
+        assert zero["stage"] == stage
+    assert b"deepspeed_ext" not in pickle.dumps(zero)  # a checkpoint holds it, and is read without the package
     del zero["paro_strategy"]
     DeepSpeedConfig({**config(), "zero_optimization": zero})
-    stages.append(zero.get("stage", "absent"))
-    others = []
-    for other in ({"mics_shard_size": 1}, {"paro_strategy": "IIG", "stage": 0}, {"paro_strategy": "fastest"}):
+    assert "stage" not in zero
+    for other, stage in (
+        ({"mics_shard_size": 1}, 3),
+        ({"paro_strategy": "IIG", "stage": 0}, 0),
+        ({"paro_strategy": "fastest"}, None),
+    ):
         DeepSpeedConfig({**config(), "zero_optimization": other})
-        others.append(other.get("stage", "absent"))
-    return stages, others, saved
+        assert other.get("stage") == stage
 
 
 def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None:
@@ -122,7 +121,6 @@ def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None
 
 def warnings_case() -> list[list[str]]:
     """What engines warn of zero.Init."""
-    from tests.harness import logs, training
 
     def warnings_of(zero_init: str | None, **zero: Any) -> list[str]:
         with logs.logged() as lines:
@@ -138,26 +136,14 @@ def warnings_case() -> list[list[str]]:
     ]
 
 
-def test_the_strategy_is_parsed_once_and_kept_by_copies(ranks: Any) -> None:
-    assert ranks(1).run(copies_case) == [["IIG"] * 4 + ["None"]]
-
-
-def copies_case() -> list[str]:
-    """The strategies of a configuration, of its copies, and at stage 0, with every further parse forbidden."""
-    import copy
-    import pickle
-    from unittest import mock
-
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    from deepspeed_ext.config import section, validate
-
+def test_the_strategy_is_parsed_once_and_kept_by_copies() -> None:
     parsed = DeepSpeedConfig(config(paro_strategy="IIG"))
     off = DeepSpeedConfig(config(paro_strategy="IIG", stage=0))
     with mock.patch.object(validate, "parse_strategy", side_effect=AssertionError("parsed again")):
-        found = [parsed, copy.copy(parsed), copy.deepcopy(parsed), copy.copy(parsed), off]
+        found = [parsed, copy.copy(parsed), copy.deepcopy(parsed), copy.copy(parsed)]
         found[3].zero_config = pickle.loads(pickle.dumps(parsed.zero_config))
-        return [getattr(section.active_strategy(one), "name", "None") for one in found]
+        assert [active_strategy(one).name for one in found] == ["IIG"] * 4
+        assert active_strategy(off) is None
 
 
 def test_stage_0_is_a_no_op(ranks: Any) -> None:
@@ -166,9 +152,6 @@ def test_stage_0_is_a_no_op(ranks: Any) -> None:
 
 def stage_0_case() -> str:
     """A reference model as some trainers make it: our key is left in, the stage is set to 0, and no optimizer."""
-    import deepspeed
-    import torch
-
     engine, *_ = deepspeed.initialize(model=torch.nn.Linear(3, 3), config=config(paro_strategy="NIG", stage=0))
     assert engine.optimizer is None
     engine.destroy()
@@ -185,10 +168,6 @@ def test_hierarchical_gathers_of_mics_are_implied(ranks: Any) -> None:
 
 def mics_log_case() -> list[list[tuple[str, str]]]:
     """Return what parsing MiCS's keys logs, without hierarchical gathers and with them."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    from tests.harness.logs import logged
-
     found = []
     for hierarchical in (False, True):
         with logged() as lines:
@@ -209,12 +188,6 @@ def test_engines_and_zero_init_cut_for_mics(ranks: Any, tmp_path: Path) -> None:
 
 def mics_shards_case(given: dict[str, Any], path: str) -> list[list[tuple[int, int]]]:
     """Return ranks and elements of shards in engines, without zero.Init and with it."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.zero.stage3 import Stage3Optimizer
-
     shards = []
     for zero_init in (False, True):
         with deepspeed.zero.Init(config_dict_or_path=path, enabled=zero_init):

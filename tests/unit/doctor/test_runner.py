@@ -8,9 +8,24 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from deepspeed import comm as dist
+from torch.distributed import HashStore, PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 
+from deepspeed_ext.cli.doctor import TITLES, add_arguments
+from deepspeed_ext.doctor import pairs
+from deepspeed_ext.doctor.check import Check
+from deepspeed_ext.doctor.checks import TOGETHER
+from deepspeed_ext.doctor.command import _examine, run
+from deepspeed_ext.doctor.findings import Finding, Level, Section, worst
+from deepspeed_ext.doctor.meeting import CannotMeet, Meeting, meet
+from deepspeed_ext.doctor.place import Options, Place
+from deepspeed_ext.doctor.process_group import check_of
+from deepspeed_ext.doctor.runner import Runner
+from deepspeed_ext.planner import probe
 from scripts.emulation.launching import free_port
 
 QUICK = 2.0  # seconds of a limit
@@ -34,16 +49,6 @@ def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
 
 def failing_case() -> tuple[list[Any], bool]:
     """What the first rank has found, and whether something still runs on this one."""
-    from deepspeed import comm as dist
-    from torch.distributed import PrefixStore
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    from deepspeed_ext.doctor.check import Check
-    from deepspeed_ext.doctor.findings import Finding, Level
-    from deepspeed_ext.doctor.meeting import Meeting
-    from deepspeed_ext.doctor.place import Options, Place
-    from deepspeed_ext.doctor.process_group import check_of
-    from deepspeed_ext.doctor.runner import Runner
 
     class Short(Check):
         def seconds(self, place: Place) -> float:
@@ -97,21 +102,6 @@ def test_nodes_are_measured_over_process_groups(ranks: Any) -> None:
 
 def measuring_case() -> list[tuple[str, str, str]]:
     """Title, worst level and findings of each check."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-    from torch.distributed import PrefixStore
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    from deepspeed_ext.doctor import pairs
-    from deepspeed_ext.doctor.checks import TOGETHER
-    from deepspeed_ext.doctor.findings import worst
-    from deepspeed_ext.doctor.meeting import Meeting
-    from deepspeed_ext.doctor.place import Options, Place
-    from deepspeed_ext.doctor.process_group import check_of
-    from deepspeed_ext.doctor.runner import Runner
-    from deepspeed_ext.planner import probe
-
     store, hosts = PrefixStore("doctor", _get_default_store()), ["a"] * 4
     place = Place(dist.get_rank(), dist.get_rank(), hosts, Options(timeout=60, group_size=2))
     with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(pairs, "SIZES", (2**12, 2**14)):
@@ -138,8 +128,6 @@ def measuring_case() -> list[tuple[str, str, str]]:
 )
 def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> None:
     """With the address; and what to do where nothing listens, or no launcher has set anything."""
-    from deepspeed_ext.doctor.meeting import CannotMeet, meet
-
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **given}
     with pytest.raises(CannotMeet, match=said):
         meet({name: value for name, value in given.items() if value}, 1.0)
@@ -148,10 +136,6 @@ def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> N
 
 @pytest.mark.quick
 def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixture[str]) -> None:
-    from deepspeed_ext.cli.doctor import TITLES
-    from deepspeed_ext.doctor.command import run
-    from deepspeed_ext.doctor.place import Options
-
     skipped = tuple(title for title in TITLES if title not in ("groups", "links", "clocks"))
     assert "process groups" in skipped and run(Options(skip=skipped), None, list) == 0
     said = capsys.readouterr().out
@@ -162,12 +146,6 @@ def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixtu
 @pytest.mark.quick
 def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And where it has none, or cannot write, all ranks end with the same status."""
-    from torch.distributed import HashStore
-
-    from deepspeed_ext.cli.doctor import TITLES, add_arguments
-    from deepspeed_ext.doctor.command import _examine
-    from deepspeed_ext.doctor.meeting import Meeting
-    from deepspeed_ext.doctor.place import Options, Place
 
     def statuses(given: Path) -> list[int]:
         add_arguments(parser := argparse.ArgumentParser())
@@ -189,7 +167,6 @@ def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytes
 
 @pytest.mark.quick
 def test_the_report_is_aligned_and_colored_on_a_terminal_only() -> None:
-    from deepspeed_ext.doctor.findings import Finding, Level, Section
     from deepspeed_ext.doctor.printer import text
 
     findings = (Finding("one", Level.OK, "fine"), Finding("longer", Level.WRONG, "word " * 30, "Do it.", ("plot",)))

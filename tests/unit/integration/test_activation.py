@@ -22,11 +22,8 @@ assert DeepSpeedEngine._configure_zero_optimizer.__deepspeed_ext__
 """
 
 ORDERS = {
-    "torch first": "import torch; import deepspeed",
-    "deepspeed first": "import deepspeed",
-    "from deepspeed": "from deepspeed import initialize",
     "a submodule first": "from deepspeed.runtime.zero.config import DeepSpeedZeroConfig",
-    "ours first": "import deepspeed_ext; import deepspeed",
+    "torch first": "import torch; import deepspeed",
     "ours last": "import deepspeed; import deepspeed_ext",
 }
 
@@ -42,10 +39,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    "order",
-    ["a submodule first", *deep("torch first", "deepspeed first", "from deepspeed", "ours first", "ours last")],
-)
+@pytest.mark.parametrize("order", ["a submodule first", *deep("torch first", "ours last")])
 def test_every_import_order(order: str) -> None:
     done = run(ORDERS[order] + CHECK)
     assert done.returncode == 0, done.stderr
@@ -57,13 +51,6 @@ def test_late_activation_where_the_entry_point_is_off() -> None:
         TORCH_DEVICE_BACKEND_AUTOLOAD="0",
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_off_switch() -> None:
-    code = (
-        "import deepspeed; from deepspeed.runtime import config as c; print(hasattr(c.get_zero_config, '__wrapped__'))"
-    )
-    assert run(code, DEEPSPEED_EXT_DISABLE="True").stdout.split()[-1] == "False"
 
 
 @pytest.mark.quick

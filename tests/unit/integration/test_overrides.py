@@ -1,12 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides are checked against what they override."""
+"""Overrides are checked against what they override; and rules of layers that import-linter cannot check."""
 
+import ast
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from deepspeed_ext import overrides
+from scripts import ROOT
 
 pytestmark = pytest.mark.quick
 
@@ -37,10 +40,7 @@ CASES: dict[str, tuple[str, str]] = {
     "all is passed on": ("@override\ndef plain(self, *args, **kwargs): ...", ""),
     "the rest is passed on": ("@override\ndef plain(self, a, **kwargs): ...", ""),
     "one more without": ("@override\ndef plain(self, a, b=2, *, c=None, d=1): ...", ""),
-    "another name": (
-        "@override\ndef plain(self, x, b=2): ...",
-        "ours takes (self, x, b=2)",
-    ),
+    "another name": ("@override\ndef plain(self, x, b=2): ...", "ours takes (self, x, b=2)"),
     "another default": ("@override\ndef plain(self, a, b=3): ...", "has signature (self, a, b=2)"),
     "one is missing": ("@override\ndef plain(self, a): ...", "has signature (self, a, b=2)"),
     "gone": ("@override\ndef nowhere(self): ...", "Parent.nowhere is gone"),
@@ -50,10 +50,7 @@ CASES: dict[str, tuple[str, str]] = {
     "a property": ("@property\n@override\ndef value(self): ...", ""),
     "a method instead of a property": ("@override\ndef value(self): ...", "is a property, expected a method"),
     "a static method": ("@staticmethod\n@override\ndef static(a): ...", ""),
-    "a method instead of a static one": (
-        "@override\ndef static(self, a): ...",
-        "is a static method",
-    ),
+    "a method instead of a static one": ("@override\ndef static(self, a): ...", "is a static method"),
 }
 
 
@@ -67,3 +64,27 @@ def test_what_fits_and_what_does_not(case: str) -> None:
     ours = type("Ours", (Parent,), {**own, "__module__": "deepspeed_ext.zero.somewhere"})
     found = "; ".join(overrides.problems(overrides.checked(ours)))
     assert expected in found and bool(expected) == bool(found), found
+
+
+PACKAGE = ROOT / "deepspeed_ext"
+WITHOUT_ZERO = sorted(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "comm").glob("*.py"))
+
+
+def imported(text: str) -> Iterator[str]:
+    """Return the dotted names that a module imports, at its top or later."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.mark.parametrize("module", ["strategy.py", *WITHOUT_ZERO])
+def test_what_moves_bytes_knows_nothing_of_zero(module: str) -> None:
+    names = list(imported((PACKAGE / module).read_text(encoding="utf-8")))
+    assert not [name for name in names if name.startswith("deepspeed.runtime")]
+
+
+def test_strategies_need_neither_torch_nor_deepspeed() -> None:
+    names = [name.partition(".")[0] for name in imported((PACKAGE / "strategy.py").read_text(encoding="utf-8"))]
+    assert names and not {"torch", "deepspeed", "deepspeed_ext"} & set(names)

@@ -7,37 +7,33 @@ Each case runs in the same rank processes as we are installed, and after our pat
 
 import contextlib
 import copy
+import gc
+import hashlib
 import re
+import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch.nn import functional
 
+import deepspeed_ext
 from deepspeed_ext.config.implied_stage import read_with_stage
-from deepspeed_ext.integration import fork, patches
+from deepspeed_ext.integration import activation, fork, patcher, patches
 from scripts import ROOT
+from tests.harness import mixtures, pipelines, quantizers, snapshots, training
+from tests.harness.logs import logged
+from tests.harness.snapshots import error_of
+from tests.harness.training import Job
 
-# What replaced symbols do in a process without a key of ours; the others do nothing. The page has the same list.
-UNIVERSAL = "loads a universal checkpoint where parameters were sharded by one of the two runs alone"
-PIPELINES = "trains a pipeline with ZeRO-2 or ZeRO-3"
-COMPARED = "compares the configurations of a pipeline's ranks, by two small all-gathers"
-INIT = "refuses to make a pipeline under deepspeed.zero.Init"
-EXPLAINED = "says why stages 1 and 2 do not load a checkpoint in own order, and what to do"
-READ = "reads weights of a checkpoint in own order by its functions of zero_to_fp32"
-LEAVES = "trains leaf modules whose positional inputs need no gradient"
-ACTING: dict[str, tuple[str, ...]] = {
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.create_reduce_and_remove_grad_hooks": (LEAVES,),
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3.independent_gradient_partition_epilogue": (LEAVES,),
-    "runtime.engine:DeepSpeedEngine.load_checkpoint": (UNIVERSAL, EXPLAINED),
-    "runtime.engine:DeepSpeedEngine._get_all_ckpt_names": (UNIVERSAL,),
-    "utils.zero_to_fp32:parse_optim_states": (READ,),
-    "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._load_universal_checkpoint": (UNIVERSAL,),
-    "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3._load_universal_checkpoint": (UNIVERSAL,),
-    "runtime.pipe.engine:PipelineEngine.__init__": (PIPELINES, COMPARED),
-    "runtime.pipe.module:PipelineModule._partition_layers": (INIT,),
-}
 REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.BESIDE)]
 ELSEWHERE = ("accelerate", "torch", "transformers")  # called in tests of their own
 INSIDE = {name for name in REPLACED if not name.startswith(ELSEWHERE)}
@@ -48,18 +44,16 @@ pytestmark = pytest.mark.skipif(fork.version() is not None, reason="a fork has t
 
 
 @pytest.mark.quick
-def test_the_page_has_every_difference() -> None:
-    assert ACTING.keys() <= set(REPLACED)
+def test_the_page_names_symbols_and_tests_of_each_difference() -> None:
     section = PAGE.read_text(encoding="utf-8").partition("### Without a key")[2]
     table = re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE)[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
-    assert {row[0] for row in rows} == {one for does in ACTING.values() for one in does}
-    assert f"The other {len(REPLACED) - len(ACTING)} replaced symbols" in section
-    for what, _, symbols, tests in rows:
-        replaced = {name.rpartition(":")[2] for name, does in ACTING.items() if what in does}
-        assert set(re.findall(r"`(\w[\w.]*)`", symbols)) == replaced, what
+    acting = {name for row in rows for name in re.findall(r"`(\w[\w.]*)`", row[2])}
+    assert acting <= {name.rpartition(":")[2] for name in REPLACED}
+    assert f"The other {len(REPLACED) - len(acting)} replaced symbols" in section
+    for *_, tests in rows:
         shown = re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(\w+)`", tests)
-        assert shown and len(shown) == tests.count("]("), what
+        assert shown and len(shown) == tests.count("]("), tests
         for path, name in shown:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
 
@@ -75,9 +69,6 @@ def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
 
 def cases() -> dict[str, Callable[[], Any]]:
     """What to run with us and without; each returns what must be equal."""
-    from tests.harness import mixtures, pipelines, quantizers, training
-    from tests.harness.training import Job
-
     plain = Job(steps=2, empty=False, zero=training.SMALL, accumulation=2, clipping=0.05)
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     mixture = Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero={"reduce_bucket_size": 500})
@@ -106,8 +97,6 @@ def cases() -> dict[str, Callable[[], Any]]:
 
 def trained(job: Any, zero: dict[str, Any]) -> Any:
     """All that a run shows."""
-    from tests.harness import training
-
     kinds: list[Any] = []
 
     def look(engine: Any) -> None:
@@ -121,9 +110,6 @@ def trained(job: Any, zero: dict[str, Any]) -> Any:
 
 def iterator_left() -> int:
     """How many parameters an iterator still has after a GatheredParameters that is not enabled was given it."""
-    import deepspeed
-    import torch
-
     parameters = torch.nn.Linear(2, 2).parameters()
     with deepspeed.zero.GatheredParameters(parameters, enabled=False):
         return len(list(parameters))
@@ -132,9 +118,6 @@ def iterator_left() -> int:
 @contextlib.contextmanager
 def without_us() -> Iterator[None]:
     """Our patches undone."""
-    import deepspeed_ext
-    from deepspeed_ext.integration import activation
-
     activation.deactivate()
     try:
         yield
@@ -144,8 +127,6 @@ def without_us() -> Iterator[None]:
 
 def same(one: Any, other: Any) -> bool:
     """Whether two nested values are equal to the bit."""
-    import torch
-
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -158,11 +139,6 @@ def same(one: Any, other: Any) -> bool:
 @contextlib.contextmanager
 def calls_seen(names: set[str]) -> Iterator[None]:
     """Note which replaced symbols are called, by their names in the list."""
-    import sys
-    import types
-
-    from deepspeed_ext.integration import patcher
-
     codes: dict[types.CodeType, dict[Any, str]] = {}  # what is replaced lazily has one code, and originals of its own
     for path, (applied,) in patcher._applied.items():
         function = getattr(applied.replacement, "__func__", applied.replacement)
@@ -183,14 +159,6 @@ def calls_seen(names: set[str]) -> Iterator[None]:
 
 def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
     """What a case returns, its collectives in order, and its log messages without their numbers."""
-    import gc
-    from unittest import mock
-
-    import deepspeed
-    import torch
-
-    from tests.harness.logs import logged
-
     reductions = ("all_reduce", "reduce", "reduce_scatter_tensor")
     names = (*reductions, "all_gather_into_tensor", "broadcast", "all_to_all_single", "barrier", "new_group")
     calls: list[str] = []
@@ -231,8 +199,6 @@ def test_plain_runs_are_those_without_us_to_the_bit(ranks: Any) -> None:
 def plain_case() -> tuple[dict[str, Any], set[str]]:
     """Of each case whether what it returns is the same, the collectives that are more with us, whether its lines are
     the same, and what it has trained; and which replaced symbols were called."""
-    from torch.nn import functional
-
     found, seen, linear = {}, set[str](), functional.linear
     for name, act in cases().items():
         with without_us():
@@ -273,13 +239,6 @@ def test_checkpoints_of_plain_stages_are_those_without_us(ranks: Any, tmp_path: 
 def checkpoint_case(folder: str) -> tuple[list[Any], list[Any], set[str]]:
     """The files of saves with us and without, with their digests or sizes; what is different after loads of universal
     checkpoints from what was saved, or the error, with us and without; and which replaced symbols were called."""
-    import hashlib
-
-    from deepspeed import comm as dist
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    from tests.harness import snapshots, training
-
     seen: set[str] = set()
     job = snapshots.job_of("fp32")
     files = []
@@ -334,8 +293,5 @@ def test_pipelines_with_zero_2_raise_without_us(ranks: Any) -> None:
 
 def pipeline_case() -> str:
     """The error of DeepSpeed alone."""
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     with without_us():
         return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 2})

@@ -8,21 +8,21 @@ order. Such networks are compared bit for bit with stock ZeRO-3 that has the sam
 """
 
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
 
+from deepspeed_ext.leaf.linear import linear
+from deepspeed_ext.leaf.units import UNIT
+from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import mixtures, training
+from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
 from tests.harness.tiers import deep
-from tests.harness.training import Job, check
+from tests.harness.training import check
 
-SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
-AUTO = {"stage3_leaf_bytes": True}
 BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do not
-
-
-def job_of(network: Any, **more: Any) -> Job:
-    """A job with Adam: it would show a missing or doubled gradient of any parameter."""
-    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, "steps": 2, **more})
 
 
 def exact(rows: list[Any]) -> None:
@@ -32,7 +32,6 @@ def exact(rows: list[Any]) -> None:
         assert row.replicas_equal and row.same_decisions, row
 
 
-CHUNKS = {"stage3_leaf_bytes": 12_000}  # blocks of experts do not fit: two experts at a time
 NETWORKS = [
     "Mixtures",
     "ByKeyword",
@@ -53,11 +52,6 @@ BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
 def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
-    import torch
-
-    from deepspeed_ext.leaf.linear import linear
-    from deepspeed_ext.leaf.units import UNIT
-
     def detour(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         calls.append(weight)
         return torch.ops.aten.linear(input, weight, bias)
@@ -74,7 +68,7 @@ def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
 
 @pytest.mark.parametrize("name, chunks", EACH_NETWORK)
 def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None:
-    job = job_of(getattr(mixtures, name), accumulation=2)
+    job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
     keys = CHUNKS if chunks else BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO
     rows = ranks(2).run(training.against, job, [{"stage": 3, **keys}], {"stage": 3})[0]
     exact(rows) if name == "Nested" else check(rows, losses=1e-5)  # of losses of about 10
@@ -82,21 +76,21 @@ def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None
 
 @pytest.mark.parametrize("name", ["Mixtures", "Routed", *deep("Tied")])
 def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
-    job = job_of(getattr(mixtures, name), accumulation=2)
+    job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
 def test_every_strategy(ranks: Any, keys: dict[str, Any]) -> None:
-    job = job_of(mixtures.Mixtures, accumulation=2)
+    job = job_of(mixtures.Mixtures, accumulation=2, steps=2)
     strategies = ("INI", "IIG", "GIG", "GGG") if keys is AUTO else ("ING", "III", "IGG", "GNG")
     variants = [training.placed(strategy, **keys) for strategy in strategies]
     check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
 
 
 def test_thresholds(ranks: Any) -> None:
-    job = job_of(mixtures.Mixtures, accumulation=2)
+    job = job_of(mixtures.Mixtures, accumulation=2, steps=2)
     thresholds = (1, 60, 84, 10**12)
     variants = [{"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in thresholds]
     rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
@@ -111,11 +105,6 @@ def test_units_of_which_one_parameter_is_missing(ranks: Any, world: int) -> None
 
 def one_missing_case() -> bool:
     """Whether a model gives the same where the other parameter of a unit of two is gathered by hand."""
-    import deepspeed
-    import torch
-
-    from deepspeed_ext.leaf.units import UNIT
-
     job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": 20})
     engine, model = training.make_engine(job, training.placed("GGG", group_size=1, **AUTO))
     x, _ = next(training.batches(job))
@@ -135,10 +124,6 @@ def test_no_full_bucket_waits_for_the_next_module(ranks: Any) -> None:
 
 def full_case() -> set[bool]:
     """Whether a bucket that gradients of a unit have filled is still there when they have been handed over."""
-    from unittest import mock
-
-    from deepspeed_ext.zero.stage3 import Stage3Optimizer
-
     size, found, reduce_leaf = 5, set[bool](), Stage3Optimizer.reduce_leaf  # less than any parameter has
 
     def looked_at(optimizer: Any, params: Any) -> None:
@@ -153,15 +138,8 @@ def full_case() -> set[bool]:
 
 @pytest.mark.parametrize("reentrant", [True, *deep(False)])
 def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
-    job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2)
+    job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2, steps=2)
     variants = [training.placed("GGG", **AUTO), training.placed("IIG", **CHUNKS)]
-    check(ranks(4).run(training.against, job, variants, BY_HAND)[0])
-
-
-@pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO, BLOCKS)], ids=["chunks", "layers", "blocks"])
-def test_experts_that_ranks_choose(ranks: Any, keys: dict[str, Any]) -> None:
-    job = job_of(mixtures.Routed, accumulation=2, steps=4)
-    variants = [training.placed(strategy, **keys) for strategy in ("GGG", "IIG")]
     check(ranks(4).run(training.against, job, variants, BY_HAND)[0])
 
 
@@ -180,7 +158,7 @@ def test_experts_that_ranks_choose(ranks: Any, keys: dict[str, Any]) -> None:
     ids=lambda more: str(more).replace("'", "")[:70],
 )
 def test_with_what_else_may_be_set(ranks: Any, more: dict[str, Any]) -> None:
-    job = job_of(mixtures.Mixtures, accumulation=2, **more)
+    job = job_of(mixtures.Mixtures, accumulation=2, steps=2, **more)
     variants = [training.placed("IIG", **AUTO), training.placed("GGG", **CHUNKS)]
     # Stock ZeRO-3 counts the gradients of coalesced micro-steps in another way; stage 2 does not.
     check(ranks(4).run(training.against, job, variants, {"stage": 2 if more.get("boundary") == "coalesce" else 3})[0])
@@ -189,7 +167,7 @@ def test_with_what_else_may_be_set(ranks: Any, more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", *deep("bf16")])
 def test_16_bits_and_overflow(ranks: Any, dtype: str) -> None:
     overflow = [(3, 1)] if dtype == "fp16" else []
-    job = job_of(mixtures.Mixtures, accumulation=2, dtype=dtype, overflow=overflow)
+    job = job_of(mixtures.Mixtures, accumulation=2, steps=2, dtype=dtype, overflow=overflow)
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
     as_chunks = {"stage": 3, "leaf_module": {"classes": ["Mixer", "Expert"]}}
     half = {"stage3_leaf_bytes": CHUNKS["stage3_leaf_bytes"] // 2}
@@ -199,14 +177,14 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str) -> None:
 @pytest.mark.parametrize("device", ["offload_param", *deep("offload_optimizer")])
 def test_offload(ranks: Any, device: str) -> None:
     offload = {device: {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    job = job_of(mixtures.Mixtures, accumulation=2, zero={**SMALL, **offload})
+    job = job_of(mixtures.Mixtures, accumulation=2, steps=2, zero={**SMALL, **offload})
     variants = [training.placed("GGG", **keys) for keys in (AUTO, CHUNKS)]
     check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
 
 
 @pytest.mark.parametrize("name", ["FrozenStem", *deep("ByKeyword", "Mixtures", "Looped")])
 def test_plain_stage_3_trains_leaf_modules_whose_inputs_need_no_gradient(ranks: Any, name: str) -> None:
-    job = job_of(getattr(mixtures, name), accumulation=2)
+    job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
     variants = [{"stage": 3, "stage3_module_granularity_threshold": 84}, BY_HAND]
     rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
     check(rows, losses=1e-5, optimizer="DeepSpeedZeroOptimizer_Stage3")

@@ -2,59 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters in units are read, changed, saved and held like others; and what stock does with leaf modules."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from tests.harness import mixtures, training
+from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf.modules import Settings, choose, numel_of
+from tests.harness import mixtures, snapshots, training
+from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
 from tests.harness.tiers import deep
-from tests.harness.training import Job
 
-SMALL = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
 TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-AUTO = {"stage3_leaf_bytes": True}
-CHUNKS = {"stage3_leaf_bytes": 12_000}
-
-
-def job_of(network: Any, **more: Any) -> Job:
-    """As in test_units."""
-    return Job(**{"network": network, "optimizer": "Adam", "empty": False, "zero": SMALL, **more})
-
-
-def stock(flagged: list[str]) -> None:
-    """Train with DeepSpeed alone and these classes as leaf modules."""
-    import deepspeed_ext.integration.activation
-
-    job = job_of(mixtures.Mixtures, clipping=0.0, steps=2)
-    deepspeed_ext.integration.activation.deactivate()
-    try:
-        training.train(job, {"stage": 3, "leaf_module": {"classes": flagged}})
-    finally:
-        deepspeed_ext.integration.activation.activate()
-
-
-def ours(flagged: list[str]) -> list[Any]:
-    """The same with our package; and which classes are leaf modules."""
-    from deepspeed.utils import get_z3_leaf_modules
-
-    job = job_of(mixtures.Mixtures, clipping=0.0)
-    zero = {"paro_strategy": "GGG", "leaf_module": {"classes": flagged}}
-    engine, model = training.make_engine(job, zero)
-    classes = sorted({type(module).__name__ for module in get_z3_leaf_modules(model)})
-    engine.destroy()
-    return [classes, *training.against(job, [zero], {"stage": 3})]
-
-
-@pytest.mark.parametrize("flagged", ["Mixtures", *deep("Stem")])
-def test_leaf_modules_without_input_gradients_train(ranks: Any, flagged: str) -> None:
-    # Token ids: the stem's inputs, and the model's. "size of tensor a (0) must match", "grad of different size", ...
-    for error in ranks(1).run_expect_error(stock, [flagged]):
-        assert error.type == "RuntimeError", error
-    classes, row = ranks(1).run(ours, [flagged])[0]
-    assert classes == [flagged]
-    training.check([row], losses=1e-5)
 
 
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS, {"stage3_leaf_bytes": 25_000}], ids=["layers", "chunks", "blocks"])
@@ -67,9 +33,6 @@ def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
 
 def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     """The budget; elements gathered at a time, the largest unit, and what the report says."""
-    from deepspeed_ext.leaf import report as leaf_report
-    from deepspeed_ext.leaf.modules import Settings, choose, numel_of
-
     job = job_of(mixtures.Mixtures, zero=TIGHT, accumulation=2, steps=3)
     most: list[int] = []
 
@@ -98,8 +61,6 @@ def test_what_persists_stays_before_the_record_is_complete(ranks: Any, more: dic
 
 def persistent_case(zero: dict[str, Any]) -> tuple[list[bool], list[bool]]:
     """Whether all small parameters are there after each of three forwards, with ours and with stock."""
-    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-
     found = []
     for keys in (zero, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
@@ -114,46 +75,51 @@ def persistent_case(zero: dict[str, Any]) -> tuple[list[bool], list[bool]]:
     return found[0], found[1]
 
 
-@pytest.mark.parametrize("strategy, keys", [("IIG", CHUNKS), *deep(("GGG", AUTO))])
-def test_checkpoints_know_no_units(ranks: Any, tmp_path: Path, keys: dict[str, Any], strategy: str) -> None:
-    for into_units, out_of_units, converted in ranks(4).run(checkpoint_case, str(tmp_path), keys, strategy):
-        assert into_units == {} and out_of_units == {}
+@pytest.mark.parametrize(
+    "network, strategy, keys",
+    [
+        ("Mixtures", "IIG", CHUNKS),
+        ("Packed", "IIG", WINDOWS),
+        *deep(("Mixtures", "GGG", AUTO), ("Packed", "GGG", WINDOWS)),
+    ],
+)
+def test_checkpoints_know_neither_units_nor_windows(
+    ranks: Any, tmp_path: Path, network: str, strategy: str, keys: dict[str, Any]
+) -> None:
+    for resumed, into, out_of, converted in ranks(4).run(checkpoint_case, str(tmp_path), network, keys, strategy):
+        assert resumed and into == {} and out_of == {}
         assert converted in (None, 0.0)
 
 
 def checkpoint_case(
-    folder: str, keys: dict[str, Any], strategy: str
-) -> tuple[dict[str, float], dict[str, float], float | None]:
-    """What differs after a load into the other form, both ways; how far zero_to_fp32's weights are off."""
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    from tests.harness import snapshots
-
-    job = job_of(mixtures.Mixtures)
-    plain = training.placed(strategy)
-    differences = []
-    for number, (source, target) in enumerate(((plain, plain | keys), (plain | keys, plain))):
+    folder: str, network: str, keys: dict[str, Any], strategy: str
+) -> tuple[bool, dict[str, float], dict[str, float], float | None]:
+    """Whether losses after a resume are those of the run; what differs after a load into units or windows, and after
+    one out of them; how far zero_to_fp32's weights are off."""
+    job = job_of(getattr(mixtures, network))
+    whole = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
+    plain, ours = training.placed(strategy, **whole), training.placed(strategy, **keys)
+    differences, losses = [], []
+    for number, (source, target) in enumerate(((ours, ours), (plain, ours), (ours, plain))):
         engine, model = training.make_engine(job, source)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
         engine.save_checkpoint(f"{folder}/{number}")
         saved = snapshots.snapshot(engine, model, job)
+        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
         engine.destroy()
         engine, model = training.make_engine(job, target)
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         engine.load_checkpoint(f"{folder}/{number}")
         differences.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
+        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
         engine.destroy()
     dist.barrier()
     off = None
     if dist.get_rank() == 0:
-        weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/1")
+        weights = get_fp32_state_dict_from_zero_checkpoint(f"{folder}/2")
         off = max((weights[n] - saved[f"{n} fp32"]).abs().max().item() for n in weights if f"{n} fp32" in saved)
-        assert len(weights) == len(dict(mixtures.Mixtures((13, 7)).named_parameters())) and isinstance(off, float)
-        assert all(torch.isfinite(value).all() for value in weights.values())
-    return differences[0], differences[1], off
+        assert len(weights) == len(dict(getattr(mixtures, network)((13, 7)).named_parameters()))
+    return losses[0] == losses[1], differences[1], differences[2], off
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
@@ -165,9 +131,6 @@ def test_parameters_of_units_are_read_and_changed_alone(ranks: Any, keys: dict[s
 def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
     """Whether a forward inside of GatheredParameters, where one of a unit is changed, sees it; and whether forwards
     after it do, with all of the unit gathered again, and with small ones that persist."""
-    import deepspeed
-    import torch
-
     forwards = []
     for persistence in (0, 100, 10**6):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": persistence})
@@ -199,11 +162,6 @@ def test_without_an_optimizer_and_without_gradients(ranks: Any, keys: dict[str, 
 def inference_case(keys: dict[str, Any]) -> list[bool]:
     """Whether an engine without an optimizer gives the model's output, in several forwards; then a training one in
     eval mode between two steps."""
-    import copy
-
-    import deepspeed
-    import torch
-
     job = job_of(mixtures.Mixtures)
     torch.manual_seed(3)
     model = mixtures.Mixtures(job.sizes)
@@ -251,8 +209,6 @@ def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
 
 def second_engine_case() -> list[int]:
     """Return the hooks of four engines for one model: with windows of experts, no key, layers, and no key again."""
-    import deepspeed
-
     job = job_of(mixtures.Mixtures)
     model = mixtures.Mixtures(job.sizes)
     hooks = []
@@ -277,9 +233,6 @@ def test_gradients_are_freed_after_evaluation_and_checkpointing(ranks: Any, keys
 def gradients_case(keys: dict[str, Any]) -> list[int]:
     """The most elements of gradients that are there at a time in steps: plain, after a forward that only one rank
     keeps and an evaluation, and with checkpointing."""
-    import torch
-    from deepspeed import comm as dist
-
     most = []
     for checkpointing in (None, False):
         job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
@@ -317,10 +270,6 @@ def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any
 def frozen_case(keys: dict[str, Any]) -> list[float]:
     """How far from stock weights are, where some parameters are frozen later, thawed later, or not the optimizer's;
     copies of the model are made meanwhile."""
-    import copy
-
-    import deepspeed
-    import torch
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)

@@ -2,45 +2,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
 
+import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_grad
+from torch import Tensor, nn
 
+from deepspeed_ext.comm import collectives
+from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
+from deepspeed_ext.leaf.setup import _least_bytes
+from deepspeed_ext.leaf.windows import windowed_modules
+from tests.harness import mixtures, training
+from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
 from tests.harness.installed import since
+from tests.harness.mixtures import WINDOWS, job_of
 from tests.harness.tiers import deep
+from tests.harness.training import check
 
-SMALL = {
-    "vocab_size": 61,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 6,
-    "max_position_embeddings": 32,
-    "output_router_logits": False,
-}
 FIVE = {"num_local_experts": 5, "num_experts_per_tok": 2}
-QWEN = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+ROUTED = {"num_experts": 5, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "Mixtral": SMALL | FIVE,
-    "Qwen3Moe": SMALL | QWEN,
-    "DeepseekV3": {key: value for key, value in SMALL.items() if key != "head_dim"}
-    | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    "Qwen3Moe": SMALL | ROUTED | {"moe_intermediate_size": 8},
+    "DeepseekV3": WITHOUT_HEADS
+    | LATENT
     | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
     | {"moe_intermediate_size": 8, "n_shared_experts": 1},
-    "Olmoe": SMALL | {"num_experts": 5, "num_experts_per_tok": 2},
+    "Olmoe": SMALL | ROUTED,
     "GptOss": SMALL | FIVE | {"sliding_window": 8},
 }
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-NONE_PERSISTS = {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 500, "sub_group_size": 700}
 
 
 def make_model(name: str, implementation: str = "eager") -> Any:
     """A causal language model, of random weights."""
-    import torch
     import transformers
 
     torch.manual_seed(5)
@@ -50,28 +53,17 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 
 def two_experts(name: str) -> int:
     """The budget of two of a model's experts."""
-    from deepspeed_ext.leaf.modules import expert_bytes
-
     return 2 * max(expert_bytes(module) for module in make_model(name).modules())
 
 
 def train(
-    name: str,
-    zero: dict[str, Any],
-    implementation: str = "eager",
-    look: Callable[[Any], Any] = lambda engine: None,
+    name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
     """Train three steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import training
-
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
-    section = {**NONE_PERSISTS, "leaf_module": {"classes": leaves}, **zero}
+    section = {**mixtures.SMALL, "leaf_module": {"classes": leaves}, **zero}
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -103,8 +95,6 @@ def off(found: tuple[list[float], Any, Any], expected: tuple[list[float], Any, A
 
 def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
     """The windows of each module that has some."""
-    from deepspeed_ext.leaf.windows import windowed_modules
-
     return [one.windows for one in windowed_modules(engine.module)]
 
 
@@ -129,32 +119,19 @@ def architecture_case(name: str) -> list[tuple[str, float, float, Any]]:
 
 def least(name: str) -> int:
     """The least budget of a model."""
-    from deepspeed_ext.leaf.setup import _least_bytes
-
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 
-# An expert of ``mixtures.Packed`` has 273 parameters, which take 3,276 bytes as a unit.
-WINDOWS = {"stage3_leaf_bytes": 2 * 3276}
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["PackedMixture"]}}
 OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 
 
-def job_of(network: str = "Packed", **more: Any) -> Any:
-    """A job with Adam: it would show a missing or doubled gradient of any parameter."""
-    from tests.harness import mixtures
-    from tests.harness.training import Job
-
-    defaults = {"optimizer": "Adam", "empty": False, "zero": NONE_PERSISTS, "steps": 2, "accumulation": 2}
-    return Job(**{"network": getattr(mixtures, network), **defaults, **more})
-
-
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
     """Strategies against stock with the mixture as a leaf module."""
-    from tests.harness import training
-
     variants = [training.placed(name, size, **WINDOWS) for name in names]
-    return training.against(job_of(network, **more), variants, BY_HAND)
+    return training.against(
+        job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more}), variants, BY_HAND
+    )
 
 
 @pytest.mark.quick
@@ -168,25 +145,21 @@ def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], si
     ids=["2x2", "1x3", "2x2, others", "4x1"],
 )
 def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
-    from tests.harness.training import check
-
     check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
 
 
 @pytest.mark.parametrize(
     "network, more",
     [
-        ("Packed", {"clipping": 0.05, "steps": 3, "zero": {**NONE_PERSISTS, **OVERLAP}}),
-        ("PackedFrozen", {"zero": {**NONE_PERSISTS, "reduce_scatter": False}, "checkpointing": True}),
-        ("Packed", {"zero": {**NONE_PERSISTS, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
+        ("Packed", {"clipping": 0.05, "steps": 3, "zero": {**mixtures.SMALL, **OVERLAP}}),
+        ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
+        ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
         ("Packed", {"zero_init": "config", "checkpointing": False}),
         ("PackedLooped", {}),
     ],
     ids=lambda more: str(more).replace("'", "")[:50],
 )
 def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any]) -> None:
-    from tests.harness.training import check
-
     check(ranks(4).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
 
 
@@ -211,16 +184,7 @@ def test_what_is_gathered_at_a_time_and_what_travels(ranks: Any) -> None:
 def measured_case() -> list[Any]:
     """For strategies: elements gathered at a time, predicted, and of two windows; bytes that this rank receives in
     two steps with windows, and without."""
-    from unittest import mock
-
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import collectives
-    from deepspeed_ext.leaf import report as leaf_report
-    from deepspeed_ext.leaf.modules import Settings, choose
-    from tests.harness import mixtures, training
-
-    tight = {**NONE_PERSISTS, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+    tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
 
@@ -230,14 +194,14 @@ def measured_case() -> list[Any]:
         counted[hop] = counted.get(hop, 0) + arriving
         return start(group, received, sent, name)
 
-    rows = []
+    job, rows = job_of(mixtures.Packed, accumulation=2), []
     for strategy in ("IIG", "IGG", "GGG"):
         most, traffic = [], []
         for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
-            engine, _ = training.make_engine(job_of(zero=tight), training.placed(strategy, **keys))
+            engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
             counted.clear()
             with mock.patch.object(collectives, "pairwise_all_to_all", count):
-                for x, y in (batch for batch, _ in zip(training.batches(job_of()), range(4), strict=False)):
+                for x, y in (batch for batch, _ in zip(training.batches(job), range(4), strict=False)):
                     engine.backward(((engine(x) - y) ** 2).mean())
                     engine.step()
                 engine.optimizer.drain_parameters()
@@ -251,35 +215,6 @@ def measured_case() -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize("strategy", ["IIG", *deep("GGG")])
-def test_checkpoints_know_no_windows(ranks: Any, tmp_path: Path, strategy: str) -> None:
-    for resumed, into, out_of in ranks(4).run(checkpoint_case, str(tmp_path), strategy):
-        assert resumed == [] and into == {} and out_of == {}
-
-
-def checkpoint_case(folder: str, strategy: str) -> Any:
-    """Which losses differ after a resume; what differs after a load into windows, and out of them."""
-    from tests.harness import snapshots, training
-
-    job, plain = job_of(accumulation=1), training.placed(strategy, leaf_module={"classes": ["PackedMixture"]})
-    windows = training.placed(strategy, **WINDOWS)
-    differences, losses = [], []
-    for number, (source, target) in enumerate(((windows, windows), (plain, windows), (windows, plain))):
-        engine, model = training.make_engine(job, source)
-        snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        engine.save_checkpoint(f"{folder}/{number}")
-        saved = snapshots.snapshot(engine, model, job)
-        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
-        engine.destroy()
-        engine, model = training.make_engine(job, target)
-        snapshots.run(engine, job, snapshots.steps_of(job, 1))
-        engine.load_checkpoint(f"{folder}/{number}")
-        differences.append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
-        losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, 2)))
-        engine.destroy()
-    return [pair for pair in zip(*losses[:2], strict=True) if pair[0] != pair[1]], *differences[1:]
-
-
 @since(transformers="5.0")
 def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
     for same, off_by, gathered, gradient, copied in ranks(2).run(access_case):
@@ -289,12 +224,6 @@ def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
 def access_case() -> tuple[bool, float, bool, float, bool]:
     """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
     a change of it is used; the difference of a gradient; whether a copy of the experts has weights of its own."""
-    import copy
-
-    import deepspeed
-    import torch
-    from deepspeed.utils import safe_get_full_grad
-
     ids = torch.arange(6).view(1, 6)
     seen: list[Any] = []
     copies: list[bool] = []
@@ -333,16 +262,12 @@ def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
 
 def given_up_case() -> dict[str, bool]:
     """Whether weights are those of a run without the micro-step that raised in backward, between two windows."""
-    import torch
-
-    from deepspeed_ext.leaf.windows import windowed_modules
-    from tests.harness import training
 
     class Interrupted(Exception):
         pass
 
     def run(zero: dict[str, Any], interrupted: bool) -> torch.Tensor:
-        job = job_of()
+        job = job_of(mixtures.Packed, accumulation=2)
         engine, model = training.make_engine(job, zero)
         model.requires_grad_(False)
         windowed = windowed_modules(model)[-1]  # windows after it would have been reduced already
@@ -386,11 +311,6 @@ def test_what_is_refused_or_stays_together(ranks: Any) -> None:
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     """The error of a budget below one expert; what becomes of packed experts, and the beginning of why."""
-    from torch import Tensor, nn
-
-    from deepspeed_ext.leaf import report as leaf_report
-    from deepspeed_ext.leaf.modules import Settings, choose
-    from tests.harness import mixtures, training
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -406,7 +326,7 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
 
     message = ""
     try:
-        training.make_engine(job_of(), {"stage": 3, "stage3_leaf_bytes": 3000})
+        training.make_engine(job_of(mixtures.Packed), {"stage": 3, "stage3_leaf_bytes": 3000})
     except ValueError as error:
         message = str(error)
     kinds = {}

@@ -8,13 +8,14 @@ S: the scale on the wire; r = h - d: what quantization takes from a compensated 
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from deepspeed_ext.comm.spans import ShardSpan
-from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco import ops, reference, sampling
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.settings import LocoSettings
@@ -296,3 +297,21 @@ def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
         for row, expected in zip(rows, errors, strict=True):
             assert (row[:1000] - expected).norm() < 0.02 * expected.norm()
         memory.finish_step(False)
+
+
+def test_a_sample_of_one_message_has_its_relative_error() -> None:
+    width, sender, sample = 2**14, Sender(beta=0.8), sampling.Sampling()
+    for step in range(2):
+        gradient, before, error = normal(1, width, seed=step), sender.kept(width), sender.error
+
+        def give(blocks: range, gradient: Tensor = gradient, error: Tensor | None = error) -> Tensor:
+            return sampling.compensated(gradient, error, 1.0, 128, False, blocks)
+
+        with mock.patch.object(sampling, "LOOK", 2**12):
+            sample.begin(look=True)
+            given, *others = [sample.given(width, sender.packing, give) for _ in range(3)]
+            assert given is not None and given.numel() <= 2**12 and others == [None, None]
+            arrived = sender.send(gradient)
+            sample.note(given, sender.wire, width, sender.packing)
+        whole = gradient + before
+        assert sample.relative_error == pytest.approx(((whole - arrived).norm() / whole.norm()).item(), rel=0.1)

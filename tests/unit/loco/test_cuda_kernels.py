@@ -1,191 +1,64 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels give the bits of the reference, which here runs on the CPU: on a GPU, and emulated without one."""
+"""The CUDA kernels compile, and on a GPU keep to streams, graphs and 64-bit sizes.
 
-import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+``tests.campaigns.kernels`` compares their bits with the reference's, emulated and on a GPU.
+"""
+
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.op_builder import source_folder
-from tests.harness.cuda_on_cpu import building
-from tests.harness.cuda_on_cpu.emulator import Emulator
+from scripts import ROOT
+from tests.campaigns.kernels import resources
+from tests.harness import nvcc
+from tests.harness.tiers import deep
 
-needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
-
-def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
-    """Of tests that the campaign of emulated kernels has cases for, or that are of streams and graphs."""
-    for mark in needs_gpu:
-        test = mark(test)
-    return test
-
-
-KEPT = (torch.uint8, torch.bfloat16, torch.float32)
-WIDTHS = (1, 7, 127, 128, 129, 4095, 16385, 40961)
-ROWS = 2
+needs_nvcc = pytest.mark.skipif(nvcc.NVCC is None, reason="needs nvcc, of the CUDA toolkit")
 GIB = 2**30
-CASES = list(itertools.product(ops.DTYPES, (4, 8), (32, 128, 512, 4096), (False, True), (1.0, 1024.0)))
-FIRST = CASES[::13]  # of the emulated ones: all values of each option
-
-
-class Kernels(NamedTuple):
-    """The CUDA kernels where they run: on a GPU, or emulated in the memory of the CPU."""
-
-    device: str
-    compress: Callable[..., None]  # with the arguments of those in ``ops``
-    decompress: Callable[..., None]
-
-    def moved(self, tensor: Tensor, offset: int = 0) -> Tensor:
-        """A copy that begins ``offset`` elements (of packed bytes, pairs) after an aligned address."""
-        offset *= 2 if tensor.dtype == torch.uint8 else 1
-        buffer = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device=self.device)
-        return buffer[offset:].view(tensor.shape).copy_(tensor)
-
-
-ON_GPU = pytest.param("gpu", marks=needs_gpu)
-EMULATED = pytest.param(
-    "emulated", marks=pytest.mark.skipif(bool(building.missing()), reason=f"needs {building.missing()}")
-)
-
-
-@pytest.fixture(scope="module")
-def emulator() -> Emulator:
-    return Emulator(building.built(source_folder(), building.LIBRARIES, "plain"))
 
 
 @pytest.fixture
-def run(place: str, request: pytest.FixtureRequest) -> Kernels:
-    if place == "gpu":
-        assert ops.has_kernels("CUDA"), "conftest.py has built them"
-        return Kernels("cuda", ops.compress, ops.decompress)
-    operators = request.getfixturevalue("emulator").kernels
-
-    def compress(
-        gradient: Tensor, wire: Tensor, packing: Packing, *, error: Tensor | None = None,
-        new_error: Tensor | None = None, beta: float = 0.0, unit: float = 1.0, hadamard: bool = False,
-    ) -> None:  # fmt: skip
-        settings = (packing.bits, packing.block_size, beta, unit, hadamard)
-        operators["loco_compress"](gradient, wire, error, new_error, *settings)
-
-    def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0, hadamard: bool = False) -> None:
-        operators["loco_decompress"](wire, out, packing.bits, packing.block_size, factor, hadamard)
-
-    return Kernels("cpu", compress, decompress)
+def gpu() -> None:
+    """Skip without a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    assert ops.has_kernels("CUDA"), "conftest.py has built them"
 
 
-def bits_of(tensor: Tensor) -> Tensor:
-    """As integers; of NaNs, which hardware and torch write in several ways, the largest one."""
-    tensor = tensor.cpu()
-    if not tensor.is_floating_point():
-        return tensor
-    size = tensor.element_size()
-    integers = tensor.view(torch.int16 if size == 2 else torch.int32)
-    return torch.where(tensor.isnan(), 2 ** (8 * size - 1) - 1, integers)
+@needs_nvcc
+@pytest.mark.parametrize("capability", ["8.0", *deep("9.0", "10.0", "12.0")])
+@pytest.mark.parametrize("source", nvcc.SOURCES)
+def test_the_cuda_kernels_compile_without_local_memory(tmp_path: Path, source: str, capability: str) -> None:
+    if not nvcc.knows(capability):
+        pytest.skip(f"nvcc {nvcc.version()} does not know the architecture {capability}")
+    arguments = nvcc.arguments([capability])
+    assert any(argument.endswith(f"code=sm_{capability.replace('.', '')}") for argument in arguments), arguments
+    assert "-fmad=false" in arguments and "--use_fast_math" not in arguments
+    built = tmp_path / "cuda.o"
+    kernels, said = nvcc.compiled(source, [capability], built, "-c")
+    assert "warning" not in said, said
+    assert built.stat().st_size
+    assert len(kernels) == {"loco_cuda.cu": 24, "difference_cuda.cu": 12, "lossless_cuda.cu": 3}[source]
+    assert not resources.in_local_memory(kernels)
+    # What __launch_bounds__(kThreads, kResident) promises: thread blocks load while others compute.
+    assert all(resources.occupancy(one)[0] >= 32 for one in kernels), resources.table(kernels)
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    different = (bits_of(actual) != bits_of(expected)).nonzero()
-    assert not len(different), f"{len(different)} differ, the first at {different[0].tolist()}"
+@needs_nvcc
+@pytest.mark.deep
+def test_the_page_has_the_table_of_resources() -> None:
+    page = (ROOT / "csrc" / "README.md").read_text(encoding="utf-8")
+    if f"nvcc {nvcc.version()}" not in page:
+        pytest.skip(f"the page has the figures of another nvcc than {nvcc.version()}")
+    assert resources.table(resources.all_taken(resources.CAPABILITIES)) in page
 
 
-def error_like(packing: Packing, rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    size = Packing(8, packing.block_size).row_bytes(width) if dtype == torch.uint8 else packing.padded(width)
-    return torch.zeros(rows, size, dtype=dtype)
-
-
-def gradients_of(width: int, dtype: torch.dtype) -> Tensor:
-    """Of all magnitudes from subnormal ones on, some not finite."""
-    gradients = torch.randn(ROWS, width) * torch.exp2(torch.randint(-30, 10, (ROWS, 1)))
-    gradients[0, :32] *= 1e-38
-    gradients[-1, -1] = torch.tensor([torch.nan, -torch.inf, -0.0, 1.0])[width % 4]
-    return gradients.to(dtype)
-
-
-def placed(place: Any, cases: list[Any], more: list[Any] | None = None) -> list[Any]:
-    """Cases at a place; more of them in the deep tier."""
-    deeper = [pytest.param(*place.values, *case, marks=[*place.marks, pytest.mark.deep]) for case in more or []]
-    return [*(pytest.param(*place.values, *case, marks=place.marks) for case in cases), *deeper]
-
-
-@pytest.mark.parametrize(
-    "place, dtype, bits, block, hadamard, unit",
-    [*placed(ON_GPU, CASES), *placed(EMULATED, FIRST, [case for case in CASES if case not in FIRST])],
-    ids=str,
-)
-def test_bits_of_the_reference(
-    run: Kernels, dtype: torch.dtype, bits: int, block: int, hadamard: bool, unit: float
-) -> None:
-    torch.manual_seed(0)
-    packing = Packing(bits, block)
-    for kept, width, offset in itertools.product(KEPT, WIDTHS, (0, 1)):
-        wire, error = packing.empty(ROWS, width, torch.empty(0)), error_like(packing, ROWS, width, kept)
-        cuda_wire, cuda_error = run.moved(wire, offset), run.moved(error, offset)
-        for _ in range(2):
-            gradient = gradients_of(width, dtype)
-            reference.compress(gradient, wire, error, error, bits, block, 0.8, unit, hadamard)
-            cuda_wire.fill_(7)
-            run.compress(
-                run.moved(gradient, offset), cuda_wire, packing,
-                error=cuda_error, new_error=cuda_error, beta=0.8, unit=unit, hadamard=hadamard,
-            )  # fmt: skip
-            assert_same_bits(cuda_wire, wire)
-            assert_same_bits(cuda_error, error)
-        out = torch.empty(width, dtype=dtype)
-        cuda_out = run.moved(out, offset)
-        reference.decompress(wire, out, bits, block, 1 / 3, hadamard)
-        run.decompress(cuda_wire, cuda_out, packing, 1 / 3, hadamard)
-        assert_same_bits(cuda_out, out)
-
-
-@pytest.mark.parametrize("place", [ON_GPU, EMULATED])
-@pytest.mark.parametrize("kept", [None, *KEPT])
-def test_errors_may_be_missing(run: Kernels, kept: torch.dtype | None) -> None:
-    packing, gradient = Packing(4, 128), torch.randn(3, 1000)
-    gradient[1, 5] = torch.inf
-    wire = packing.empty(3, 1000, gradient)
-    cuda_gradient, cuda_wire = run.moved(gradient), run.moved(wire)
-    error = None if kept is None else error_like(packing, 3, 1000, kept).fill_(3)
-    cuda_error = None if error is None else run.moved(error)
-    reference.compress(gradient, wire, None, error, 4, 128, 0.8, 1.0, False)
-    run.compress(cuda_gradient, cuda_wire, packing, new_error=cuda_error, beta=0.8)
-    assert_same_bits(cuda_wire, wire)
-    if error is not None and cuda_error is not None:
-        assert_same_bits(cuda_error, error)
-        reference.compress(gradient, wire, error, None, 4, 128, 0.8, 1.0, False)
-        run.compress(cuda_gradient, cuda_wire, packing, error=cuda_error, beta=0.8)
-        assert_same_bits(cuda_wire, wire)
-
-
-@pytest.mark.parametrize("place", [ON_GPU, EMULATED])
-@pytest.mark.parametrize("pieces", [1, 4, 5, 9])
-def test_pieces_are_added_in_their_order(run: Kernels, pieces: int) -> None:
-    for packing, dtype in itertools.product((Packing(4, 128), Packing(8, 32)), ops.DTYPES):
-        wire = packing.empty(pieces, 5000, torch.empty(0))
-        ops.compress(torch.randn(pieces, 5000), wire, packing)
-        out = torch.empty(5000, dtype=dtype)
-        cuda_out = run.moved(out)
-        reference.decompress(wire, out, packing.bits, packing.block_size, 1.0, False)
-        run.decompress(run.moved(wire), cuda_out, packing)
-        assert_same_bits(cuda_out, out)
-
-
-@on_a_gpu
-def test_more_rows_than_a_dimension_of_a_grid_has() -> None:
-    packing, gradient = Packing(4, 32), torch.randn(65535 + 2, 3)
-    wire, cuda_wire = (packing.empty(*gradient.shape, like) for like in (gradient, gradient.cuda()))
-    reference.compress(gradient, wire, None, None, 4, 32, 0.0, 1.0, False)
-    ops.compress(gradient.cuda(), cuda_wire, packing)
-    assert_same_bits(cuda_wire, wire)
-
-
-@on_a_gpu
-def test_each_stream_has_its_own_order() -> None:
+@pytest.mark.gpu
+def test_each_stream_has_its_own_order(gpu: None) -> None:
     """On both, compressing waits for a gradient that is written late, and for nothing else."""
     packing, width = Packing(4, 128), 2**20
     values = [torch.randn(1, width) for _ in range(2)]
@@ -205,15 +78,19 @@ def test_each_stream_has_its_own_order() -> None:
         expected, arrived = packing.empty(1, width, value), torch.empty(width)
         reference.compress(value, expected, None, None, 4, 128, 0.0, 1.0, False)
         reference.decompress(expected, arrived, 4, 128, 1.0, False)
-        assert_same_bits(wire, expected)
-        assert_same_bits(out, arrived)
+        assert torch.equal(wire.cpu(), expected)
+        assert torch.equal(out.cpu(), arrived)
 
 
-@on_a_gpu
-def test_a_graph_captures_them() -> None:
-    """So they allocate nothing, and wait for nothing."""
+@pytest.mark.gpu
+def test_a_graph_captures_them(gpu: None) -> None:
+    """They allocate nothing, and wait for nothing."""
     packing, gradient = Packing(4, 128), torch.randn(2, 5000, device="cuda")
     wire, out = packing.empty(2, 5000, gradient), torch.empty(5000, device="cuda")
+    updated = torch.randn(1, 5000, device="cuda").bfloat16()
+    held = torch.zeros_like(updated)
+    header, size = ops.header_of(ops.measure(updated, held))
+    packed = torch.zeros(1, int(size), dtype=torch.uint8, device="cuda")
     ops.compress(gradient, wire, packing)
     ops.decompress(wire, out, packing)
     expected = out.clone()
@@ -221,14 +98,16 @@ def test_a_graph_captures_them() -> None:
     with torch.cuda.graph(graph):
         ops.compress(gradient, wire, packing)
         ops.decompress(wire, out, packing)
+        ops.pack(updated, held, header, packed)
+        ops.apply_lossless(packed, held)
     wire.zero_()
     out.zero_()
     graph.replay()
-    assert torch.equal(out, expected)
+    assert torch.equal(out, expected) and torch.equal(held, updated)
 
 
-@on_a_gpu
-def test_more_elements_than_32_bits_count() -> None:
+@pytest.mark.gpu
+def test_more_elements_than_32_bits_count(gpu: None) -> None:
     if torch.cuda.mem_get_info()[0] < 24 * GIB:
         pytest.skip("needs 24 GiB of the GPU's memory")
     packing, kept, width, edge = Packing(4, 128), Packing(8, 128), 2**31 + 8, 2**14
@@ -243,17 +122,17 @@ def test_more_elements_than_32_bits_count() -> None:
         sent, left, arrived = packing.empty(1, size, part), kept.empty(1, size, part), part[0].clone()
         reference.compress(part, sent, None, left, 4, 128, 0.0, 1.0, True)
         reference.decompress(sent, arrived, 4, 128, 1.0, True)
-        assert_same_bits(out[first:end], arrived)
+        assert torch.equal(out[first:end].cpu(), arrived)
         for form, whole, expected in ((packing, wire, sent), (kept, error, left)):
             payload, scales = form.payload(expected, size), form.scales(expected, size)
             begin, block = first * form.bits // 8, first // form.block_size
-            assert_same_bits(form.payload(whole, width)[:, begin : begin + payload.shape[1]], payload)
-            assert_same_bits(form.scales(whole, width)[:, block : block + scales.shape[1]], scales)
+            assert torch.equal(form.payload(whole, width)[:, begin : begin + payload.shape[1]].cpu(), payload)
+            assert torch.equal(form.scales(whole, width)[:, block : block + scales.shape[1]].cpu(), scales)
     assert not wire[0, packing.payload_bytes(width) + 2 * packing.blocks(width) :].any()
 
 
-@on_a_gpu
-def test_other_devices_are_refused() -> None:
+@pytest.mark.gpu
+def test_other_devices_are_refused(gpu: None) -> None:
     packing, gradient = Packing(4, 128), torch.randn(1, 300, device="cuda")
     wire = packing.empty(1, 300, gradient)
     with pytest.raises(RuntimeError, match="wire must be on the device"):

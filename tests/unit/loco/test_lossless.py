@@ -212,31 +212,3 @@ def test_what_does_not_fit_is_refused() -> None:
         ops.apply_lossless(wire.repeat(1, 2)[:, 1 : wire.shape[1] + 1], held)
     with pytest.raises(RuntimeError, match=r"wire must be contiguous uint8 of \(2, an even"):
         ops.apply_lossless(wire, held.repeat(2, 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("kind", ["same", "few", "most", "edges", "mixed", "random"])
-def test_cuda_kernels_give_the_bytes_of_the_reference(kind: str, width: int) -> None:
-    """And a graph captures them: they wait for nothing."""
-    assert ops.has_kernels("CUDA"), "conftest.py has built them"
-    updated, held = (numbers.cuda() for numbers in parameters(kind, width, torch.bfloat16))
-    tiles = ops.measure(updated, held)
-    header, size = ops.header_of(tiles)
-    wire = torch.full((1, int(size) + 6), 7, dtype=torch.uint8, device="cuda")
-    buffer = torch.full((2, width + 4), 3, dtype=torch.bfloat16, device="cuda")
-    arrived = buffer[:, 1 : 1 + width]
-    arrived.copy_(held.expand(2, -1))
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        ops.pack(updated, held, header, wire)
-        ops.apply_lossless(wire.repeat(2, 1), arrived)
-    graph.replay()
-    expected = [torch.empty_like(tensor, device="cpu") for tensor in (tiles, wire)]
-    lossless.measure(updated.cpu(), held.cpu(), expected[0])
-    lossless.pack(updated.cpu(), held.cpu(), header.cpu(), expected[1])
-    assert torch.equal(tiles.cpu(), expected[0]) and torch.equal(wire.cpu(), expected[1])
-    assert torch.equal(bits(arrived), bits(updated.expand(2, -1).contiguous()))
-    assert (buffer[:, :1] == 3).all() and (buffer[:, 1 + width :] == 3).all()

@@ -4,13 +4,28 @@
 copies, checkpoints and moves of states between steps."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param, safe_set_local_fp32_param
 
+import deepspeed_ext
+from deepspeed_ext.comm.backends import make_reduce
+from deepspeed_ext.comm.spans import ShardSpan
+from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.loco import ops, reference
+from deepspeed_ext.loco.settings import UpdateSettings
+from deepspeed_ext.loco.sums import QuantizedSums
+from deepspeed_ext.zero.flat.updates import FlatUpdates
 from tests.harness import training
+from tests.harness.logs import logged
 from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import SMALL, Job
 
@@ -18,7 +33,6 @@ DIFFERENCES = ("NNG", "NIG", "NGG", "ING", "IIG", "IGG")
 SUMS = ("NNN", "NNI", "NII", "INI", "III")
 KEY = "paro_quantized_updates"
 JOBS = {
-    "fp32": Job(zero=SMALL, steps=8),
     "bf16, accumulation, groups, frozen": Job(
         zero=SMALL, dtype="bf16", accumulation=3, groups=2, frozen=(1,), steps=8, optimizer="Adam"
     ),
@@ -40,17 +54,14 @@ class Sent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What was seen of a strategy's run.
+    """What a strategy's run showed on this rank.
 
     Attributes:
-        messages: differences with elements that were sent by this rank.
-        as_decoded: whether all that was held after a step was what it was before, and the difference, decoded.
-        close: whether that was within a quantization step of what was to be sent, element by element; and a step
-            that was skipped sent nothing.
+        messages: differences with elements that this rank sent.
+        as_decoded: whether parameters after a step were those before it plus the decoded difference.
+        close: whether they were within a quantization step of what was to be sent; a skipped step sent nothing.
         equal: whether all ranks held the same after each step.
-        distance: to the optimizer's weights at the end, in the largest steps of the last differences.
-        weights: at the end.
-        losses: of all ranks.
+        distance: to the optimizer's weights at the end, in the largest quantization steps of the last differences.
     """
 
     messages: int
@@ -58,15 +69,11 @@ class Seen(NamedTuple):
     close: bool
     equal: bool
     distance: float
-    weights: list[float]
-    losses: list[float]
 
 
 @contextlib.contextmanager
 def differences(sent: list[Sent]) -> Iterator[None]:
     """Put down what is sent."""
-    from deepspeed_ext.loco import ops, reference
-
     difference = ops.difference
 
     def noting(updated: Any, held: Any, wire: Any, packing: Any) -> None:
@@ -82,20 +89,16 @@ def differences(sent: list[Sent]) -> Iterator[None]:
         yield
 
 
-def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], None] = lambda *_: None) -> Seen:
-    """Train a strategy; ``during`` is called with the engine after each step."""
-    import torch
-
-    import deepspeed_ext
-
-    engine, model = training.make_engine(job, training.placed(name, **{KEY: key}))
-    data, losses = training.batches(job), []
+def run(job: Job, name: str) -> Seen:
+    """Train a strategy."""
+    engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
+    data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
     for step in range(job.steps):
         sent: list[Sent] = []
         with differences(sent):
             for number in range(step * job.accumulation, (step + 1) * job.accumulation):
-                losses.append(training.micro_step(engine, job, number, *next(data)))
+                training.micro_step(engine, job, number, *next(data))
                 engine.step()
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
@@ -106,21 +109,16 @@ def run(job: Job, name: str, key: dict[str, Any], during: Callable[[Any, int], N
         close &= not sent or engine.was_step_applied()
         messages += len(sent)
         largest = max((one.steps.max().item() for one in sent), default=largest)
-        if step % 100 < 10:
-            equal &= training.replicas_equal(training.whole_weights(model))
-        during(engine, step)
+        equal &= training.replicas_equal(training.whole_weights(model))
     everybody = torch.tensor([largest, distance_to_masters(engine)])
     torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
-    weights = training.whole_weights(model)
     engine.destroy()
     distance = float(everybody[1] / everybody[0]) if everybody[0] else float(everybody[1])
-    return Seen(messages, as_decoded, close, equal, distance, weights.tolist(), losses)
+    return Seen(messages, as_decoded, close, equal, distance)
 
 
 def distance_to_masters(engine: Any) -> float:
     """How far this rank's own elements are from the optimizer's weights, rounded to the parameters' dtype."""
-    from deepspeed.utils import safe_get_local_fp32_param
-
     worst, optimizer = 0.0, engine.optimizer
     for param in engine.module.parameters():
         if not param.requires_grad or not getattr(param, "ds_numel", param.numel()):
@@ -153,15 +151,7 @@ def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, job: str, names
 
 
 def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
-    return {name: run(job, name, {}) for name in names}
-
-
-@pytest.mark.parametrize("name, steps", [("IIG", 100), *deep(("NIG", 100), ("NIG", 1000), ("IIG", 1000))])
-def test_nothing_drifts_in_many_steps(ranks: Any, name: str, steps: int) -> None:
-    job = Job(sizes=(13, 37, 7), steps=steps, optimizer="Adam", dtype="bf16", empty=False)
-    for seen in ranks(4).run(run, job, name, {"resync_T": 10**6}):
-        assert seen.messages == steps
-        assert seen.as_decoded and seen.close and seen.equal and seen.distance <= 1
+    return {name: run(job, name) for name in names}
 
 
 EXACT = {
@@ -182,10 +172,6 @@ def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, job: str, nam
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
     """Whether losses, norms and weights are those without the key to the bit; messages that were not sent whole."""
-    import torch
-
-    from deepspeed_ext.loco import ops
-
     rows = {}
     for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
@@ -204,15 +190,9 @@ CHANGES = {
     "load_checkpoint": ("NIG", "IIG"),
     "every so many": ("NNG", "IGG"),
 }
-ALL_CHANGES = {
-    "safe_set_full": DIFFERENCES,
-    "safe_set_local": ("ING", "IIG", "IGG"),
-    "load_state_dict": ("NNG", "NIG", "NGG"),
-    "every so many": DIFFERENCES,
-}
 
 
-@pytest.mark.parametrize("change, names", [*CHANGES.items(), *deep(*ALL_CHANGES.items())], ids=by_strategies)
+@pytest.mark.parametrize("change, names", CHANGES.items(), ids=by_strategies)
 def test_what_others_have_changed_is_sent_whole(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
@@ -225,8 +205,6 @@ def test_what_others_have_changed_is_sent_whole(
 def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
     """The largest distance of parameters from the optimizer's weights on any rank, before the change and one step
     after it; whether replicas are equal then."""
-    import torch
-    from deepspeed import comm as dist
 
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
@@ -256,11 +234,6 @@ def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, t
 
 
 def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: Any) -> None:
-    import deepspeed
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
-
     weight = model.layers[1].weight
     if change == "safe_set_full":
         safe_set_full_fp32_param(weight, torch.randn(28, 36, generator=torch.Generator().manual_seed(1)))
@@ -313,15 +286,6 @@ def feedback_case() -> tuple[float, float, bool, float]:
     """How far the mean of 50 sums that come back is from the sum, in its largest element, where steps are applied and
     where they are skipped; whether all ranks get the same bits; the squared distance of sums from ever new ones, in
     that of the first one, to which no error was added."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm.backends import make_reduce
-    from deepspeed_ext.comm.spans import ShardSpan
-    from deepspeed_ext.comm.transfer_queue import Started
-    from deepspeed_ext.loco.settings import UpdateSettings
-    from deepspeed_ext.loco.sums import QuantizedSums
-
     numel, off, same = 1001, [], True
     for applied, varies in ((True, False), (False, False), (True, True)):
         generator, squares = torch.Generator().manual_seed(3), []
@@ -341,49 +305,16 @@ def feedback_case() -> tuple[float, float, bool, float]:
     return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]
 
 
-def test_a_copy_of_the_model_has_nothing_sent_whole(ranks: Any) -> None:
-    assert ranks(4).run(copy_case) == [(False, True)] * 4
-
-
-def copy_case() -> tuple[bool, bool]:
-    """Whether an update travels whole after a load into a copy of the model, and into the model."""
-    import copy
-
-    from tests.harness import training
-
-    job = training.Job(zero=training.SMALL, empty=False)
-    engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
-    data, whole = training.batches(job), []
-    for made in (lambda: copy.deepcopy(engine.module), lambda: engine.module):
-        training.micro_step(engine, job, 0, *next(data))
-        engine.step()
-        model = made()
-        model.load_state_dict(model.state_dict())
-        training.micro_step(engine, job, 0, *next(data))
-        engine.step()
-        whole.append(engine.optimizer.resync.now)
-    engine.destroy()
-    return whole[0], whole[1]
-
-
-@pytest.mark.parametrize("name", ["NIG", "IIG"])
-def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any, name: str) -> None:
-    for refused, saved in ranks(4).run(offloaded_case, str(tmp_path), name):
+def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any) -> None:
+    for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
         assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")
         assert refused.endswith("Call engine.reload_states() before.") and saved
 
 
-def offloaded_case(folder: str, name: str) -> tuple[str, bool]:
+def offloaded_case(folder: str) -> tuple[str, bool]:
     """The error of a save while parameters are offloaded; whether a save after that succeeds."""
-    from pathlib import Path
-
-    from deepspeed import comm as dist
-    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-
-    from tests.harness import training
-
     job = training.Job(zero=training.SMALL, empty=False)
-    engine, _ = training.make_engine(job, training.placed(name, **{KEY: {}}))
+    engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
     engine.step()
     # Here the device is the host, and DeepSpeed looks for what is on the device.
@@ -409,9 +340,6 @@ def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -
 
 def halves_case(folder: str) -> list[list[str]]:
     """Warnings of loads: of one half of an all-reduce into both, of both into one, of both into both."""
-    from tests.harness import training
-    from tests.harness.logs import logged
-
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
@@ -438,12 +366,6 @@ def test_padding_of_the_optimizers_weights_is_zero_behind_a_load(ranks: Any) -> 
 def padding_case() -> tuple[bool, bool]:
     """Whether the optimizer's weights have padding here or elsewhere, which is zero when they were taken anew from the
     model, out of memory that was given up."""
-    import torch
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.zero.flat.updates import FlatUpdates
-    from tests.harness import training
-
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
     optimizer, hold = engine.optimizer, FlatUpdates._hold

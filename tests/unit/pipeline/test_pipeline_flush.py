@@ -8,8 +8,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from deepspeed import comm as dist
+from deepspeed.runtime.pipe import schedule
 
+from deepspeed_ext.comm import collectives
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from scripts.emulation.traffic import TrafficMeter
+from tests.harness import pipelines
 from tests.harness.tiers import deep
 
 CLUSTER = GroupSizes(4, 2)  # of a stage
@@ -59,11 +64,6 @@ def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     """Of each strategy: parameters of this stage; bytes received from each rank in a step; bytes held before it."""
 
-    from deepspeed import comm as dist
-    from deepspeed.runtime.pipe import schedule
-
-    from scripts.emulation.traffic import TrafficMeter
-    from tests.harness import pipelines
     from tests.harness.model_states import held
 
     rows = []
@@ -107,8 +107,6 @@ def test_tied_weights_cross_between_stages_as_shards(ranks: Any, name: str) -> N
 
 def tied_case(name: str) -> tuple[int, int, int]:
     """Messages of tied gradients in a step, elements of the weight, and those that this rank sends."""
-    from tests.harness import pipelines
-
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)
@@ -122,10 +120,6 @@ def tied_case(name: str) -> tuple[int, int, int]:
 @contextmanager
 def exchanges() -> Iterator[list[tuple[str, int]]]:
     """Name and elements of each all-to-all of this rank: of those between pairs of ranks, and of collectives."""
-    from deepspeed import comm as dist
-
-    from deepspeed_ext.comm import collectives
-
     seen: list[tuple[str, int]] = []
     original, pairwise = dist.all_to_all_single, collectives.pairwise_all_to_all
 
@@ -156,10 +150,6 @@ def test_groups_are_crossed_once_a_step_and_buckets_overlap(ranks: Any) -> None:
 def collectives_case() -> tuple[int, ...]:
     """NIG: reductions inside the group and between groups in a step; of these before the last micro-batch's backward,
     and before the flush; transfers left open."""
-    from deepspeed.runtime.pipe import schedule
-
-    from tests.harness import pipelines
-
     pipe = pipelines.Pipe(zero={"reduce_bucket_size": 300, "overlap_comm": True})
     engine = pipelines.make_pipeline(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())

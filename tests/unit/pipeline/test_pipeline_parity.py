@@ -5,7 +5,9 @@
 from typing import Any
 
 import pytest
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
+from tests.harness import pipelines
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL
 
@@ -33,8 +35,6 @@ def run(
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
     """How far each strategy is from each oracle."""
-    from tests.harness import pipelines
-
     return pipelines.compare_pipelines(pipelines.Pipe(**{"zero": SMALL, **pipe}), names, group, oracles)
 
 
@@ -132,8 +132,6 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> Non
 
 def overflow_case() -> list[tuple[str, bool]]:
     """Strategies, and whether they took the decisions of ZeRO-1 and its weights."""
-    from tests.harness import pipelines
-
     pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], steps=4)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
     assert stock.applied == [True, False, True, True]
@@ -153,8 +151,6 @@ def test_compression_leaves_tied_weights_equal_on_all_stages(ranks: Any, kernels
 
 def loco_case() -> list[tuple[str, bool, float]]:
     """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
-    from tests.harness import pipelines
-
     rows, both = [], {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, tied, compressed in (
         *((name, True, {"zeropp_loco_param": {}}) for name in SOME),
@@ -179,10 +175,6 @@ def tensor_parallel_case() -> list[Any]:
 
     The layers are not really cut; activations between stages are, as DeepSpeed does it.
     """
-    from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-
-    from tests.harness import pipelines
-
     pipe, topology = pipelines.Pipe(zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
     rows = []
@@ -199,8 +191,6 @@ def test_evaluation_between_steps(ranks: Any) -> None:
 
 def evaluation_case() -> dict[str, list[float]]:
     """Losses of training and evaluation in turns."""
-    from tests.harness import pipelines
-
     found = {}
     for name in ("1", "NIG", "IIG"):
         keys = {"stage": 1} if name == "1" else {"paro_strategy": name, "paro_group_size": 1}

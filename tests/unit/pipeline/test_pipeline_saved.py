@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from tests.harness import pipelines, snapshots
+from tests.harness.snapshots import error_of
 from tests.harness.tiers import deep
 from tests.harness.training import SMALL
 
@@ -24,10 +29,6 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one(ranks: Any, tmp_path: Path,
 
 def resume_case(folder: str, tied: bool, experts: int) -> list[tuple[str, bool, bool]]:
     """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
-    import torch
-
-    from tests.harness import pipelines
-
     pipe = pipelines.Pipe(optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
     rows = []
     for name in ("NIG", "NNI") if experts else STRATEGIES:
@@ -56,38 +57,15 @@ def resume_case(folder: str, tied: bool, experts: int) -> list[tuple[str, bool, 
     return rows
 
 
-@pytest.mark.parametrize("saved, loaded", [("NIG", "1"), ("1", "NIG"), ("NIG", "NNG"), ("IIG", "GGG")])
-def test_what_cuts_alike_loads_without_conversion(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
-    for weights, losses in ranks(4).run(crossing_case, str(tmp_path), saved, loaded):
-        assert weights == 0.0 and losses < 1e-6, (weights, losses)
-
-
-def crossing_case(folder: str, saved: str, loaded: str) -> tuple[float, float]:
-    """Largest difference of weights after a load, and of the next loss."""
-    from tests.harness import pipelines
-
-    pipe = pipelines.Pipe(optimizer="Adam")
-    engine = pipelines.make_pipeline(pipe, keys_of(saved))
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
-    engine.train_batch(data)
-    engine.save_checkpoint(folder)
-    weights, _ = pipelines.everybodys_weights(engine.module)
-    loss = float(engine.train_batch(data))
-    engine.destroy()
-    engine = pipelines.make_pipeline(pipe, keys_of(loaded))
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
-    for _ in range(pipe.micro_batches):
-        next(data)
-    engine.load_checkpoint(folder)
-    found, _ = pipelines.everybodys_weights(engine.module)
-    again = float(engine.train_batch(data))
-    engine.destroy()
-    return max(float((found[key] - weights[key]).abs().max()) for key in weights), abs(again - loss)
-
-
 def keys_of(name: str) -> dict[str, Any]:
     """Keys of a strategy or a stage."""
     return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": 1}
+
+
+@pytest.mark.parametrize("saved, loaded", [("NIG", "1"), ("1", "NIG"), ("NIG", "NNG"), ("IIG", "GGG")])
+def test_what_cuts_alike_loads_without_conversion(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    for differing, losses in ranks(4).run(crossing_case, str(tmp_path), saved, loaded):
+        assert differing == {} and abs(losses[0] - losses[1]) < 1e-6, (differing, losses)
 
 
 @pytest.mark.parametrize(
@@ -100,40 +78,37 @@ def keys_of(name: str) -> dict[str, Any]:
 def test_another_number_of_stages_through_a_universal_checkpoint(
     ranks: Any, tmp_path: Path, saved: str, loaded: str, stages: int
 ) -> None:
-    for differing in ranks(4).run(universal_case, str(tmp_path), saved, loaded, stages):
+    for differing, _ in ranks(4).run(crossing_case, str(tmp_path), saved, loaded, stages):
         assert differing == {}
 
 
-def universal_case(folder: str, saved: str, loaded: str, stages: int) -> dict[str, float]:
-    """What differs, weights and moments, in a pipeline of other stages that has loaded what was converted."""
-    from tests.harness import pipelines, snapshots
-
-    pipe = pipelines.Pipe(optimizer="Adam", tied=False)
-    engine = pipelines.make_pipeline(pipe, keys_of(saved))
-    data = pipelines.batches(engine.grid.get_data_parallel_rank())
-    for _ in range(2):
-        engine.train_batch(data)
-    engine.save_checkpoint(folder)
-    before = whole_states(engine)
-    engine.destroy()
-    snapshots.convert(folder)
-    other = pipelines.Pipe(
-        optimizer="Adam", tied=False, stages=stages, config={"checkpoint": {"load_universal": True}}
-    )
-    engine = pipelines.make_pipeline(other, keys_of(loaded))
-    engine.train_batch(data)
-    engine.load_checkpoint(folder)
-    after = whole_states(engine)
-    engine.destroy()
-    return snapshots.difference(before, after)
+def crossing_case(folder: str, saved: str, loaded: str, stages: int = 0) -> tuple[dict[str, float], list[float]]:
+    """What differs after a load, and the next losses: in a pipeline of as many stages the weights, in one of other
+    stages, from a universal checkpoint, also the moments."""
+    pipes = [pipelines.Pipe(optimizer="Adam", tied=not stages)] * 2
+    if stages:
+        config = {"checkpoint": {"load_universal": True}}
+        pipes[1] = pipelines.Pipe(optimizer="Adam", tied=False, stages=stages, config=config)
+    states, losses = [], []
+    for pipe, name in zip(pipes, (saved, loaded), strict=True):
+        engine = pipelines.make_pipeline(pipe, keys_of(name))
+        data = pipelines.batches(engine.grid.get_data_parallel_rank())
+        for _ in range(1 if states else 2):  # the load overwrites other weights
+            engine.train_batch(data)
+        if states:
+            engine.load_checkpoint(folder)
+        else:
+            engine.save_checkpoint(folder)
+        states.append(whole_states(engine) if stages else pipelines.everybodys_weights(engine.module)[0])
+        losses.append(float(engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))))
+        engine.destroy()
+        if stages and len(states) == 1:
+            snapshots.convert(folder)
+    return snapshots.difference(*states), losses
 
 
 def whole_states(engine: Any) -> dict[str, Any]:
     """Weights and moments of all stages, in fp32, by name."""
-    import torch
-    from deepspeed import comm as dist
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
     mine = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
@@ -155,8 +130,6 @@ def test_weights_alone(ranks: Any, tmp_path: Path, part: dict[str, bool]) -> Non
 
 def weights_case(folder: str, part: dict[str, bool]) -> list[tuple[str, float, float]]:
     """Strategies, and how far weights are from those saved, and after a step from those of NIG."""
-    from tests.harness import pipelines
-
     pipe, rows, stepped = pipelines.Pipe(clipping=0.0, optimizer="Adam"), [], {}
     for name in ("NIG", "IIG"):
         keys = {"paro_strategy": name, "paro_group_size": 1}
@@ -187,12 +160,6 @@ def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: 
 
 def missing_case(folder: str) -> tuple[str, bool]:
     """The error of a load without one layer's file, and whether it has changed anything."""
-    import torch
-    from deepspeed import comm as dist
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)

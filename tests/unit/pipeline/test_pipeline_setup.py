@@ -2,9 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that a pipeline does not support are refused on all ranks, before any rank waits for another."""
 
+import os
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+from torch.distributed import distributed_c10d
+
+from tests.harness import pipelines
+from tests.harness.logs import logged
+from tests.harness.snapshots import error_of
 
 NIG = {"paro_strategy": "NIG", "paro_group_size": 1}
 DIFFERENT: dict[str, tuple[dict[str, Any], int]] = {
@@ -24,11 +40,6 @@ def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
 
 def different_case() -> list[str]:
     """Errors of pipelines whose second stage has another section or another number of micro-batches."""
-    from deepspeed import comm as dist
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     return [
         error_of(
             pipelines.make_pipeline,
@@ -39,19 +50,39 @@ def different_case() -> list[str]:
     ]
 
 
-def test_what_contradicts_a_plain_stage_is_refused_on_all_ranks(ranks: Any) -> None:
-    for message in ranks(4).run(contradiction_case):
-        assert "zero_hpz_partition_size cannot be combined with zero_optimization.stage 3 in a pipeline" in message, (
-            message
-        )
+# Keys, the number of ranks, and what the error says.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"stage": 3, "zero_hpz_partition_size": 2},
+        "zero_hpz_partition_size cannot be combined with zero_optimization.stage 3 in a pipeline",
+    ),
+    (
+        {"paro_strategy": "NIG", "paro_quantized_updates": {}},
+        "paro_quantized_updates cannot be combined with tied layers (embedding)",
+    ),
+    ({"stage": 3}, "cannot be built under deepspeed.zero.Init"),
+    ({"stage": 2}, "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B"),
+]
 
 
-def contradiction_case() -> str:
-    """The error of ZeRO-3 with hpZ in a pipeline."""
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
+def test_options_of_pipelines_are_refused_on_all_ranks(ranks: Any) -> None:
+    for errors in ranks(2).run(refused_case):
+        for (_, expected), error in zip(REFUSED, errors, strict=True):
+            assert expected in error, error
+        assert "paro_strategy NIG" in errors[1] and "os = I or N" in errors[1], errors[1]
 
-    return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3, "zero_hpz_partition_size": 2})
+
+def refused_case() -> list[str]:
+    """Errors of pipelines: the last two under zero.Init, and with another schedule."""
+    errors = [error_of(pipelines.make_pipeline, pipelines.Pipe(), zero) for zero, _ in REFUSED[:2]]
+    with deepspeed.zero.Init():
+        errors.append(error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3}))
+    pipe = pipelines.Pipe(micro_batches=4, tied=False)
+    module = DualPipeVModule(
+        pipelines.layers_of(pipe), num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform"
+    )
+    config, parameters = pipelines.configuration(pipe, {"stage": 2}), list(module.parameters())
+    return [*errors, error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)]
 
 
 def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
@@ -67,14 +98,6 @@ def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
 
 def muon_case(kind: str) -> str:
     """The error of a pipeline at stage 2 with a Muon, which only the optimizer object tells; empty if none."""
-    import deepspeed
-    import torch
-    from deepspeed.pipe import PipelineModule
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     pipe = pipelines.Pipe(tied=False)
     module = PipelineModule(pipelines.layers_of(pipe), num_stages=pipe.stages, loss_fn=pipelines.loss_of)
     config = pipelines.configuration(pipe, {"stage": 2})
@@ -88,15 +111,6 @@ def muon_case(kind: str) -> str:
 
 def experts_case(stage: int, mixtures: int = 2) -> str:
     """The error of a pipeline at a plain stage with MoE layers, on so many of its stages; empty if none."""
-    import deepspeed
-    import torch
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-    from deepspeed.pipe import LayerSpec, PipelineModule
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
     layers = [LayerSpec(MoE, 4, torch.nn.Linear(4, 4), num_experts=2) for _ in range(mixtures)]
     layers += [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(2 - mixtures)]
     module = PipelineModule(layers, num_stages=2, loss_fn=pipelines.loss_of)
@@ -106,57 +120,6 @@ def experts_case(stage: int, mixtures: int = 2) -> str:
     return error_of(deepspeed.initialize, model=module, optimizer=torch.optim.Adam(groups), config=config)
 
 
-def test_differences_of_tied_weights_are_refused_on_all_ranks(ranks: Any) -> None:
-    for message in ranks(4).run(tied_case):
-        assert "paro_quantized_updates cannot be combined with tied layers (embedding)" in message, message
-        assert "paro_strategy NIG" in message and "os = I or N" in message, message
-
-
-def tied_case() -> str:
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"paro_strategy": "NIG", "paro_quantized_updates": {}})
-
-
-def test_a_pipeline_is_not_built_under_zero_init(ranks: Any) -> None:
-    for message in ranks(4).run(zero_init_case):
-        assert "cannot be built under deepspeed.zero.Init" in message, message
-
-
-def zero_init_case() -> str:
-    """The error."""
-    import deepspeed
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    with deepspeed.zero.Init():
-        return error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3})
-
-
-def test_another_schedule_is_refused(ranks: Any) -> None:
-    for message in ranks(2).run(schedule_case):
-        assert "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B" in message, message
-
-
-def schedule_case() -> str:
-    """The error of ZeRO-2 with DualPipeV."""
-    import deepspeed
-    from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
-
-    from tests.harness import pipelines
-    from tests.harness.snapshots import error_of
-
-    pipe = pipelines.Pipe(micro_batches=4, tied=False)
-    module = DualPipeVModule(
-        pipelines.layers_of(pipe), num_stages=2, loss_fn=pipelines.loss_of, partition_method="uniform"
-    )
-    config = pipelines.configuration(pipe, {"stage": 2})
-    parameters = list(module.parameters())
-    return error_of(deepspeed.initialize, model=module, model_parameters=parameters, config=config)
-
-
 @pytest.mark.parametrize("zero", [{"stage": 1}, {"stage": 0}], ids=["ZeRO-1", "none"])
 def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str, Any]) -> None:
     assert set(ranks(4).run(stock_case, zero)) == {"PipelineEngine"}
@@ -164,8 +127,6 @@ def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str,
 
 def stock_case(zero: dict[str, Any]) -> str:
     """Class of the engine."""
-    from tests.harness import pipelines
-
     engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
     engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
     name = type(engine).__name__
@@ -180,10 +141,6 @@ def test_destroyed_engines_leave_as_many_groups_as_deepspeeds(ranks: Any) -> Non
 
 def left_case() -> list[int]:
     """Return how many process groups are left of a destroyed engine, of DeepSpeed's and of one with a strategy."""
-    from torch.distributed import distributed_c10d
-
-    from tests.harness import pipelines
-
     left = []
     for zero in ({"stage": 1}, {"paro_strategy": "NII", "paro_group_size": 1}):
         before = len(distributed_c10d._world.pg_map)
@@ -203,14 +160,6 @@ def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
 
 def layout_case() -> list[tuple[str, str]]:
     """The log where the stages of a pipeline fill the nodes."""
-    import os
-    from unittest import mock
-
-    from deepspeed.runtime.pipe.topology import ProcessTopology
-
-    from tests.harness import pipelines
-    from tests.harness.logs import logged
-
     topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
     with logged() as lines, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         pipelines.train_pipeline(pipelines.Pipe(), {"paro_strategy": "NIG"}, topology=topology)

@@ -6,11 +6,18 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+import torch.distributed as dist
 
+from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES
+from tests.harness.half_frozen import make_engine
+from tests.harness.logs import is_ours, logged
 
 # Between groups a tenth of what is within, and no latencies.
 SLOW_LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)
@@ -26,14 +33,6 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         rates: of the links, or a list with the rates that each rank measures; None if they must not be measured.
         zero_init: whether the model is made in ``zero.Init``.
     """
-    from unittest import mock
-
-    import torch.distributed as dist
-
-    from deepspeed_ext.planner import probe
-    from tests.harness.half_frozen import make_engine
-    from tests.harness.logs import is_ours, logged
-
     mine = rates[dist.get_rank()] if isinstance(rates, list) else rates
 
     def measure(*_: Any) -> Rates:
@@ -45,11 +44,7 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         return FLOPS
 
     section = {"paro_strategy": "fastest", "paro_group_size": 2, **zero}
-    with (
-        mock.patch.object(probe, "measure", measure),
-        mock.patch.object(probe, "flops", flops),
-        logged() as lines,
-    ):
+    with mock.patch.object(probe, "measure", measure), mock.patch.object(probe, "flops", flops), logged() as lines:
         engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     found = engine._config.zero_config.paro_strategy, engine.zero_optimization_stage(), type(engine.optimizer).__name__
     engine.destroy()
@@ -59,21 +54,6 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
 def engines_case(cases: list[tuple[Any, ...]]) -> list[Any]:
     """Return what ``engine_case`` returns of each case, in order."""
     return [engine_case(*case) for case in cases]
-
-
-def train_case(folder: str) -> tuple[list[float], list[float]]:
-    """Return the losses under "fastest", and under the same strategy by its name."""
-    from unittest import mock
-
-    from deepspeed_ext.planner import probe
-    from tests.harness.training import Job, train
-
-    job = Job(accumulation=2)
-    with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
-        keys = {"paro_group_size": 2, "paro_decision_file": f"{folder}/d.json"}
-        fastest = train(job, {"paro_strategy": "fastest", **keys})
-    name = json.loads(Path(folder, "d.json").read_text())["decisions"][0]["strategy"]
-    return fastest.losses, train(job, {"paro_strategy": name, "paro_group_size": 2}).losses
 
 
 @pytest.fixture
@@ -218,13 +198,6 @@ def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
 
 def inference_case(zero: dict[str, Any]) -> str:
     """Return the strategy of an engine without an optimizer."""
-    from unittest import mock
-
-    import deepspeed
-    import torch
-
-    from deepspeed_ext.planner import probe
-
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"paro_strategy": "fastest", **zero}}
     with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(40, 50), config=config)
@@ -245,9 +218,3 @@ def test_ranks_that_measure_differently_decide_alike(ranks: Any, file: str) -> N
     rates = [SLOW_LINKS, quick, quick, SLOW_LINKS]
     decided = ranks(4).run(engine_case, {"paro_decision_file": file, "stage": 3}, {}, rates)
     assert len({found for found, _ in decided}) == 1
-
-
-@pytest.mark.deep
-def test_training_is_that_of_the_strategy(ranks: Any, tmp_path: Path) -> None:
-    for fastest, by_name in ranks(4).run(train_case, str(tmp_path)):
-        assert fastest == by_name

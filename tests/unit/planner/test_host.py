@@ -21,12 +21,7 @@ QUICK = HopRates(*[Rate(0.0, 1e15)] * 2)
 RATES = Rates(QUICK, QUICK, memory=1e15, host=1e9)
 SHARDED = [name for name, row in STRATEGIES.items() if row.p != Placement.N]
 MODEL = Model(
-    STATES,
-    accumulation=3,
-    fetches=20,
-    bucket=10**7,
-    held=replace(STATES, parameters=0.0),
-    host=HostParameters(),
+    STATES, accumulation=3, fetches=20, bucket=10**7, held=replace(STATES, parameters=0.0), host=HostParameters()
 )
 FEW_BITS = Compression(LocoSettings(), UpdateSettings())
 

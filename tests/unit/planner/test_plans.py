@@ -272,16 +272,3 @@ def test_muon_moves_the_choice_to_where_its_matrices_are() -> None:
         assert with_muon.volume == pytest.approx(without.volume + exchanged)
 
 
-def test_slow_links_and_accumulation_move_the_order() -> None:
-    """The orderings of the paper: NIG before ZeRO-2, IIG before ZeRO-3 and the more so the slower the link; with few
-    trainable parameters ING before ZeRO-3."""
-    order = {}
-    for inter in (800, 8):
-        found = plan(CLUSTER, MODEL, Rates.of_links(CLUSTER, 4, 800, inter)).predictions
-        order[inter] = {one.strategy: one.total_seconds for one in found}
-        assert order[inter]["NIG"] < order[inter]["NGG"]
-        assert order[inter]["IIG"] < order[inter]["IGG"] < order[inter]["GGG"]
-    assert order[8]["GGG"] / order[8]["IIG"] > 2 * order[800]["GGG"] / order[800]["IIG"]
-    few = replace(MODEL, states=ModelStates.of(65 * 10**9, 195 * 10**6))
-    seconds = {one.strategy: one.total_seconds for one in plan(CLUSTER, few, RATES).predictions}
-    assert seconds["ING"] < seconds["GGG"] / 4

@@ -8,8 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner import probe
+from deepspeed_ext.planner.models import micro_step_flops
 
 WAIT = 100e-6  # seconds to wait for the simulated device
 
@@ -82,41 +86,25 @@ def test_a_rate_is_that_of_what_a_rank_receives(monkeypatch: pytest.MonkeyPatch)
     assert probe._rate(SimpleNamespace(size=3), torch.float32).bandwidth == pytest.approx(1e9)  # type: ignore[arg-type]
 
 
-def flops_case() -> list[float]:
-    """Return the FLOPs of micro-steps of 3 samples: of a plain model, of language models with few and with many
-    positions, and of experts of which a token is sent to one."""
-    from torch import nn
-
-    from deepspeed_ext.planner.models import micro_step_flops
-
+def test_compute_is_estimated_rather_too_low() -> None:
+    """Of micro-steps of 3 samples: of a plain model, of language models with few and with many positions, and of
+    experts of which a token is sent to one."""
     model = nn.Sequential(nn.Embedding(1000, 10), nn.Linear(10, 20, bias=False), nn.Linear(20, 10, bias=False))
     model[2].requires_grad_(False)
-    found = [micro_step_flops(model, 3)]
-    for config in ({"n_positions": 100}, {"max_position_embeddings": 10**6}):
+    plain = micro_step_flops(model, 3)
+    assert plain == 3 * (6 * 200 + 4 * 200)
+    for config, positions in (({"n_positions": 100}, 100), ({"max_position_embeddings": 10**6}, 2048)):
         model.config = SimpleNamespace(get_text_config=lambda config=config: SimpleNamespace(**config))
-        found.append(micro_step_flops(model, 3))
+        assert micro_step_flops(model, 3) == positions * plain
     routed = nn.Module()
     routed.experts = nn.ModuleList(nn.Linear(10, 20, bias=False) for _ in range(4))
     counts = SimpleNamespace(num_local_experts=4, num_experts_per_tok=1)
     routed.config = SimpleNamespace(get_text_config=lambda: counts)
-    found.append(micro_step_flops(routed, 3))
-    return found
-
-
-def test_compute_is_estimated_rather_too_low(ranks: Any) -> None:
-    plain, short, long, experts = ranks(1).run(flops_case)[0]
-    assert plain == 3 * (6 * 200 + 4 * 200)
-    assert (short, long) == (100 * plain, 2048 * plain)
-    assert experts == 3 * 6 * 200
+    assert micro_step_flops(routed, 3) == 3 * 6 * 200
 
 
 def probe_case() -> list[Any]:
     """Return the rates of links and of compute that each rank measures on this machine."""
-    import torch
-    import torch.distributed as dist
-
-    from deepspeed_ext.comm.process_groups import get_topology
-
     found: list[Any] = [None] * dist.get_world_size()
     with mock.patch.object(probe, "SIZES", (2**16, 2**20)):
         measured = probe.measure(get_topology(None, 2)).as_dict(), probe.flops(torch.float32)

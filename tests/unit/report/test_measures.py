@@ -73,12 +73,7 @@ def test_of_two_hops_on_the_wire_the_slower_one_is_charged() -> None:
 
 
 def test_parts_add_up_to_the_step() -> None:
-    phases = (
-        Phase(FORWARD, 0.5, 2.0),
-        Phase(BACKWARD, 2.0, 6.0),
-        Phase(HANDLING, 3.0, 4.0),
-        Phase(UPDATE, 6.0, 7.0),
-    )
+    phases = (Phase(FORWARD, 0.5, 2.0), Phase(BACKWARD, 2.0, 6.0), Phase(HANDLING, 3.0, 4.0), Phase(UPDATE, 6.0, 7.0))
     waits = (Wait(3.5, 4.5, True, REDUCE), Wait(6.5, 7.0, True, GATHER), Wait(0.0, 9.0, False, REDUCE))
     found = measures.parts(Step(1, 0.0, 8.0, phases, waits))
     assert found == pytest.approx(

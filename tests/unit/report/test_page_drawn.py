@@ -28,22 +28,11 @@ LOOK = """(window, document) => {
     sections: all("main > section[id]:not([hidden]):not(#verdict)", (one) => one.id),
     parts: all(".stack", (bar) => [...bar.children].map((one) => one.getBoundingClientRect().width)),
     spans: all(".timeline canvas", (one) => Number(one.dataset.spans)), colors: all("canvas", painted),
-    ranks: all("#ranks tbody tr", (row) => row.cells[0].textContent), plots: all("#ranks canvas", () => 1).length,
-    captions: all("table", (one) => one.caption.textContent),
+    ranks: all("#ranks tbody tr", (row) => row.cells[0].textContent),
     now: shown("tr.now .name"), setting: shown("#setting:not([hidden]) code"),
-    findings: all("#findings li", (one) => one.textContent), heads: all("#hops thead th", (one) => one.textContent),
+    findings: all("#findings li", (one) => one.textContent),
     images: document.querySelectorAll("img").length, scripts: document.scripts.length, range: [], said: [],
   };
-  const spans = [[0, 4, "a"], [1, 3, "b"], [3.5, 5, "c"], [4, 6, "d"]];
-  const named = (rows) => rows.map((row) => row.map((span) => span[2]).join(""));
-  found.rows = [named(window.nestedRows(spans)), named(window.sideBySide(spans))];
-  const near = (time, tolerance) => window.spanAt([[0, 1, "a"], [2, 3, "b"]], time, tolerance)?.[2] ?? null;
-  found.near = [near(0.5, 0), near(1.5, 0.1), near(1.95, 0.1), near(1.05, 0.1), near(2, 0)];
-  found.numbers = [[0.0004], [0.25], [1.5, 60]].map((values) => {
-    const scale = window.scaleOf(values, [["s", 0.1, 1], ["ms", 0, 1e-3]]);
-    return values.map((value) => `${window.scaled(value, scale)} ${scale.unit}`).join(", ");
-  });
-  found.keys = ["GGG + LoCo + updates", "ZeRO-2", "DDP", "XYZ", "NIG + magic"].map((name) => window.keysOf(name));
   const [canvas] = document.querySelectorAll(".timeline canvas");
   if (!canvas) return found;
   canvas.scrollIntoView();
@@ -54,26 +43,15 @@ LOOK = """(window, document) => {
   const at = (type, x, y) => {
     canvas.dispatchEvent(new window.PointerEvent(type, { clientX: box.left + x, clientY: box.top + y }));
   };
-  const wheel = (ctrlKey) => {
-    const turned = { deltaY: -350, ctrlKey, clientX: box.left, cancelable: true };
-    canvas.dispatchEvent(new window.WheelEvent("wheel", turned));
-  };
   range();
   key("+"); range();
   key("0"); range();
   document.querySelector("[aria-label='Zoom in']").click(); range();
   at("pointerdown", 300, 50); at("pointermove", 200, 50); at("pointerup", 200, 50); range();
   key("0");
-  wheel(false); range();
-  wheel(true); range();
-  key("0");
   at("pointermove", 2, 62); found.said.push(shown("#tip:not([hidden])"));
-  at("pointerleave", 2, 45); found.said.push(shown("#tip:not([hidden])"));
-  key("n"); found.said.push(shown(".chosen"));
-  key("n"); found.said.push(shown(".chosen"));
-  key("Enter"); range();
-  const button = document.querySelector("[aria-label='Show the keys of NIG + LoCo']");
-  button?.click(); found.said.push(shown("#setting code"));
+  document.querySelector("[aria-label='Show the keys of NIG + LoCo']")?.click();
+  found.said.push(shown("#setting code"));
   return found;
 }"""
 
@@ -117,8 +95,6 @@ def test_sections_are_those_with_data(looked: tuple[dict[str, Any], list[str]]) 
         "empty": set(),
         "hostile": SECTIONS,
     }
-    sparse = looked[0]["sparse-1280"]
-    assert len(sparse["parts"]) == 1 and sparse["heads"] == ["Link", "Received (MB)", "Busy (s)", "Exposed (s)"]
 
 
 def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]]) -> None:
@@ -139,35 +115,17 @@ def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]
 def test_of_thousands_of_ranks_the_slowest_are_listed(looked: tuple[dict[str, Any], list[str]]) -> None:
     large, small = looked[0]["large-1280"], looked[0]["NIG-1280"]
     assert min(large["spans"]) >= 20_000
-    assert len(large["ranks"]) == 10 and large["ranks"][0] == "0" and large["plots"] == 2
-    assert "The 10 of 16,384 ranks that wait least" in large["captions"]
-    assert len(small["ranks"]) == 4 and small["plots"] == 0
+    assert len(large["ranks"]) == 10 and large["ranks"][0] == "0" and len(small["ranks"]) == 4
 
 
 def test_timelines_zoom_move_and_tell(looked: tuple[dict[str, Any], list[str]]) -> None:
     page = looked[0]["NIG-1280"]
-    whole, key, reset, button, dragged, unfocused, wheel, chosen = page["range"]
-    assert whole == reset == unfocused == "0.000 to 0.500 s"
+    whole, key, reset, button, dragged = page["range"]
+    assert whole == reset == "0.000 to 0.500 s"
     assert key == "0.083 to 0.417 s"  # 1.5 times around the middle
     assert button == "0.125 to 0.375 s"
     begin, end = (float(number) for number in dragged.split()[::2])  # to the left by 100 pixels: later
     assert 0.125 < begin < 0.2 and end - begin == pytest.approx(0.25, abs=0.002)
-    assert wheel == "0.000 to 0.248 s"  # around the pointer, by e to the 0.7
-    pointed, left, first, second, loco = page["said"]
-    assert pointed.startswith("forward") and "blocks.0" in pointed and left is None
-    assert first.startswith("forward · ") and "blocks" not in first and "module blocks.0" in second
-    assert chosen != whole
+    pointed, loco = page["said"]
+    assert pointed.startswith("forward") and "blocks.0" in pointed
     assert loco == '{"zero_optimization": {"paro_strategy": "NIG", "zeropp_loco_param": {}}}'
-
-
-def test_rows_numbers_and_keys(looked: tuple[dict[str, Any], list[str]]) -> None:
-    page = looked[0]["empty-1280"]
-    assert page["rows"] == [["a", "bc", "d"], ["ad", "bc"]]  # c ends after a, and so does what begins in c
-    assert page["near"] == ["a", None, "b", "a", "b"]
-    assert page["numbers"] == ["0.400 ms", "0.250 s", "1.50 s, 60.00 s"]
-    zero: list[dict[str, Any] | None] = [
-        {"paro_strategy": "GGG", "zeropp_loco_param": {}, "paro_quantized_updates": {}},
-        {"stage": 2},
-        {"stage": 0},
-    ]
-    assert page["keys"] == [*({"zero_optimization": one} for one in zero), None, None]

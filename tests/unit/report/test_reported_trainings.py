@@ -3,19 +3,27 @@
 """Trainings that are reported on: the same losses, the bytes of the formula, and an engine that is as it was."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import deepspeed
 import pytest
+import torch
+from deepspeed import comm as dist
 
-from tests.harness import stream_cases
+from deepspeed_ext.config.report import VARIABLE, ReportSettings
+from deepspeed_ext.planner import probe
+from deepspeed_ext.report.reporter import report_on
+from tests.harness import pipelines, stream_cases
+from tests.harness.reported import AFTER, LINKS, STEPS, links_given
 from tests.harness.tiers import deep
+from tests.harness.training import Job, placed, train
 
 
 def training(folder: str, name: str) -> list[str]:
     """Return what is wrong on this rank with a training that is reported on, and on rank 0 with the report."""
-    from deepspeed import comm as dist
-
     from tests.harness import reported
 
     wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
@@ -29,9 +37,6 @@ def test_a_report_says_what_was_trained_and_changes_nothing(ranks: Any, tmp_path
 
 @pytest.mark.quick
 def test_what_others_put_on_the_engine_stays_there() -> None:
-    from deepspeed_ext.config.report import ReportSettings
-    from deepspeed_ext.report.reporter import report_on
-
     class Engine:
         pipeline_parallelism, global_steps = False, 0
 
@@ -59,15 +64,6 @@ def test_what_others_put_on_the_engine_stays_there() -> None:
 
 def without_section(folder: str) -> None:
     """Train without ``zero_optimization``, and with ``true`` for it; leave a report of each."""
-    import os
-    from unittest import mock
-
-    import deepspeed
-    import torch
-
-    from deepspeed_ext.config.report import VARIABLE, ReportSettings
-    from tests.harness.reported import AFTER, STEPS, links_given
-
     for name, section in (("none", {}), ("true", {"zero_optimization": True})):
         settings = ReportSettings(f"{folder}/{name}", AFTER, STEPS)
         model = torch.nn.Linear(4, 4)
@@ -91,9 +87,6 @@ def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path)
 
 def apart(folder: str) -> None:
     """Train groups that an outer optimizer brings together, and leave a report."""
-    from tests.harness.reported import AFTER, STEPS, links_given
-    from tests.harness.training import Job, placed, train
-
     report = {"folder": folder, "after": AFTER, "steps": STEPS}
     with links_given():
         train(Job(steps=9), placed("NII", 2, paro_outer_optimizer={"steps": 2}, paro_report=report))
@@ -109,13 +102,6 @@ def test_groups_that_train_apart_are_reported_on_together(ranks: Any, tmp_path: 
 
 def pipeline(folder: str, name: str) -> list[str]:
     """Losses of two pipelines that train the same, of which the second is reported on."""
-    from unittest import mock
-
-    from deepspeed_ext.planner import probe
-    from tests.harness import pipelines
-    from tests.harness.reported import AFTER, LINKS, STEPS
-    from tests.harness.training import placed
-
     losses = []
     for more in ({}, {"paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}):
         engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))

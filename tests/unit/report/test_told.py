@@ -6,8 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.comm.torch import TorchBackend
 
 from deepspeed_ext.report import told
+from deepspeed_ext.report.operations import OPERATIONS
 
 pytestmark = pytest.mark.quick
 
@@ -96,10 +99,6 @@ def test_a_paragraph_has_the_step_its_parts_and_a_prediction() -> None:
 
 
 def test_operations_have_the_arguments_of_deepspeeds_backend() -> None:
-    from deepspeed.comm.torch import TorchBackend
-
-    from deepspeed_ext.report.operations import OPERATIONS
-
     for name, operation in OPERATIONS.items():
         method = getattr(TorchBackend, name)
         # DeepSpeed's decorator keeps the function that it wraps in its closure.
@@ -109,10 +108,6 @@ def test_operations_have_the_arguments_of_deepspeeds_backend() -> None:
 
 
 def test_bytes_of_operations_are_those_that_a_rank_receives() -> None:
-    import torch
-
-    from deepspeed_ext.report.operations import OPERATIONS
-
     whole, part = torch.empty(400, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)
 
     def received(name: str, *args: Any) -> float:
