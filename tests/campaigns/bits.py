@@ -12,6 +12,7 @@ if a case is new or missing. Another machine may have other digests.
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import sys
@@ -23,12 +24,16 @@ WORLD = 4
 SAVED = ("defaults", "LoCo", "in few bits", "Muon", "experts")  # sets of options with checkpoints to resume from
 
 
+def digest(tensors: list[Any]) -> str:
+    """Of the bits."""
+    return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
+
+
 def trained(options: str, names: Sequence[str]) -> dict[str, str]:
     """Train strategies with a set of options; a digest of losses, norms and weights for each."""
     import torch
 
     from tests.harness import pipelines, stream_cases, training
-    from tests.harness.digests import digest
 
     torch.use_deterministic_algorithms(True)
     given, found = stream_cases.OPTIONS[options], {}
@@ -48,7 +53,6 @@ def resumed(options: str, names: Sequence[str], folder: str, load: bool) -> dict
     import torch
 
     from tests.harness import stream_cases, training
-    from tests.harness.digests import digest
 
     torch.use_deterministic_algorithms(True)
     found = {}
@@ -68,13 +72,13 @@ def resumed(options: str, names: Sequence[str], folder: str, load: bool) -> dict
     return found
 
 
-def cases(only: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Each set of options with its strategies."""
+def cases(only: Sequence[str], strategies: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Each set of options with its strategies, or some of them."""
     from tests.harness.stream_cases import OPTIONS
 
     for options, given in OPTIONS.items():
         if not only or options in only:
-            yield options, given.strategies
+            yield options, [name for name in given.strategies if not strategies or name in strategies]
 
 
 def quietly(pool: Any, case: Any, *arguments: Any) -> list[dict[str, str]]:
@@ -93,7 +97,7 @@ def digests(arguments: argparse.Namespace) -> dict[str, Any]:
     from tests.campaigns import bits  # by the name that ranks know this module by
 
     try:
-        for options, names in cases(arguments.only):
+        for options, names in cases(arguments.only, arguments.strategies):
             answers = quietly(pool, bits.trained, options, tuple(names))
             found |= {f"{options}: {name}": [one[name] for one in answers] for name in names}
             print(f"{len(found):4} {options}", file=sys.stderr, flush=True)
@@ -114,13 +118,14 @@ def main() -> None:
     parser.add_argument("--save", default="", help="folder for checkpoints that another commit goes on from")
     parser.add_argument("--load", default="", help="folder with checkpoints of another commit")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets of options")
+    parser.add_argument("--strategies", nargs="*", default=(), help="strategies")
     arguments = parser.parse_args()
     found = digests(arguments)
     if arguments.write:
         arguments.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return
     before = json.loads(arguments.compare.read_text(encoding="utf-8"))
-    kept = {options for options, _ in cases(arguments.only)}
+    kept = {options for options, _ in cases(arguments.only, arguments.strategies)}
     kept |= {f"{options}, resumed" for options in kept if arguments.load}
     before = {case: one for case, one in before.items() if case.split(":")[0] in kept}
     apart = sorted(case for case in before.keys() | found.keys() if before.get(case) != found.get(case))

@@ -356,5 +356,21 @@ def device_with_streams(
         yield order
 
 
+@contextlib.contextmanager
+def asking(order: Order) -> Iterator[None]:
+    """In this context, count what ``watch`` does not see: on a CPU, asking for a tensor's values is no operation."""
+
+    def counting(name: str, plain: Any) -> Any:
+        def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            order.synchronize(name, order.current.clock)
+            return plain(tensor, *args, **kwargs)
+
+        return asked
+
+    found = {name: counting(name, getattr(Tensor, name)) for name in ("tolist", "numpy")}
+    with mock.patch.multiple(Tensor, **found):
+        yield
+
+
 def _tensors(nested: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]

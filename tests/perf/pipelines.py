@@ -36,13 +36,14 @@ from deepspeed.runtime.pipe import schedule
 from tqdm import tqdm
 
 from deepspeed_ext.compare.spread import ratio
+from deepspeed_ext.model_bytes import held
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.cluster import collect
 from scripts.emulation.launching import start_rank
 from scripts.emulation.network import Link
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, pipeline, read_corpus
-from tests.harness.model_states import held, largest, whole_weights
+from tests.harness.training import whole_weights
 from tests.perf.lib import records
 
 NODES, RANKS_PER_NODE, STAGES = 4, 2, 2
@@ -174,6 +175,13 @@ def rows_of(args: argparse.Namespace) -> Iterator[PipelineRow]:
             row.parameters, row.gradients = (int(largest(float(n))) for n in case.bytes_held)
             _expect(row, case, args.micro_batches)
             yield row
+
+
+def largest(value: float) -> float:
+    """Return the largest value of all ranks."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.item()
 
 
 def _count(row: PipelineRow, received: list[list[int]], steps: int) -> None:

@@ -62,9 +62,9 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     from deepspeed import comm as dist
     from deepspeed.runtime.pipe import schedule
 
+    from deepspeed_ext.model_bytes import held
     from scripts.emulation.traffic import TrafficMeter
     from tests.harness import pipelines
-    from tests.harness.model_states import held
 
     rows = []
     for name in names:

@@ -89,19 +89,6 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
     later = nn.Module()
     later.weight = last.weight
 
-    def tied_to(weight: Any) -> Any:
-        head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-        head.weight = weight
-        return head(x)
-
-    class Wrapper(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lenders = [last]
-
-        def forward(self, x: Any) -> Any:
-            return nn.functional.linear(x, self.lenders[0].weight)
-
     def values(some: Any) -> list[Any]:
         return [tensor.detach().clone() for tensor in some]
 
@@ -118,13 +105,6 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
         nn.utils.parametrize.remove_parametrizations(last, "weight")
         return read
 
-    average = torch.optim.swa_utils.AveragedModel(last)
-
-    def renewed() -> list[Any]:
-        average.n_averaged.zero_()
-        average.update_parameters(last)
-        return values(average.parameters())
-
     def gathered() -> list[Any]:
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             return values(kept)
@@ -135,14 +115,9 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
 
     return {
         "an attribute": lambda: values([last.weight]),
-        "a method": lambda: [model.last(x)],
-        "a weight tied by hand": lambda: [tied_to(last.weight)],
-        "a wrapper made later": lambda: [Wrapper()(x)],
         "a hook made later": hooked,
         "old weight norm": lambda: values([model.layers[1].weight_v]),
         "parameters": lambda: values(model.parameters()),
-        "parameters_to_vector": lambda: values([nn.utils.parameters_to_vector(model.parameters())]),
-        "an average": renewed,
         "functional_call": lambda: values(
             [functional_call(last, {name: one.clone() for name, one in last.named_parameters()}, (x,))]
         ),
