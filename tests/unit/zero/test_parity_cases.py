@@ -206,7 +206,7 @@ OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
         ({"frozen": (1,), "accumulation": 2}, CACHED),
         ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
         ({"zero_init": "config"}, HOST),
-        ({"between": True, "optimizer": "Adam"}, {**CACHED, **OPTIMIZER}),
+        ({"optimizer": "Adam"}, {**CACHED, **OPTIMIZER}),
         ({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER}),
     ],
     ids=str,

@@ -16,7 +16,7 @@ from tests.harness.left_out_waits import sites
 from tests.harness.stream_order import device_with_streams
 from tests.harness.tiers import deep
 
-# By call: what finds it, (strategy, options); see ``left_out_waits.Site.name`` and ``stream_cases.OPTIONS``.
+# By call: what finds it, (strategy, options); see ``left_out_waits.sites`` and ``stream_cases.OPTIONS``.
 FOUND = {
     "comm/transfer_queue.py:StreamEvent.__init__:record": ("IIG", "plain"),
     "comm/transfer_queue.py:StreamEvent.wait:wait_event": ("IIG", "plain"),
@@ -201,7 +201,7 @@ def optimizers(names: Sequence[str]) -> int:
 @pytest.mark.parametrize(
     "options, number",
     [
-        ("defaults", len(SETS["defaults"])),
+        ("defaults", 6),
         *((one, optimizers(names)) for one, names in SETS.items() if one not in ("defaults", *ON_DEVICE)),
         *deep(*((one, len(names)) for one, names in SETS.items())),
     ],
