@@ -21,12 +21,9 @@ Note [How the wire works]
 import contextlib
 import hashlib
 import random
-import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -50,8 +47,6 @@ JOB = Job(
     steps=2,
     zero={**SMALL, **FEW_AT_A_TIME},
 )
-_PACKAGES = ("/deepspeed_ext/", "/deepspeed/")  # of code with waits that are counted by place
-_PASSED_OVER = ("/comm/comm.py", "/comm/transfer_queue.py", "/comm/pairwise.py")  # they wait for others
 
 
 @dataclass(eq=False)
@@ -75,10 +70,7 @@ class Late:
 
     def wait(self, timeout: Any = None) -> bool:
         """On the CPU have it arrive; on a GPU have the current stream wait for it."""
-        place = _caller()
-        self.wire.waits[place] += 1
-        if place != self.wire.ignored:
-            self.wire.finish(self)
+        self.wire.finish(self)
         return True
 
     def is_completed(self) -> bool:
@@ -94,18 +86,14 @@ class Wire:
         device: "cpu" or "cuda".
         prompt: whether results arrive at once.
         delay: shortest and longest time in milliseconds that a collective takes, on a GPU.
-        ignored: a place, as in ``waits``; its waits do nothing.
         keep: whether to keep everything that was sent, to inspect its times.
-        waits: how often each place of our code and DeepSpeed's has waited, by "folder/file.py:function".
         sent: messages, in the order in which they have begun.
     """
 
     device: str = "cpu"
     prompt: bool = False
     delay: tuple[float, float] = (1.0, 5.0)
-    ignored: str = ""
     keep: bool = False
-    waits: Counter[str] = field(default_factory=Counter)
     sent: list[Late] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -191,17 +179,6 @@ class Wire:
 def _spoil(tensor: Tensor) -> None:
     if tensor.numel():
         tensor.detach().view(-1).view(torch.uint8).fill_(255)
-
-
-def _caller() -> str:
-    """Who waits: the innermost function of ours or of DeepSpeed's, but of the schedule who has it wait."""
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        path = frame.f_code.co_filename
-        if any(package in path for package in _PACKAGES) and not path.endswith(_PASSED_OVER):
-            return f"{Path(path).parent.name}/{Path(path).name}:{frame.f_code.co_name}"
-        frame = frame.f_back
-    return "elsewhere"
 
 
 # What each collective writes, what it reads, and how it arrives. A tensor that is both is read before it is spoiled.

@@ -12,31 +12,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
 
 _ORDERING = ("wait_stream", "wait_event", "wait", "record", "record_event", "record_stream", "synchronize")
 # Ours that do.
 _OURS = ("drain", "finish", "complete", "wait_for_current", "receive_current", "wait_for_updates", "_finish_buckets")
 
 
-class Site(NamedTuple):
-    """A call that orders something.
-
-    Attributes:
-        name: file in the package, function, what it calls, and which such call of the function it is, if not the
-            first: "zero/streams.py:ReductionStream.after_current:wait_stream 2".
-        path: of the file.
-        lines: first and last.
-    """
-
-    name: str
-    path: str
-    lines: tuple[int, int]
+Site = tuple[str, int, int]  # a file, and the first and last line of a call in it
 
 
 @functools.cache
 def sites() -> dict[str, Site]:
-    """Return all sites of the package, by name."""
+    """Return the calls of the package that order something, by name.
+
+    A name has the file, the function, what it calls, and which such call of the function it is, if not the first:
+    "zero/streams.py:ReductionStream.after_current:wait_stream 2".
+    """
     package = Path(find_spec("deepspeed_ext").origin).parent  # type: ignore[arg-type, union-attr]
     found: dict[str, Site] = {}
     for path in sorted(package.rglob("*.py")):
@@ -45,7 +36,7 @@ def sites() -> dict[str, Site]:
             name = f"{path.relative_to(package)}:{function}:{attribute}"
             seen[name] += 1
             name += f" {seen[name]}" if seen[name] > 1 else ""
-            found[name] = Site(name, str(path), (call.lineno, call.end_lineno or call.lineno))
+            found[name] = str(path), call.lineno, call.end_lineno or call.lineno
     return found
 
 
@@ -66,10 +57,12 @@ def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Cal
 def under(site: Site) -> Callable[[], bool]:
     """Return what tells whether the call that is made now is made at a site, or for it further in."""
 
+    path, first, last = site
+
     def is_under() -> bool:
         frame = sys._getframe(1)
         while frame is not None:
-            if site.lines[0] <= frame.f_lineno <= site.lines[1] and frame.f_code.co_filename == site.path:
+            if first <= frame.f_lineno <= last and frame.f_code.co_filename == path:
                 return True
             frame = frame.f_back  # type: ignore[assignment]
         return False

@@ -44,23 +44,50 @@ class Expert(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts. All of them are used or, if ``routed``, those that a rank's data chooses."""
+    """Experts, all of which are used."""
 
-    def __init__(self, width: int, experts: int, routed: bool = False) -> None:
+    def __init__(self, width: int, experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(width, experts)
         self.experts = nn.ModuleList(Expert(width) for _ in range(experts))
-        self.routed = routed
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of the experts, weighted; a routed rank leaves one out, another one on each rank and input."""
-        weights = torch.softmax(self.router(x), -1)
-        left_out = (dist.get_rank() + int(weights.sum(0).argmax())) % len(self.experts) if self.routed else -1
-        out = torch.zeros_like(x)
+        """Return the sum of the experts, weighted."""
+        weights, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
+        left_out = self.left_out(weights)
         for number, expert in enumerate(self.experts):
             if number != left_out:
-                out = out + expert(x) * weights[:, number : number + 1]
+                out = out + self.apply_expert(expert, x) * weights[:, number : number + 1]
         return out
+
+    def left_out(self, weights: Tensor) -> int:
+        """Return the number of an expert that is not used; -1 for none."""
+        return -1
+
+    def apply_expert(self, expert: nn.Module, x: Tensor) -> Any:
+        """Return the output of an expert."""
+        return expert(x)
+
+
+class RoutedMixture(MixtureOfExperts):
+    """Leaves out an expert, another one on each rank and input."""
+
+    def left_out(self, weights: Tensor) -> int:
+        return (dist.get_rank() + int(weights.sum(0).argmax())) % len(self.experts)
+
+
+class Recomputed(MixtureOfExperts):
+    """Recomputes experts one by one."""
+
+    def apply_expert(self, expert: nn.Module, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(expert, x, use_reentrant=False)
+
+
+class Reversed(MixtureOfExperts):
+    """Enters its experts last to first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((expert(x) for expert in reversed(list(self.experts))), self.router(x).sum() * 0)
 
 
 class Mixer(nn.Module):
@@ -79,9 +106,9 @@ class Mixer(nn.Module):
 class Layer(nn.Module):
     """A mixer and a mixture."""
 
-    def __init__(self, width: int, experts: int, routed: bool, outputs: int) -> None:
+    def __init__(self, mixture: nn.Module, outputs: int = 1) -> None:
         super().__init__()
-        self.mixer, self.mixture = Mixer(width), MixtureOfExperts(width, experts, routed)
+        self.mixer, self.mixture = Mixer(WIDTH), mixture
         self.outputs = outputs
 
     def forward(self, x: Tensor) -> Any:
@@ -108,14 +135,16 @@ class Mixtures(nn.Module):
     """A stem that takes token ids, layers with experts, and a head."""
 
     layer_count, experts = 2, 4
-    routed = keyword = tied = frozen = False
+    keyword = tied = frozen = False
     outputs = loops = 1
+    layer: Any = Layer
+    mixture: Any = MixtureOfExperts
 
     def __init__(self, sizes: Sequence[int], checkpointing: bool | None = None, empty: bool = False) -> None:
         super().__init__()
         self.stem = Stem(WIDTH)
         self.layers = nn.ModuleList(
-            Layer(WIDTH, self.experts, self.routed, self.outputs) for _ in range(self.layer_count)
+            self.layer(self.mixture(WIDTH, self.experts), self.outputs) for _ in range(self.layer_count)
         )
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.out = nn.Linear(TOKENS, sizes[-1])
@@ -153,48 +182,38 @@ class Mixtures(nn.Module):
         return out if self.outputs == 1 else out["hidden"] + out["side"]
 
 
-class Routed(Mixtures):
-    """Ranks leave out different experts."""
-
-    routed = True
-
-
-class ByKeyword(Mixtures):
-    """Layers get their inputs by keyword: module hooks of torch see none."""
-
-    keyword = True
+def variant(name: str, base: type[Mixtures] = Mixtures, **attributes: Any) -> type[Mixtures]:
+    """Return a subclass with other attributes; ranks import it by name."""
+    return type(name, (base,), {"__module__": __name__, **attributes})
 
 
-class Tied(Mixtures):
-    """The head is the embedding, which is inside of the stem."""
-
-    tied = True
-
-
-class FrozenStem(Mixtures):
-    """The input of the first layer needs no gradient."""
-
-    frozen = True
-
-
-class TwoOutputs(Mixtures):
-    """Layers return dictionaries."""
-
-    outputs = 2
+Routed = variant("Routed", mixture=RoutedMixture)  # ranks leave out different experts
+ByKeyword = variant("ByKeyword", keyword=True)  # layers get inputs by keyword: module hooks of torch see none
+Tied = variant("Tied", tied=True)  # the head is the embedding, which is inside of the stem
+FrozenStem = variant("FrozenStem", frozen=True)  # the input of the first layer needs no gradient
+TwoOutputs = variant("TwoOutputs", outputs=2)  # layers return dictionaries
+Looped = variant("Looped", loops=2)  # layers are applied twice
+EachCheckpointed = variant("EachCheckpointed", mixture=Recomputed)
+Backwards = variant("Backwards", mixture=Reversed)
+Deep = variant("Deep", layer_count=6)
 
 
-class Looped(Mixtures):
-    """Layers are applied twice."""
+class LateLayer(Layer):
+    """With a side output."""
 
-    loops = 2
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.aside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the layer's output, and what depends on parameters alone."""
+        return super().forward(x), self.aside(torch.ones(1, WIDTH, dtype=x.dtype, device=x.device))
 
 
 class Late(Mixtures):
     """A second output of each layer is used after all else, and depends on parameters only."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.layers = nn.ModuleList(LateLayer(WIDTH, self.experts, False, 1) for _ in range(2))
+    layer = LateLayer
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """The first layer's side comes in at the end."""
@@ -202,18 +221,6 @@ class Late(Mixtures):
         x, side = self.layers[0](x)
         x, _ = self.layers[1](x)
         return self.end(x) + side.mean()
-
-
-class LateLayer(Layer):
-    """With a side output."""
-
-    def __init__(self, width: int, *args: Any) -> None:
-        super().__init__(width, *args)
-        self.aside = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
-
-    def forward(self, x: Tensor) -> Any:
-        """The layer's output, and what is made of parameters."""
-        return super().forward(x), self.aside(torch.ones(1, WIDTH, dtype=x.dtype, device=x.device))
 
 
 class Lent(Mixtures):
@@ -241,9 +248,9 @@ class PartCalled(Mixtures):
 class Pair(nn.Module):
     """Lists in a list."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, *_: Any) -> None:
         super().__init__()
-        self.parts = nn.ModuleList([nn.ModuleList([Mixer(width), nn.LayerNorm(width)]), nn.ModuleList([Mixer(width)])])
+        self.parts = nn.ModuleList([nn.ModuleList([Mixer(WIDTH), nn.LayerNorm(WIDTH)]), nn.ModuleList([Mixer(WIDTH)])])
 
     def forward(self, x: Tensor) -> Tensor:
         """One after the other."""
@@ -253,20 +260,23 @@ class Pair(nn.Module):
         return x
 
 
-class Nested(Mixtures):
-    """Layers of lists of lists."""
+Nested = variant("Nested", layer=Pair)  # layers of lists of lists
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.layers = nn.ModuleList(Pair(WIDTH) for _ in range(2))
+
+class CollectingLayer(Layer):
+    """See ``Collecting``."""
+
+    def forward(self, x: Tensor, other: Tensor, seen: list[Tensor]) -> Any:  # type: ignore[override]
+        """Return the layer's output."""
+        out = super().forward(x + other if dist.get_rank() == 0 else x)
+        seen.append(out.square().mean())
+        return out
 
 
 class Collecting(Mixtures):
     """Layers get a list by keyword and put a term of the loss into it; a second input is used on rank 0 alone."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.layers = nn.ModuleList(CollectingLayer(WIDTH, self.experts, False, 1) for _ in range(2))
+    layer = CollectingLayer
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
         """What the layers have collected counts."""
@@ -277,68 +287,14 @@ class Collecting(Mixtures):
         return self.end(x) + sum(seen)
 
 
-class CollectingLayer(Layer):
-    """See ``Collecting``."""
-
-    def forward(self, x: Tensor, other: Tensor, seen: list[Tensor]) -> Any:  # type: ignore[override]
-        """The layer's output."""
-        out = super().forward(x + other if dist.get_rank() == 0 else x)
-        seen.append(out.square().mean())
-        return out
-
-
-class EachCheckpointed(Mixtures):
-    """Experts are recomputed one by one."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for layer in self.layers:
-            layer.mixture = Recomputed(WIDTH, self.experts)  # type: ignore[assignment]
-
-
-class Recomputed(MixtureOfExperts):
-    """See ``EachCheckpointed``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The experts' weighted sum."""
-        weights, out = torch.softmax(self.router(x), -1), torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            expert_out = torch.utils.checkpoint.checkpoint(expert, x, use_reentrant=False)
-            out = out + expert_out * weights[:, number : number + 1]
-        return out
-
-
 class SharedModule(Mixtures):
     """The second layer uses the mixer of the first."""
+
+    mixture = staticmethod(lambda width, _: Mixer(width))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.layers[1].mixer = self.layers[0].mixer  # type: ignore[assignment,union-attr]
-        for layer in self.layers:
-            layer.mixture = Mixer(WIDTH)  # type: ignore[assignment]
-
-
-class Reversed(MixtureOfExperts):
-    """Enters its experts last to first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Their sum."""
-        return sum((expert(x) for expert in reversed(list(self.experts))), self.router(x).sum() * 0)
-
-
-class Backwards(Mixtures):
-    """With experts that are entered last to first."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for layer in self.layers:
-            layer.mixture = Reversed(WIDTH, self.experts)  # type: ignore[assignment]
-
-
-class Deep(Mixtures):
-    """Six layers."""
-
-    layer_count = 6
 
 
 class PackedExperts(nn.Module):
@@ -380,21 +336,8 @@ class PackedMixture(nn.Module):
         return out
 
 
-class Packed(Mixtures):
-    """Layers with seven packed experts."""
-
-    experts = 7
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        for layer in self.layers:
-            layer.mixture = PackedMixture(WIDTH, self.experts)  # type: ignore[assignment]
-
-
-class PackedLooped(Packed):
-    """Layers are applied twice."""
-
-    loops = 2
+Packed = variant("Packed", experts=7, mixture=PackedMixture)
+PackedLooped = variant("PackedLooped", Packed, loops=2)
 
 
 class PackedFrozen(Packed):

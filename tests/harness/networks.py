@@ -57,20 +57,6 @@ class Borrower(nn.Module):
         return nn.functional.linear(x, self.lenders[0].weight)
 
 
-class External(Network):
-    """Two modules use weights of layers 1 and 2: one by itself, one registered."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.borrowers = nn.ModuleList([Borrower(self.layers[1], False), Borrower(self.layers[2], True)])
-
-    def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply layers and borrowers."""
-        for layer in (*self.layers[:-1], *self.borrowers, self.layers[-1]):
-            x = torch.tanh(layer(x))
-        return x
-
-
 class Experts(nn.Module):
     """Three experts. Each rank uses one or two of them, and different ones in each call."""
 
@@ -166,15 +152,11 @@ class Returning(Wandering):
         return x
 
 
-class Reordering(Wandering):
-    """The same, where all ranks use all layers once."""
+class ReorderingMixtures(Wandering):
+    """All ranks use all layers once, and three leaf modules of experts, which the first half uses in turns last to
+    first; a layer is used in every third call only."""
 
     paths = ((1, 2), (2, 1))
-
-
-class ReorderingMixtures(Reordering):
-    """The same with three leaf modules of experts, which these ranks use in turns last to first, and a layer that is
-    used in every third call only."""
 
     def __init__(self, sizes: Sequence[int], *args: Any, **kwargs: Any) -> None:
         super().__init__(sizes, *args, **kwargs)
@@ -276,13 +258,8 @@ class FlatKernel(Matrices):
 
 
 class Normed(Network):
-    """Layer 1 has torch's old weight norm; the last layer's weight is read without a call of it."""
+    """Layer 1 has torch's old weight norm."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         torch.nn.utils.weight_norm(self.layers[1])
-
-    def last(self, x: Tensor) -> Tensor:
-        """Apply the last layer's weight."""
-        weight: Tensor = self.layers[-1].weight
-        return nn.functional.linear(x, weight)

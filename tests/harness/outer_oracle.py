@@ -62,7 +62,7 @@ def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence
                 if of_warmup or one // group_size == group:
                     found = _backward(model, job, step, batches[one], n if of_warmup else group_size)
                     losses += found if one == rank and group == rank // group_size else []
-            torch.nn.utils.clip_grad_norm_(trained[group], job.clipping)
+            torch.nn.utils.clip_grad_norm_(trained[group], job.clipping or torch.inf)
         skipping = {rank // group_size for at, rank in job.overflow if at // job.accumulation == step - 1}
         for group, (_, optimizer) in enumerate(copies):
             if group not in skipping:
@@ -186,46 +186,3 @@ def _offsets(engine: Any, model: Network) -> list[Tensor]:
         assert (offsets >= 0).all(), name
         found.append(offsets.view(shape))
     return found
-
-
-class Run(NamedTuple):
-    """How a run compares with the same strategy's otherwise.
-
-    Attributes:
-        strategy: which.
-        weights: largest difference of weights, relative to the largest one.
-        anchors: whether they are the same bits in all groups.
-        applied: which steps were taken, the same on all ranks.
-    """
-
-    strategy: str
-    weights: float
-    anchors: bool
-    applied: list[bool]
-
-
-def against(
-    names: Sequence[str], job: Job, outer: dict[str, Any], other: dict[str, Any] | None, beside_job: Job
-) -> list[Run]:
-    """Train strategies with an outer optimizer, and with another one, or none; possibly in another way."""
-    rows = []
-    for name in names:
-        same: list[bool] = []
-
-        def look(engine: Any, same: list[bool] = same) -> None:
-            own = engine.optimizer.outer
-            own.settle()
-            anchors = torch.cat([fragment.anchor.flatten() for fragment in own.fragments])
-            same.append(training.replicas_equal(anchors, own.topology.inter))
-
-        found = training.train(job, training.placed(name, 2, **{KEY: outer}), look)
-        beside = training.train(beside_job, training.placed(name, 2, **({} if other is None else {KEY: other})))
-        apart = ((found.weights - beside.weights).abs().max() / beside.weights.abs().max()).item()
-        rows.append(Run(name, apart, same[0], found.applied))
-    return rows
-
-
-def trained(names: Sequence[str], job: Job, group_size: int, outer: dict[str, Any] | None) -> list[list[float]]:
-    """Train strategies, with an outer optimizer or without; the weights of each."""
-    more = {} if outer is None else {KEY: outer}
-    return [training.train(job, training.placed(name, group_size, **more)).weights.tolist() for name in names]

@@ -151,6 +151,33 @@ def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) -> tuple[dict[str, Any], ...]:
+    """Save after the first steps and go on to the last; then load, and go on from there.
+
+    Returns:
+        What was saved, what differs from it after the load, and what differs at the end.
+    """
+    engine, model = training.make_engine(job, keys)
+    mark(engine, model)
+    run(engine, job, steps_of(job, first), first=0)
+    engine.save_checkpoint(place, client_state={"epoch": 5})
+    saved = snapshot(engine, model, job)
+    losses = run(engine, job, steps_of(job, last - first, skip=first))
+    whole = snapshot(engine, model, job)
+    engine.destroy()
+    dist.barrier()
+    engine, model = training.make_engine(job, keys)
+    run(engine, job, steps_of(job, 2, skip=last + 2))  # something to be overwritten
+    path, client_state = engine.load_checkpoint(place)
+    assert path and client_state["epoch"] == 5
+    loaded = difference(saved, snapshot(engine, model, job))
+    again = run(engine, job, steps_of(job, last - first, skip=first))
+    resumed = difference(whole, snapshot(engine, model, job))
+    assert again == losses, (again, losses)
+    engine.destroy()
+    return saved, loaded, resumed
+
+
 def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, float]:
     """Largest difference of each thing that differs; infinite where the shapes do, or one has no such thing."""
     found = {}

@@ -9,7 +9,7 @@ order is checked] in ``stream_order.py``.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import deepspeed
@@ -157,52 +157,26 @@ OPTIONS = {
 }
 
 
-class Watched(NamedTuple):
-    """What was seen of a case.
-
-    Attributes:
-        findings: what has no order.
-        accesses, pairs: see ``Order``.
-    """
-
-    findings: list[str]
-    accesses: int
-    pairs: int
-
-
-def watch_cases(options: str, folder: str = "", number: int = len(ALL)) -> dict[str, Watched]:
-    """Watch so many of the strategies that have a case with a set of options; see ``watch_case``."""
-    return {name: watch_case(name, options, folder) for name in _some(options, number)}
-
-
-def _some(options: str, number: int) -> Sequence[str]:
-    """Strategies of a set, evenly spread; of another set others."""
+def watch_cases(options: str, folder: str, number: int) -> dict[str, tuple[list[str], int, int]]:
+    """Watch so many of a set's strategies, evenly spread, and of another set others; see ``watch_case``."""
     strategies, first = OPTIONS[options].strategies, list(OPTIONS).index(options)
-    number = min(number, len(strategies))
-    return [strategies[(first + at * len(strategies) // number) % len(strategies)] for at in range(number)]
+    names = [strategies[(first + at * len(strategies) // number) % len(strategies)] for at in range(number)]
+    return {name: watch_case(name, options, folder) for name in names}
 
 
-def watch_case(name: str, options: str, folder: str = "", **more: Any) -> Watched:
-    """Train a strategy and look at what has no order; arguments as of ``run_case``."""
+def watch_case(name: str, options: str, folder: str) -> tuple[list[str], int, int]:
+    """Train; what has no order, and numbers of accesses and of pairs, as in ``Order``. See ``run_case``."""
     with device_with_streams() as order:
-        run_case(order, name, options, folder, **more)
-    return Watched([str(finding) for finding in order.findings], order.accesses, order.pairs)
+        run_case(order, name, options, folder)
+    return [str(finding) for finding in order.findings], order.accesses, order.pairs
 
 
-def leave_out(places: Sequence[str], name: str, options: str, folder: str = "") -> dict[str, list[str]]:
-    """Leave out one wait after the other; what has no order, by its place.
-
-    Args:
-        places: names of ``left_out_waits.sites``.
-        name, options, folder: see ``run_case``.
-    """
-    found = {}
-    for place in places:
-        with device_with_streams() as order:
-            order.left_out = under(sites()[place])
-            run_case(order, name, options, folder)
-        found[place] = [str(finding) for finding in order.findings]
-    return found
+def leave_out(place: str, name: str, options: str, folder: str) -> list[str]:
+    """Leave out a wait, one of ``left_out_waits.sites``; what has no order. See ``run_case``."""
+    with device_with_streams() as order:
+        order.left_out = under(sites()[place])
+        run_case(order, name, options, folder)
+    return [str(finding) for finding in order.findings]
 
 
 def run_case(order: Order, name: str, options: str, folder: str = "", steps: int = 0, **more: Any) -> None:

@@ -42,7 +42,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deepspeed_ext.comm.background import THREAD
-from tests.harness.streams import Access, Clock, Device, Event, Memory, Stream, Work, byte_spans, merge, place_of_call
+from tests.harness.streams import Access, Clock, Event, Memory, Stream, Work, byte_spans, merge, place_of_call
 
 # Operators with outputs that nobody has filled, and those that use only the shape of their input.
 _UNWRITTEN = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -80,10 +80,14 @@ class Synchronization(NamedTuple):
         return f"{self.what} at {self.where}"
 
 
-class Order(Device):
+class Order:
     """The streams of a simulated device, and what happens on them. See Note [How order is checked].
 
     Attributes:
+        streams: all of them; ``default`` and ``current`` are two.
+        host: what the host has waited for.
+        left_out: whether the call that is made now, of what orders, is to be left out.
+        on_their_way: collectives.
         findings: accesses without an order, and how often they occurred.
         knows_host: whether operations on tensors of the host are told from those of the device.
         accesses: number of accesses to tensors that were checked.
@@ -94,7 +98,11 @@ class Order(Device):
     knows_host = False
 
     def __init__(self) -> None:
-        super().__init__()
+        self.streams: list[Stream] = []
+        self.host: Clock = {}
+        self.default = self.current = Stream(self, "compute")
+        self.left_out: Callable[[], bool] = lambda: False
+        self.on_their_way: set[Work] = set()
         self.of_host = Stream(self, "the host")
         self.findings: Counter[Finding] = Counter()
         self.accesses = self.pairs = 0
@@ -354,6 +362,22 @@ def device_with_streams(
         patches.enter_context(mock.patch("deepspeed_ext.comm.collectives.backend_of", lambda group: "nccl"))
         patches.enter_context(mock.patch.object(real_accelerator, "ds_accelerator", accelerator(order)))
         yield order
+
+
+@contextlib.contextmanager
+def asking(order: Order) -> Iterator[None]:
+    """In this context, count what ``watch`` does not see: on a CPU, asking for a tensor's values is no operation."""
+
+    def counting(name: str, plain: Any) -> Any:
+        def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            order.synchronize(name, order.current.clock)
+            return plain(tensor, *args, **kwargs)
+
+        return asked
+
+    found = {name: counting(name, getattr(Tensor, name)) for name in ("tolist", "numpy")}
+    with mock.patch.multiple(Tensor, **found):
+        yield
 
 
 def _tensors(nested: Any) -> list[Tensor]:

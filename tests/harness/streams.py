@@ -3,13 +3,11 @@
 """Streams, events and handles of a simulated device, and which accesses to the same bytes of memory lack an order.
 
 Each stream has a vector clock; see Note [How order is checked] in ``stream_order.py``. A call that is left out
-(``Device.left_out``) orders nothing, but data arrive all the same.
+(``Order.left_out``) orders nothing, but data arrive all the same.
 """
 
-import abc
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -127,34 +125,10 @@ def place_of_call() -> str:
     return " < ".join(places)
 
 
-class Device(abc.ABC):
-    """A simulated device, as far as its streams need to know it.
-
-    Attributes:
-        streams: all of them.
-        default, current: of them.
-        host: what the host has waited for.
-        left_out: whether the call that is made now, of what orders, is to be left out.
-        on_their_way: collectives.
-    """
-
-    def __init__(self) -> None:
-        self.streams: list[Stream] = []
-        self.host: Clock = {}
-        self.default = Stream(self, "compute")
-        self.current = self.default
-        self.left_out: Callable[[], bool] = lambda: False
-        self.on_their_way: set[Work] = set()
-
-    @abc.abstractmethod
-    def synchronize(self, what: str = "device", *clocks: Clock) -> None:
-        """Make the host wait for all streams, or up to these clocks; ``what``: what it waits for."""
-
-
 class Stream:
     """One of a simulated device. Its methods are those of ``torch.cuda.Stream``."""
 
-    def __init__(self, order: Device, name: str) -> None:
+    def __init__(self, order: Any, name: str) -> None:  # an ``Order``
         self.order, self.name = order, name
         self.number = len(order.streams)
         self.clock: Clock = {}
@@ -202,7 +176,7 @@ class Stream:
 class Event:
     """A point in a stream. Its methods are those of ``torch.cuda.Event``."""
 
-    def __init__(self, order: Device, **_: Any) -> None:
+    def __init__(self, order: Any, **_: Any) -> None:
         self.order = order
         self.clock: Clock = {}
         self.at = 0.0  # seconds of the host, which runs everything here
@@ -234,7 +208,7 @@ class Event:
 class Work:
     """A collective on its way."""
 
-    def __init__(self, order: Device, work: Any, clock: Clock, tensors: list[Tensor]) -> None:
+    def __init__(self, order: Any, work: Any, clock: Clock, tensors: list[Tensor]) -> None:
         self._order, self._work, self._clock = order, work, clock
         self._tensors = tensors
         order.on_their_way.add(self)

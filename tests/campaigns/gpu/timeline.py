@@ -203,8 +203,7 @@ def counter_of(place: Any) -> Iterator[Any]:
     if place.cuda:
         yield _counted_on_gpu
         return
-    from tests.harness.host_synchronizations import asking
-    from tests.harness.stream_order import device_with_streams
+    from tests.harness.stream_order import asking, device_with_streams
 
     with device_with_streams() as order:
 

@@ -26,21 +26,22 @@ def loss_of(engine: Any, batch: dict[str, Tensor]) -> Tensor:
 
 def train(
     config: dict[str, Any],
+    make: Callable[[], dict[str, Any]],
     prepare: Look = lambda engine: None,
     finish: Look = lambda engine: None,
     loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = loss_of,
     parts: int | None = None,
-    **given: Any,
 ) -> tuple[tiny.Run, Tensor]:
     """Train; what the run has left, and the weights before it.
 
     Args:
         config: configuration.
+        make: makes arguments of deepspeed.initialize; a model, if not the tiny one.
         prepare, finish: see the engine before and after training.
         loss_of: forward.
         parts: of the data, each for as many ranks; by default every rank has its own.
-        given: further arguments of deepspeed.initialize; a model, if not the tiny one.
     """
+    given = make()
     given.setdefault("model", tiny.make_model())
     engine, *_ = deepspeed.initialize(config=config, **given)
     start = training.whole_weights(engine.module)
@@ -58,7 +59,14 @@ def train(
     return tiny.ended(engine, losses), start
 
 
-def compare(stock: dict[str, Any], ours: dict[str, Any], **options: Any) -> Row:
-    """Train with two configurations."""
-    expected, start = train(stock, **options)
-    return tiny.compared(start, expected, train(ours, **options)[0])
+def compare(
+    stock: dict[str, Any],
+    ours: dict[str, Any],
+    make: Callable[[], dict[str, Any]] = dict,
+    group: Callable[[], Any] = lambda: None,
+    **options: Any,
+) -> Row:
+    """Train with two configurations, of which the same weights are held by all ranks or those of a group."""
+    expected, start = train(stock, make, **options)
+    found = train(ours, make, **options)[0]
+    return tiny.compared(start, expected, found, group=group())

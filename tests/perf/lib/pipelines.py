@@ -15,11 +15,12 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
+from deepspeed_ext.model_bytes import held
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, StateBytes
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, pipeline, read_corpus
-from tests.harness.model_states import held, whole_weights
+from tests.harness.training import whole_weights
 from tests.perf.lib import settings
 from tests.perf.lib.measurements import BYTES_BOUND, Measurement
 from tests.perf.lib.peers import ADAMW, Method

@@ -48,7 +48,8 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
     experts = name.endswith("experts")
     crossing = (*CROSSING, "mp_rank_00_model") if experts else CROSSING
     cut = {"N": 1, "I": 2, "G": 4}[name[2]]
-    for held, writers, sent, changed, same, latest, again in ranks(4).run(lost_case, str(tmp_path), name, node):
+    answers = ranks(4).run(memory_saves.lost_case, str(tmp_path), name, node)
+    for held, writers, sent, changed, same, latest, again in answers:
         for files in held:  # each node has all states, each file once
             assert set(files.values()) == {1}
             assert sum("optim_states" in name for name in files) == cut and any("model" in name for name in files)
@@ -59,11 +60,6 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
         if not experts:
             assert (sent > 100) == (cut == 4), "only states that no other group has cross"
         assert changed == {} and same and latest == "global_step1" and not again
-
-
-def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
-    """See ``memory_saves.py``."""
-    return memory_saves.lost_case(base, name, node)
 
 
 def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:

@@ -26,18 +26,9 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 # (strategy, group size, optimizer or expert-parallel size and optimizer, dtype, keys)
 SAVES = [
     ("NIG", 2, "Adam", "fp32", {}),
-    *deep(
-        ("NNI", 2, "Adam", "bf16", {}),
-        ("NGG", 4, "Muon", "fp16", {}),
-        ("NII", 2, "Muon", "bf16", {}),
-        ("NNG", 1, "Adam", "fp16", {}),
-        ("NIG", 2, "Muon", "fp32", OFFLOAD),
-        ("NIG", 2, "Adam", "fp32", OFFLOAD),
-        ("NIG", 2, "2 Adam", "fp32", {}),
-        ("NII", 2, "4 Adam", "fp32", {}),
-        ("NGG", 2, "1 Adam", "fp32", {}),
-        ("NNG", 2, "2 Muon", "bf16", {}),
-    ),
+    *deep(("NNI", 2, "Adam", "bf16", {}), ("NGG", 4, "Muon", "fp16", {}), ("NIG", 2, "Muon", "fp32", OFFLOAD)),
+    *deep(*((name, 2, f"{size} Adam", "fp32", {}) for name, size in (("NIG", 2), ("NII", 4), ("NGG", 1)))),
+    *deep(("NNG", 2, "2 Muon", "bf16", {})),
 ]
 
 
@@ -194,16 +185,8 @@ LOADS = [
     ("NIG", 2, {}, {"load_optimizer_states": False}),
     ("2", 2, {}, {}),
 ]
-MORE_LOADS = [
-    ("NIG", 4, {"reduce_bucket_size": 250}, {}),
-    ("NNG", 1, {"reduce_bucket_size": 10**8}, {}),
-    ("NGG", 2, OFFLOAD, {}),
-    ("NIG", 2, {}, {"load_module_only": True}),
-    ("NII", 2, {}, {}),
-    ("NII", 4, {}, {}),
-    ("1", 2, {}, {}),
-    ("IIG", 2, {}, {}),
-]
+MORE_LOADS = [("NNG", 1, {"reduce_bucket_size": 10**8}, {}), ("NGG", 2, OFFLOAD, {}), ("NII", 4, {}, {})]
+MORE_LOADS += [("NIG", 2, {}, {"load_module_only": True}), ("NII", 2, {}, {}), ("IIG", 2, {}, {})]
 
 
 @pytest.mark.parametrize("loads", [LOADS, *deep(MORE_LOADS)], ids=["some", "more"])

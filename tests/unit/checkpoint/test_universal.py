@@ -194,15 +194,7 @@ ALIKE = [
     ("Adam", "NNN", 4, "NNN", 2),
     ("Muon", "GNG", 4, "IIG", 4),
     ("Muon", "NII", 4, "NNI", 2),
-    *deep(
-        ("Adam", "NIG", 4, "NGG", 4),
-        ("Adam", "IIG", 4, "GGG", 4),
-        ("Adam", "III", 4, "INI", 4),
-        ("Adam", "III", 4, "III", 6),
-        ("Adam", "INI", 6, "III", 4),
-        ("Adam", "NII", 4, "NNI", 6),
-        ("Muon", "III", 4, "INI", 6),
-    ),
+    *deep(("Adam", "INI", 6, "III", 4), ("Adam", "NII", 4, "NNI", 6), ("Muon", "III", 4, "INI", 6)),
 ]
 
 

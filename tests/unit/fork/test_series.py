@@ -54,24 +54,6 @@ def test_the_whole_series_applies_to_a_fresh_base(archive: Path, tree: Path, tmp
 
 
 @pytest.mark.quick
-def test_faults_of_a_header_and_of_the_series_are_reported(copied: Path) -> None:
-    last = patch_mails.series()[-1]
-    text = last.path.read_text(encoding="utf-8")
-    text = text.replace("not-applicable", "submitted").replace("engine: a", f"engine: {'many words ' * 4}")
-    last.path.write_text(
-        re.sub(r"(?s)\n\n.*\n\nUpstream(.*)\nRemove-When: .*?\n", r"\n\nWhy.\n\nUpstream\1\n", text, count=1)
-    )
-    trailer, status, body, subject = patch_mails.read(last.path).problems()
-    assert trailer == f"{last.path.name}: no trailer Remove-When" and "'submitted' without an address" in status
-    assert "the body does not explain" in body and "at most 72 fit" in subject
-    names = patch_mails.SERIES.read_text(encoding="utf-8").split()
-    for order, message in ((names[:-1], r"lists \[.*\], its folder has \["), (names[::-1], "before the hooks")):
-        patch_mails.SERIES.write_text("\n".join(order), encoding="utf-8")
-        with pytest.raises(Failed, match=message):
-            patch_mails.series()
-
-
-@pytest.mark.quick
 def test_base_is_a_version_and_its_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(deepspeed_source, "WORK", tmp_path)
     (tmp_path / f"deepspeed-{deepspeed_source.requirement().version}.tar.gz").write_bytes(b"something else")

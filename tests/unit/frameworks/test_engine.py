@@ -31,13 +31,14 @@ def compile_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
         frames.clear()
         engine.compile(backend=backend)
 
-    def run(zero: dict[str, Any]) -> Any:
-        # Of few modules: at stage 3 each of them is traced by itself.
-        options = {"model": tiny.make_network(), "loss_of": lambda e, batch: tiny.network_loss(e, batch["input_ids"])}
-        return loops.train(plain(zero), prepare=prepare, **options)
-
-    expected, start = run(stock)
-    row = tiny.compared(start, expected, run(ours)[0])
+    # Of few modules: at stage 3 each of them is traced by itself.
+    row = loops.compare(
+        plain(stock),
+        plain(ours),
+        lambda: {"model": tiny.make_network()},
+        prepare=prepare,
+        loss_of=lambda engine, batch: tiny.network_loss(engine, batch["input_ids"]),
+    )
     if not frames:
         raise ValueError("nothing was compiled")
     return row
@@ -51,21 +52,18 @@ def eight_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
     dtypes: list[set[str]] = []
 
-    def run(zero: dict[str, Any]) -> Any:
-        config = plain(zero, zero_allow_untested_optimizer=True)
-        del config["optimizer"]
+    def make() -> dict[str, Any]:
         model = tiny.make_model(hidden_size=64, intermediate_size=128)
-        optimizer = bitsandbytes.optim.Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1)
-        engines: list[Any] = []
-        found, start = loops.train(config, prepare=engines.append, model=model, optimizer=optimizer)
-        states = engines[0].optimizer.optimizer.state.values()
-        dtypes.append(
-            {str(value.dtype) for state in states for key, value in state.items() if key.startswith("state")}
-        )
-        return found, start
+        return {"model": model, "optimizer": bitsandbytes.optim.Adam8bit(model.parameters(), lr=1e-2, min_8bit_size=1)}
 
-    expected, start = run(stock)
-    row = tiny.compared(start, expected, run(ours)[0])
+    def look(engine: Any) -> None:
+        states = engine.optimizer.optimizer.state.values()
+        dtypes.append({str(value.dtype) for state in states for key, value in state.items() if key[:5] == "state"})
+
+    configs = [plain(zero, zero_allow_untested_optimizer=True) for zero in (stock, ours)]
+    for config in configs:
+        del config["optimizer"]
+    row = loops.compare(*configs, make, finish=look)
     if dtypes != [{"torch.uint8"}] * 2:
         raise ValueError(f"expected states of 8 bits, got {dtypes}")
     return row

@@ -23,28 +23,27 @@ def ulysses_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
     from tests.harness.frameworks import loops, tiny
 
-    def run(zero: dict[str, Any]) -> Any:
+    made: list[Any] = []
+
+    def make() -> dict[str, Any]:
         model = tiny.make_model()
         sizes = {"sequence_parallel_size": 2, "micro_batch_size": 2}
-        mpu = UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **sizes)
-        ranks = mpu.get_sequence_parallel_group()
+        made.append(UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", **sizes))
+        return {"model": model, "mpu": made[-1]}
 
-        def loss_of(engine: Any, batch: dict[str, Any]) -> Any:
-            """The mean over the whole sequence; this rank has half of it."""
-            tokens = batch["input_ids"]
-            shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
-            positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-            half = {"input_ids": tokens, "position_ids": positions, "shift_labels": shifted}
-            half = {k: v.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()].contiguous() for k, v in half.items()}
-            loss = engine(**half, labels=half["shift_labels"]).loss
-            count = (half["shift_labels"] != -100).sum()
-            both = torch.distributed.nn.functional.all_reduce(torch.stack([loss * count, count.float()]), group=ranks)
-            return both[0] / both[1]
+    def loss_of(engine: Any, batch: dict[str, Any]) -> Any:
+        """Return the mean over the whole sequence; this rank has half of it."""
+        tokens, mpu = batch["input_ids"], made[-1]
+        shifted = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=-100)
+        positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+        half = {"input_ids": tokens, "position_ids": positions, "shift_labels": shifted}
+        half = {k: v.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()].contiguous() for k, v in half.items()}
+        loss, count = engine(**half, labels=half["shift_labels"]).loss, (half["shift_labels"] != -100).sum()
+        sums = torch.stack([loss * count, count.float()])
+        both = torch.distributed.nn.functional.all_reduce(sums, group=mpu.get_sequence_parallel_group())
+        return both[0] / both[1]
 
-        return loops.train(plain(zero), mpu=mpu, model=model, loss_of=loss_of, parts=2)
-
-    expected, start = run(stock)
-    return tiny.compared(start, expected, run(ours)[0])
+    return loops.compare(plain(stock), plain(ours), make, loss_of=loss_of, parts=2)
 
 
 def make_ulysses(folder: str, zero: dict[str, Any]) -> Any:
@@ -79,16 +78,14 @@ def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
 
     from tests.harness.frameworks import loops, tiny
 
-    def run(zero: dict[str, Any]) -> Any:
-        config = plain(zero, tensor_parallel={"autotp_size": 2})
-        return loops.train(config, parts=2)
+    def look(engine: Any) -> None:
+        whole = sum(p.numel() for p in tiny.make_model().parameters())
+        held = sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())
+        if held >= whole:
+            raise ValueError(f"expected that ranks hold parts of {whole} weights, got {held}")
 
-    expected, start = run(stock)
-    found, _ = run(ours)
-    whole = sum(p.numel() for p in tiny.make_model().parameters())
-    if not found.weights.numel() < whole:
-        raise ValueError(f"expected that ranks hold parts of {whole} weights, got {found.weights.numel()}")
-    return tiny.compared(start, expected, found, group=groups._get_data_parallel_group())
+    configs = [plain(zero, tensor_parallel={"autotp_size": 2}) for zero in (stock, ours)]
+    return loops.compare(*configs, group=groups._get_data_parallel_group, parts=2, finish=look)
 
 
 @pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])

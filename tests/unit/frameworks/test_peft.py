@@ -30,19 +30,18 @@ def case(ours: dict[str, Any], stock: dict[str, Any], checkpointing: bool) -> tu
         named = engine.module.named_parameters()
         trained.update(name for name, p in named if safe_get_full_optimizer_state(p, "exp_avg") is not None)
 
-    def run(zero: dict[str, Any], **options: Any) -> Any:
+    def make() -> dict[str, Any]:
         lora = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"])
         model = get_peft_model(tiny.make_model(), lora)
         if checkpointing:
             model.enable_input_require_grads()
             model.gradient_checkpointing_enable({"use_reentrant": True})
         sizes.update({name: (p.numel(), p.requires_grad) for name, p in model.named_parameters()})
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        return loops.train(plain(zero), model=model, model_parameters=parameters, **options)
+        return {"model": model, "model_parameters": [p for p in model.parameters() if p.requires_grad]}
 
     sizes: dict[str, tuple[int, bool]] = {}
-    expected, start = run(stock)
-    found, _ = run(ours, finish=look)
+    expected, start = loops.train(plain(stock), make)
+    found, _ = loops.train(plain(ours), make, finish=look)
     base = torch.cat([torch.full((numel,), not trains) for numel, trains in sizes.values()])
     adapters = {name for name, (_, trains) in sizes.items() if trains}
     return tiny.compared(start, expected, found), torch.equal(found.weights[base], start[base]), trained == adapters

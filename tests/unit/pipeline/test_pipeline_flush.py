@@ -12,6 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 
 from deepspeed_ext.comm import collectives
+from deepspeed_ext.model_bytes import held
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import pipelines
@@ -63,9 +64,6 @@ def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
 
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
     """Of each strategy: parameters of this stage; bytes received from each rank in a step; bytes held before it."""
-
-    from tests.harness.model_states import held
-
     rows = []
     for name in names:
         pipe = pipelines.Pipe(micro_batches=MICRO_BATCHES, widths=WIDTHS, tied=False, zero=ZERO)

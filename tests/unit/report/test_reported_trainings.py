@@ -127,8 +127,8 @@ def test_a_pipeline_is_reported_on(ranks: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["IIG", *deep("NIG")])
 def test_a_device_with_streams_is_reported_on(ranks: Any, tmp_path: Path, name: str) -> None:
     """Recording leaves out no wait, and waits of streams are seen."""
-    for watched in ranks(4).run(stream_cases.watch_case, name, "reported", str(tmp_path)):
-        assert not watched.findings and watched.pairs
+    for findings, _, pairs in ranks(4).run(stream_cases.watch_case, name, "reported", str(tmp_path)):
+        assert not findings and pairs
     report = json.loads((tmp_path / name / "report.json").read_text())
     assert {row["hop"] for row in report["hops"]} == {"within", "between"}
     training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.emulation import cluster, network
+from scripts.emulation import network
 from scripts.emulation.launching import environment
 from tests.harness.tiers import deep
 
@@ -183,47 +183,3 @@ def test_launchers_start_the_ranks(start: Start, launcher: str) -> None:
     for rank in range(4):
         prefix = "[node 1] " if rank >= 2 else ""
         assert f"{prefix}{rank} {rank % 2} 4 internode 2" in out.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--nodes", "251"], "--nodes must be 1 to 250, not 251"),
-        (["--rate", "inf"], "must be more than 0 Mbit/s, or 0 or 'unlimited' for no limit, not 'inf'"),
-        (["--log", "/nowhere/log"], "there is no folder for --log /nowhere/log"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        cluster.parse_arguments([*arguments, __file__])
-    assert message in capsys.readouterr().err
-    args = cluster.parse_arguments(["--rate", "0", __file__, *arguments])  # the script's own
-    assert (args.nodes, args.rate, args.arguments) == (2, None, arguments)
-
-
-MEASURED = """
-import json
-import deepspeed
-from deepspeed_ext.comm.process_groups import get_topology
-from deepspeed_ext.planner import probe
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # takes a minute to compile
-deepspeed.init_distributed("gloo")
-found = [probe.measure(get_topology(None, 2)).as_dict() for _ in range(3)]  # other programs may slow one down
-if deepspeed.comm.get_rank() == 0:
-    print(json.dumps(found), flush=True)
-"""
-
-
-@pytest.mark.deep
-def test_the_planner_measures_the_links_of_a_launch(start: Start) -> None:
-    """The rate is that of the payload, and two ranks share a link: TCP's and Ethernet's headers take 5 %."""
-    process = start(MEASURED, "--launcher", "none", "--rate", "200")
-    out, err = process.communicate(timeout=280)
-    assert process.returncode == 0, err
-    (found,) = [json.loads(line) for line in out.splitlines() if line.startswith('[{"gather"')]
-    for kind in ("gather", "reduce"):
-        rates = [(2 * 8 * one[kind]["inter"]["bandwidth"] / 1e6, one[kind]) for one in found]
-        mbit, best = min(rates, key=lambda rate: abs(rate[0] - 200))
-        assert mbit == pytest.approx(200, rel=0.15), kind
-        assert best["intra"]["bandwidth"] > 4 * best["inter"]["bandwidth"]

@@ -95,19 +95,6 @@ def test_only_parameters_with_one_gradient_are_sent_early() -> None:
     boundary.learn(lambda used: pytest.fail("ranks agree once"))
 
 
-@pytest.mark.parametrize("again", ["in the first step", "always"])
-def test_a_bucket_is_sent_again_with_a_late_gradient(again: Any) -> None:
-    boundary = Boundary(["ab", "c", "d"], str, early=True, once=False, again=again)
-    assert [boundary.ready(member) for member in "abca"] == [[], ["ab"], ["c"], []]
-    assert boundary.rest() == ["d"] and boundary.again(lambda late: late) == ["ab"]
-    # It has had several gradients, so that its bucket waits; another rank's bucket is sent again.
-    assert [boundary.ready(member) for member in "abcad"] == [[]] * 5
-    assert boundary.rest() == ["ab", "c", "d"] and boundary.again(lambda late: late + torch.eye(3)[1]) == ["c"]
-    boundary.learn(lambda used: used)
-    assert [boundary.ready(member) for member in "abc"] == [[]] * 3
-    assert boundary.rest() == ["ab", "c", "d"] and boundary.again(torch.zeros_like) == []
-
-
 def test_late_gradients_after_the_first_step() -> None:
     first = Boundary(["a", "b"], str, early=True, once=False, again="in the first step")
     always = Boundary(["a", "b"], str, early=True, once=False, again="always")
@@ -197,14 +184,6 @@ def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit
             assert not group.pieces._held
         if step == 1:
             together(groups, lambda group, largest: group.boundary.learn(largest))
-
-
-def test_gradients_in_the_order_of_the_model_cross_at_once() -> None:
-    params = parameters([3] * 8, [torch.float32] * 8)
-    group = Group(params, 2 * ROWS * 3)
-    for end in (8, 6, 4, 2):
-        group.arrive(params[end - 2 : end])
-        assert group.crossed.pop() == [end - 2, end - 1] and not group.crossed and not group.pieces._held
 
 
 def test_neighbors_cross_without_a_copy() -> None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """On a device with streams: where the host waits, what overlaps by default, and which updates are sent first."""
 
+import gc
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -17,10 +18,10 @@ from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.zero.factory import use_streams
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import training
-from tests.harness.host_synchronizations import host_synchronizations
 from tests.harness.logs import logged
 from tests.harness.networks import SQUARE
-from tests.harness.stream_order import device_with_streams
+from tests.harness.stream_cases import micro_step
+from tests.harness.stream_order import asking, device_with_streams
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
@@ -29,21 +30,35 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
-    """How often the host has waited in micro-steps 5 to 10, for each strategy or stage.
+    """How often the host has waited in micro-steps 5 to 10, two of which make a step, for each strategy or stage.
 
-    Two micro-steps make a step. Kinds are "device", "stream", "event" and "answer", that is for a value, in
-    ``engine.step()`` or outside of it. Such events are those of DeepSpeed's brakes: the host must not be far ahead of
-    gathers and reductions.
+    Kinds are "device", "stream", "event" and "answer", that is for a value, in ``engine.step()`` or outside of it. The
+    events are those of DeepSpeed's brakes: the host must not be far ahead of gathers and reductions.
     """
+    job = Job(sizes=SQUARE, accumulation=2, empty=False, zero=SMALL, dtype=dtype, config=config)
+    waits: dict[str, Counter[str]] = {name: Counter() for name in names}
 
-    def kinds(waits: Counter[Any], where: str) -> list[str]:
-        known = ("device", "stream", "event")
-        return [f"{one.what if one.what in known else 'answer'} {where}" for one in waits.elements()]
+    def count(name: str, waited: Counter[Any], where: str) -> None:
+        for one, number in waited.items():
+            kind = one.what if one.what in ("device", "stream", "event") else "answer"
+            waits[name][f"{kind} {where}"] += number
 
-    waits = {}
     for name in names:
-        found = host_synchronizations(name, zero, dtype=dtype, config=config)
-        waits[name] = dict(Counter(kinds(found.outside, "outside") + kinds(found.in_step, "in step")))
+        with device_with_streams() as order:
+            engine, model = training.make_engine(job, placed(name, **zero))
+            data = training.batches(job)
+            batches = [next(data) for _ in range(10)]
+            gc.collect()  # an earlier engine; if it ended now, the host would wait
+            with order.watch(), asking(order):
+                for number, batch in enumerate(batches, 1):
+                    before = order.synchronizations.copy()
+                    micro_step(engine, model, job, number - 1, batch, gathering=False)
+                    between = order.synchronizations.copy()
+                    engine.step()
+                    if number >= 5:
+                        count(name, between - before, "outside")
+                        count(name, order.synchronizations - between, "in step")
+            engine.destroy()
     return waits
 
 

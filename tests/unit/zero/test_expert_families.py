@@ -23,17 +23,11 @@ from tests.harness.expert_cases import (
     routed_case,
 )
 from tests.harness.tiers import by_strategies, deep
-from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job
+from tests.harness.training import BF16, PARTITIONED, REPLICATED, Difference, Job, check
 
 FP16 = {"weights": 2e-3, "losses": 1e-2, "norms": 4e-3}
 OVERFLOW = {"dtype": "fp16", "accumulation": 2, "steps": 4, "overflow": [(3, 1)]}
 ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
-
-
-def check(rows: list[Difference], **bounds: float) -> None:
-    """Check bounds, and that each strategy's optimizer was there."""
-    for row in rows:
-        training.check([row], optimizer=f"Stage{'12' if row.strategy[0] == 'N' else '3'}Optimizer", **bounds)
 
 
 def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
@@ -60,8 +54,7 @@ RESTING = {"zero": {"overlap_comm": True}, "accumulation": 3, "skipped": [(n, 1)
         (4, 2, 2, ("NNN", "NGG"), {"boundary": "step", "backward": "loss", "accumulation": 2}, {}),
         (4, 2, 2, ("NNI", "NIG", "NGG"), OVERFLOW, FP16),
         *deep((4, 2, 2, REPLICATED, {**X2, "dtype": "bf16"}, BF16), (4, 2, 2, REPLICATED, OVERFLOW, FP16)),
-        *deep(*((4, ep, group, REPLICATED, X2, {}) for ep, group in ((2, 2), (4, 2), (2, 4), (2, 1)))),
-        *deep((8, 2, 4, REPLICATED, X3, {}), (8, 4, 2, REPLICATED, X3, {}), (4, 2, 2, REPLICATED, RESTING, {})),
+        *deep(*((8, ep, group, REPLICATED, X3, {}) for ep, group in ((2, 4), (4, 2), (2, 1)))),
     ],
     ids=by_strategies,
 )
@@ -75,9 +68,7 @@ def test_parity_of_moe_layers(
     "ep, group, job, names",
     [
         (2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, ("ING", "III", "IIG", "GIG")),
-        *deep((4, 2, {"accumulation": 3}, PARTITIONED), (1, 2, {"accumulation": 2}, PARTITIONED)),
-        *deep((2, 1, {"accumulation": 1, "clipping": 0.1}, PARTITIONED), (2, 4, {"accumulation": 2}, PARTITIONED)),
-        *deep((2, 2, {"optimizer": "Muon", "accumulation": 2}, PARTITIONED)),
+        *deep((4, 2, {"accumulation": 3}, PARTITIONED), (2, 2, {"optimizer": "Muon", "accumulation": 2}, PARTITIONED)),
     ],
     ids=by_strategies,
 )
@@ -96,8 +87,7 @@ def test_moe_layers_with_parameters_sharded(
         (2, 2, ("NNG", "NII", "NIG"), X2, {}),
         (2, 2, ("INI", "IIG", "GNG"), X2, {}),
         (2, 2, ("III", "IIG", "GGG"), {**X2, "dtype": "bf16"}, BF16),
-        *deep((2, 2, REPLICATED, X2, {}), (4, 2, REPLICATED, X2, {})),
-        *deep(*((ep, group, PARTITIONED, X2, {}) for ep, group in ((2, 2), (1, 2), (4, 2), (2, 4)))),
+        *deep((4, 2, REPLICATED, X2, {}), (4, 2, PARTITIONED, X2, {}), (2, 4, PARTITIONED, X2, {})),
         *deep((2, 2, ("III", "IIG", "GGG"), {**OVERFLOW, "clipping": 0.0}, FP16)),
     ],
     ids=by_strategies,
@@ -114,8 +104,7 @@ def test_parity_of_experts_of_autoep(
     "ep, world, group, accumulation, names",
     [
         (2, 4, 1, 3, ("NNI", "NIG", "ING", "IGG")),
-        *deep((2, 4, 2, 1, (*REPLICATED, *PARTITIONED)), (4, 4, 1, 3, (*REPLICATED, *PARTITIONED))),
-        *deep(*((ep, 8, 2, 3, ("NNG", "NII", "NIG", "INI", "IIG", "GNG")) for ep in (2, 4))),
+        *deep(*((ep, 8, 2, 3, (*REPLICATED, *PARTITIONED)) for ep in (2, 4))),
     ],
     ids=by_strategies,
 )
@@ -197,8 +186,7 @@ MUON = {"weights": 1e-4, "losses": 1e-5}
     "world, ep, group, names, job",
     [
         (6, 2, 2, ("NNN", "NIG"), {"accumulation": 3, "clipping": 0.1, "groups": 2}),
-        *deep(*((*shape, REPLICATED, {"accumulation": 3}) for shape in ((4, 1, 2), (4, 2, 2), (4, 4, 2), (8, 2, 4)))),
-        *deep((4, 2, 2, REPLICATED, ON_HOST)),
+        *deep((8, 2, 4, REPLICATED, {"accumulation": 3}), (4, 2, 2, REPLICATED, ON_HOST)),
     ],
 )
 def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]) -> None:
@@ -212,8 +200,7 @@ def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...
     [
         (4, 2, 4, ("NIG", "III", "GNG"), {"accumulation": 3}),
         (4, 2, 2, ("IIG",), {"clipping": 0.1, "groups": 2}),
-        *deep(*((*shape, PARTITIONED + REPLICATED, {}) for shape in ((4, 2, 2), (4, 1, 2), (4, 4, 2), (8, 2, 4)))),
-        *deep((4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
+        *deep((8, 2, 4, PARTITIONED + REPLICATED, {}), (4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
     ],
 )
 def test_muon_of_autoep(
@@ -221,7 +208,7 @@ def test_muon_of_autoep(
 ) -> None:
     """Packed experts, beside DeepSpeed's stage 3."""
     for rows in ranks(world).run(muon_case, ep, {"steps": 3, **job}, group, names):
-        check([row._replace(strategy=name) for row, name in zip(rows, names, strict=True)], **MUON)
+        check(rows, **MUON)
 
 
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
@@ -291,16 +278,13 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         ("MoE", 2, False, "Muon", ("NIG", "IIG")),
         ("AutoEP", 4, True, "Adam", ("NNN", "IGG")),
         ("folded", 2, False, "Adam", ("IIG",)),
-        *deep(
-            *(("folded", ep, compressed, "Adam", ("NIG", "INI", "IIG")) for ep, compressed in ((2, False), (4, True)))
-        ),
-        *deep(*((kind, 4, True, "Adam", ("NNN", "III", "IGG", "ING")) for kind in ("MoE", "AutoEP"))),
-        *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
+        *deep(("folded", 4, True, "Adam", ("NIG", "INI", "IIG"))),
+        *deep(*((kind, 4, True, "Adam", ("NNN", "III", "ING")) for kind in ("MoE", "AutoEP"))),
+        *deep(*((kind, 2, False, "Muon", ("NII", "INI", "GGG")) for kind in ("MoE", "AutoEP"))),
     ],
 )
 def test_a_resumed_run_is_the_uninterrupted_one(
     ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):
-        for name, restored, same_losses, same_weights in rows:
-            assert restored and same_losses and same_weights, (name, restored, same_losses, same_weights)
+        assert rows == [(name, {}, {}) for name in names]

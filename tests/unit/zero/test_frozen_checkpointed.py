@@ -3,7 +3,7 @@
 """LoRA under activation checkpointing: what is gathered at once of frozen parameters, and that training is stock's."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -85,29 +85,18 @@ class CheckpointedInside(Checkpointed):
     inside = True
 
 
-class Found(NamedTuple):
-    """What was seen of a training.
-
-    Attributes:
-        most: elements that were gathered at once in a micro-step.
-        left: elements that were gathered between micro-steps.
-        apart: largest difference of weights from stock's.
-        equal: whether all ranks have the same weights.
-    """
-
-    most: int
-    left: int
-    apart: float
-    equal: bool
-
-
 def checkpointed_case(
     use_reentrant: bool, network: type[Checkpointed], zero_init: str | None, names: Sequence[str]
-) -> list[Found]:
-    """Train stock, strategies, and one with parameters on the host: two steps of two micro-steps."""
+) -> list[tuple[int, int, float, bool]]:
+    """Train stock, strategies, and one with parameters on the host: two steps of two micro-steps.
+
+    Returns:
+        Of each the most elements that were gathered at once in a micro-step, and between micro-steps; the largest
+        difference of weights from stock's, and whether all ranks have the same.
+    """
     details = {"network": network, "checkpointing": use_reentrant, "zero_init": zero_init}
     job = Job(zero=NOTHING_KEPT, empty=False, steps=2, accumulation=2, **details)
-    found: list[Found] = []
+    found = []
     weights: list[Tensor] = []
     on_host = placed("ING", offload_param={"device": "cpu"})
     for zero in ({"stage": 3}, *map(placed, names), on_host):
@@ -133,7 +122,7 @@ def checkpointed_case(
             left = max(left, gathered())
         weights.append(training.whole_weights(model))
         apart = ((weights[-1] - weights[0]).abs().max() / weights[0].abs().max()).item()
-        found.append(Found(most, left, apart, training.replicas_equal(weights[-1])))
+        found.append((most, left, apart, training.replicas_equal(weights[-1])))
         engine.destroy()
     return found
 
@@ -161,7 +150,7 @@ def test_one_block_is_gathered_at_once_and_training_is_stocks(
     """Stock gathers all blocks by the end of the backward, if checkpoints are reentrant; a fork has corrected that."""
     stock, *ours = ranks(4).run(checkpointed_case, use_reentrant, network, zero_init, names)[0]
     if use_reentrant and network is Checkpointed:  # once DeepSpeed has corrected it, the override can go
-        assert (stock.most >= BLOCKS * BLOCK) != (fork.version() is not None), stock
-    for name, found in zip((*names, "ING"), ours, strict=True):
-        assert found.apart < 2e-6 and found.equal, (name, found)
-        assert network is not Checkpointed or (found.most <= BLOCK + ADAPTERS and found.left == 0), (name, found)
+        assert (stock[0] >= BLOCKS * BLOCK) != (fork.version() is not None), stock
+    for name, (most, left, apart, equal) in zip((*names, "ING"), ours, strict=True):
+        assert apart < 2e-6 and equal, (name, apart)
+        assert network is not Checkpointed or (most <= BLOCK + ADAPTERS and left == 0), (name, most, left)

@@ -231,7 +231,7 @@ def evaluation_case(
     return rows
 
 
-@pytest.mark.parametrize("network", [networks.External, *deep(networks.Shared)], ids=lambda network: network.__name__)
+@pytest.mark.parametrize("network", [networks.Tangled, *deep(networks.Shared)], ids=lambda network: network.__name__)
 def test_inference_without_an_optimizer(ranks: Any, network: Any) -> None:
     assert ranks(4).run(inference_case, network) == [[(name, 0.0, True) for name in PARTITIONED]] * 4
 

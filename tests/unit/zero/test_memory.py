@@ -13,10 +13,11 @@ import torch
 from deepspeed import comm as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from deepspeed_ext import model_bytes
 from deepspeed_ext.loco.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
-from tests.harness import model_states, training
+from tests.harness import training
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED
 
@@ -109,9 +110,9 @@ def memory_case(
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        between = model_states.held(engine)
+        between = model_bytes.held(engine)
         micro_step(True)
-        rows.append((name, states, between, model_states.held(engine).gradients))
+        rows.append((name, states, between, model_bytes.held(engine).gradients))
         engine.destroy()
     return rows
 
@@ -155,7 +156,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
         gc.collect()
         due = STRATEGIES[name].memory(cluster, states).total
         # All that is in use now, less the states that are held now, is not model states.
-        other = bytes_in_use() - model_states.held(engine).total
+        other = bytes_in_use() - model_bytes.held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
         rows.append((name, *(peak - other - due for peak in peaks)))
         engine.destroy()

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,49 +33,26 @@ def muon(**details: Any) -> Job:
     return Job(**{"optimizer": "Muon", "steps": 3, "empty": False, "zero": SMALL, **details})
 
 
-def run(
-    ranks: Any, job: Job, names: Sequence[str], world: int = 4, group: int = 2, stage: str = "2", **bounds: float
-) -> None:
-    variants = [placed(name, group) for name in names]
-    check_each(ranks(world).run(training.against, job, variants, STOCK[stage])[0], names, **bounds)
+def run(ranks: Any, job: Job, names: Sequence[str], world: int = 4, stage: str = "2", **bounds: float) -> None:
+    rows = ranks(world).run(training.against, job, [placed(name) for name in names], STOCK[stage])[0]
+    check(rows, **(bounds or BOUNDS))
 
 
-def check_each(rows: list[Difference], names: Sequence[str], **bounds: float) -> None:
-    """Check bounds, and that each strategy's optimizer was there."""
-    for row, name in zip(rows, names, strict=True):
-        check([row], **(bounds or BOUNDS), optimizer="Stage12Optimizer" if name in REPLICATED else "Stage3Optimizer")
-
-
-class Row(NamedTuple):
-    """A shape, with what else is configured; ``stage`` is the oracle."""
-
-    world: int
-    group: int
-    stage: str
-    details: dict[str, Any]
-    bounds: dict[str, float] = BOUNDS
-
-
-STANDARD = {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1, "torch_adam": True}
+STANDARD_STEP = {"ns_method": "standard", "momentum": 0.8, "weight_decay": 0.1, "torch_adam": True}
+STANDARD = {"optimizer": {"params": STANDARD_STEP}}
 RESTING = {"skipped": ((1, 0), (1, 1), (2, 2), (4, 1)), "zero": {**SMALL, "overlap_comm": True}}
-ROWS = {
-    "groups, frozen, clipped": Row(4, 2, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}),
-    "overlap, layers that rest": Row(4, 2, "2", {"accumulation": 3, "clipping": 0.0, **RESTING}),
+ROWS: dict[str, tuple[int, str, dict[str, Any], dict[str, float]]] = {  # ranks, stage, what is trained, bounds
+    "groups, frozen, clipped": (4, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}, BOUNDS),
+    "overlap, layers that rest": (4, "2", {"accumulation": 3, "clipping": 0.0, **RESTING}, BOUNDS),
     # The standard iteration is in bf16, where an ulp of what comes in may be many of what goes out.
-    "standard": Row(
-        6,
-        2,
-        "2",
-        {"accumulation": 3, "config": {"optimizer": {"params": STANDARD}}},
-        {"weights": 2e-2, "losses": 1e-2},
-    ),
+    "standard": (6, "2", {"accumulation": 3, "config": STANDARD}, {"weights": 2e-2, "losses": 1e-2}),
 }
 
 
 @pytest.mark.parametrize("row, names", with_some(ROWS, SOME, ALL), ids=by_strategies)
 def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str, names: tuple[str, ...]) -> None:
-    world, group, stage, details, bounds = ROWS[row]
-    run(ranks, muon(**details), names, world, group, stage, **bounds)
+    world, stage, details, bounds = ROWS[row]
+    run(ranks, muon(**details), names, world, stage, **bounds)
 
 
 @pytest.mark.parametrize(
@@ -110,17 +87,6 @@ def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
     assert rows[-2].weights < BOUNDS["weights"]  # only later
 
 
-def test_under_zero_init_muon_has_its_matrices(ranks: Any) -> None:
-    for rows in ranks(4).run(zero_init_case):
-        check(rows, **BOUNDS)
-
-
-def zero_init_case() -> list[Difference]:
-    """How far models of deepspeed.zero.Init are from one that is whole."""
-    stock, sharded = training.stock(muon(), STOCK["2"]), muon(zero_init="config")
-    return [training.beside(stock, name, sharded, placed(name)) for name in ("III", "IIG", "GGG")]
-
-
 def test_an_unknown_iteration_is_refused_in_the_same_words(ranks: Any) -> None:
     """Whatever the order in which a rank has DeepSpeed's set."""
     wanted = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
@@ -138,19 +104,19 @@ def unknown_case() -> list[str]:
 
 @pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
 def test_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
-    check_each(ranks(6).run(matrices_case, names)[0], names)
+    check(ranks(6).run(matrices_case, names)[0], **BOUNDS)
 
 
 def matrices_case(names: tuple[str, ...]) -> list[Difference]:
     """Differences from stage 3, for which the kernel is a matrix."""
     details = {"sizes": networks.SQUARE, "clipping": 0.0, "accumulation": 2}
-    stock = training.stock(muon(network=networks.FlatKernel, **details), STOCK["3"])
+    stock = training.train(muon(network=networks.FlatKernel, **details), STOCK["3"])
     job = muon(network=networks.Matrices, **details)
     return [training.beside(stock, name, job, placed(name, 3)) for name in names]
 
 
 def test_groups_may_differ_in_momentum(ranks: Any) -> None:
-    check_each(ranks(4).run(groups_case)[0], ("NIG", "IIG", "III"))
+    check(ranks(4).run(groups_case)[0], **BOUNDS)
 
 
 def groups_case() -> list[Difference]:
@@ -161,7 +127,7 @@ def groups_case() -> list[Difference]:
         return [{**group, "momentum": 0.95 - number / 5} for number, group in enumerate(groups(*args))]
 
     with mock.patch.object(training, "parameter_groups", differing):
-        oracle = training.train(job, STOCK["2"])  # as patched, which no run that is kept is
+        oracle = training.train(job, STOCK["2"])
         return [training.beside(oracle, name, job, placed(name)) for name in ("NIG", "IIG", "III")]
 
 

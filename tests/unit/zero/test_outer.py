@@ -32,88 +32,73 @@ ALL = ("NNI", "NII", "INI", "III")
 JOB = Job(steps=7, zero=SMALL, empty=False)
 
 
-def check(rows: list[Any], bound: float = 2e-6) -> None:
-    for row in rows:
-        assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
-
-
 ODD = replace(JOB, accumulation=3, optimizer="Adam", groups=2, frozen=(1,), skipped=((4, 0), (10, 2)), empty=True)
-CASES = [
-    (4, 2, ALL, JOB, {"steps": 3}),
-    (4, 2, ("NII", "INI"), JOB, {"steps": 2, "nesterov": False, "lr": 1.0}),
-    (6, 2, ("NII", "III"), ODD, {"steps": 2, "warmup_steps": 2}),  # three groups
-    (4, 1, ("NNI", "III"), ODD, {"steps": 3}),  # four
-    *deep((4, 4, ("NII", "III"), ODD, {"steps": 2})),  # one
-    (4, 2, ("NNI", "INI"), ODD, {"steps": 4, "fragments": 2}),
-    (6, 2, ("INI", "NII"), replace(JOB, steps=12), {"steps": 6, "fragments": 3, "delay": 1, "warmup_steps": 1}),
-    (4, 2, ("NII", "III"), replace(JOB, steps=9), {"steps": 4, "delay": 3, "offload": "cpu"}),
+ALONE = {"steps": 1, "lr": 1.0, "momentum": 0.0, "nesterov": False}  # in each step: the strategy without it
+OUTER = {"steps": 2, "fragments": 2}
+SUMS = replace(JOB, accumulation=2, clipping=0.0)
+SHARDED = replace(JOB, zero_init="config", clipping=0.0)
+FP16 = replace(JOB, dtype="fp16", overflow=((3, 1),))
+OFFLOAD = replace(JOB, optimizer="Adam", zero={**SMALL, "offload_optimizer": {"device": "cpu"}})
+EXACT = 2e-6
+CASES = [  # ranks, group size, strategies, what is trained, the section, how far it may be from fp32 and all bits
+    (4, 2, ALL, JOB, {"steps": 3}, EXACT),
+    (4, 2, ("NII", "INI"), JOB, {"steps": 2, "nesterov": False, "lr": 1.0}, EXACT),
+    (6, 2, ("NII", "III"), ODD, {"steps": 2, "warmup_steps": 2}, EXACT),  # three groups
+    (4, 1, ("NNI", "III"), ODD, {"steps": 3}, EXACT),  # four
+    (4, 2, ("NNI", "INI"), ODD, {"steps": 4, "fragments": 2}, EXACT),
+    (6, 2, ("INI", "NII"), replace(JOB, steps=12), {"steps": 6, "fragments": 3, "delay": 1, "warmup_steps": 1}, EXACT),
+    (4, 2, ("NII", "III"), replace(JOB, steps=9), {"steps": 4, "delay": 3, "offload": "cpu"}, EXACT),
     # One group skips the step after which a fragment leaves, and then the other one the step after which it is used.
-    (4, 2, ("NNI", "III"), replace(JOB, overflow=((3, 1),)), {"steps": 4}),
-    (4, 2, ("NII", "INI"), replace(JOB, steps=9, overflow=((3, 1), (6, 2))), {"steps": 4, "fragments": 2, "delay": 1}),
+    (4, 2, ("NNI", "III"), replace(JOB, overflow=((3, 1),)), {"steps": 4}, EXACT),
+    (4, 2, ("NII",), replace(JOB, steps=9, overflow=((3, 1), (6, 2))), {**OUTER, "steps": 4, "delay": 1}, EXACT),
+    (4, 2, ALL, SUMS, ALONE, EXACT),
+    (4, 2, ALL[2:], SHARDED, ALONE, EXACT),
+    (4, 2, ("NII", "III"), OFFLOAD, OUTER, EXACT),
+    (4, 2, ("NII", "INI"), JOB, {**OUTER, "bits": 8}, 0.02),
+    (4, 2, ALL, JOB, {**OUTER, "bits": 4}, 0.2),
+    (4, 2, ("NII", "INI"), replace(JOB, dtype="bf16"), OUTER, 0.05),
+    (4, 2, ("NNI", "III"), FP16, OUTER, 0.05),
+    *deep((4, 4, ("NII", "III"), ODD, {"steps": 2}, EXACT), (4, 2, ("NNI", "III"), JOB, {**OUTER, "bits": 16}, 0.01)),
+    *deep((4, 2, ALL, replace(OFFLOAD, dtype="bf16"), OUTER, 0.2)),
 ]
 
 
 def named(value: object) -> str | None:
     """Name a case."""
     if isinstance(value, Job):
-        return f"{value.optimizer} {value.steps}{' skipping' if value.overflow else ''}"
-    return None if isinstance(value, int) else " ".join(map(str, value if isinstance(value, tuple) else [value]))
+        return f"{value.optimizer} {value.dtype} {value.steps}{' skipping' if value.overflow else ''}"
+    return " ".join(map(str, value)) if isinstance(value, tuple) else None if isinstance(value, int) else str(value)
 
 
-@pytest.mark.parametrize("n, group_size, names, job, outer", CASES, ids=named)
+@pytest.mark.parametrize("n, group_size, names, job, outer, bound", CASES, ids=named)
 def test_it_trains_as_a_copy_for_each_group(
-    ranks: Any, n: int, group_size: int, names: tuple[str, ...], job: Job, outer: dict[str, Any]
+    ranks: Any,
+    kernels: bool,
+    n: int,
+    group_size: int,
+    names: tuple[str, ...],
+    job: Job,
+    outer: dict[str, Any],
+    bound: float,
 ) -> None:
     for rows in ranks(n).run(outer_oracle.beside, names, job, outer, group_size):
-        check(rows)
-
-
-ALONE = {"steps": 1, "lr": 1.0, "momentum": 0.0, "nesterov": False}  # in each step: the strategy without it
-OUTER = {"steps": 2, "fragments": 2}
-SUMS = replace(JOB, accumulation=2, clipping=0.0)
-SHARDED = replace(JOB, zero_init="config", clipping=0.0)
-FP16 = replace(JOB, dtype="fp16", overflow=((3, 1),))
-ADAM = replace(JOB, optimizer="Adam")
-OFFLOAD = {**SMALL, "offload_optimizer": {"device": "cpu"}}
-CLOSE = [  # strategies, what is trained with an outer optimizer, what without or otherwise, how far apart they may be
-    (ALL, SUMS, ALONE, SUMS, None, 2e-6),
-    (ALL[2:], SHARDED, ALONE, SHARDED, None, 2e-6),
-    *deep((("NNI", "III"), JOB, {**OUTER, "bits": 16}, JOB, OUTER, 0.01)),
-    (("NII", "INI"), JOB, {**OUTER, "bits": 8}, JOB, OUTER, 0.02),
-    (ALL, JOB, {**OUTER, "bits": 4}, JOB, OUTER, 0.2),
-    (("NII", "INI"), replace(JOB, dtype="bf16"), OUTER, JOB, OUTER, 0.05),
-    (("NNI", "III"), FP16, OUTER, FP16, OUTER, 0.05),
-    (("NII", "III"), replace(ADAM, zero=OFFLOAD), OUTER, ADAM, OUTER, 2e-6),
-    *deep((ALL, replace(ADAM, zero=OFFLOAD, dtype="bf16"), OUTER, ADAM, OUTER, 0.2)),
-    *deep((ALL[2:], replace(SHARDED, zero_init="plain"), ALONE, SHARDED, None, 2e-6)),
-]
-
-
-@pytest.mark.parametrize("names, job, outer, beside, other, bound", CLOSE, ids=named)
-def test_it_is_close_to_other_ways_and_groups_agree_to_the_bit(
-    ranks: Any, kernels: bool, names: tuple[str, ...], job: Job, outer: Any, beside: Job, other: Any, bound: float
-) -> None:
-    for rows in ranks(4).run(outer_oracle.against, names, job, outer, other, beside):
         for row in rows:
-            assert ("bits" in outer) <= (row.weights > 0) and row.weights < bound and row.anchors, row
-            assert row.applied.count(False) == len(job.overflow), row
+            assert row.weights < bound and row.losses < bound and row.anchors and row.together, row
+            assert bound == EXACT or row.weights > EXACT, row
 
 
 MUON = replace(JOB, optimizer="Muon", accumulation=2)
 
 
-def test_strategies_are_alike_with_muon(ranks: Any) -> None:
-    for first, *others in ranks(4).run(outer_oracle.trained, ALL, MUON, 2, OUTER):
-        for other in others:
-            apart = max(abs(a - b) for a, b in zip(first, other, strict=True))
-            assert apart < 1e-2 * max(map(abs, first))  # it iterates in bf16
-
-
-@pytest.mark.parametrize("job", [MUON, *deep(replace(MUON, optimizer="Adam", dtype="bf16"))], ids=named)
-def test_before_the_first_outer_step_a_group_trains_as_if_alone(ranks: Any, job: Job) -> None:
-    apart = ranks(4).run(outer_oracle.trained, ALL, job, 2, {"steps": 100})
-    alone = ranks(2).run(outer_oracle.trained, ALL, job, 2, None)
+def test_before_the_first_outer_step_a_group_trains_as_if_alone(ranks: Any) -> None:
+    apart = ranks(4).run(trained_case, ALL, {KEY: {"steps": 100}})
+    alone = ranks(2).run(trained_case, ALL, {})
     assert apart[:2] == alone and apart[2] == apart[3] != apart[0]
+
+
+def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[float]]:
+    """The weights of each strategy."""
+    return [training.train(MUON, training.placed(name, 2, **outer)).weights.tolist() for name in names]
 
 
 def set_case(names: tuple[str, ...]) -> list[Any]:
@@ -151,34 +136,22 @@ def test_what_a_script_sets_is_set_for_all(ranks: Any) -> None:
     assert ranks(4).run(set_case, ALL) == [expected] * 4
 
 
-def moved_case(names: tuple[str, ...]) -> list[Any]:
-    """Whether training is the same when states move to the host and back after each step, and whether what a rank
-    modifies is modified in all groups."""
-    rows, job = [], replace(JOB, optimizer="Muon")  # at stage 3 DeepSpeed moves no other one's states on a CPU
+def modified_case(names: tuple[str, ...]) -> list[bool]:
+    """Whether what a rank modifies is modified in all groups."""
+    rows = []
     for name in names:
-        found = []
-        for moving in (False, True):
-            keys = training.placed(name, 2, **{KEY: {"steps": 2, "fragments": 2, "bits": 4}})
-            engine, model = training.make_engine(job, keys)
-            for batch in snapshots.steps_of(job, 5):
-                snapshots.run(engine, job, [batch])
-                if moving:
-                    engine.offload_states()
-                    engine.reload_states()
-            found.append(training.whole_weights(model))
-            if name[0] != "N":
-                params = list(model.parameters())
-                with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
-                    for param in params if torch.distributed.get_rank() == 3 else ():
-                        param.data.fill_(0.5)
-                modified = bool((training.whole_weights(model) == 0.5).all())
-            engine.destroy()
-        rows.append((name, torch.equal(*found), name[0] == "N" or modified))
+        engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
+        params = list(model.parameters())
+        with deepspeed.zero.GatheredParameters(params, modifier_rank=3):
+            for param in params if dist.get_rank() == 3 else ():
+                param.data.fill_(0.5)
+        rows.append(bool((training.whole_weights(model) == 0.5).all()))
+        engine.destroy()
     return rows
 
 
-def test_states_move_and_a_rank_modifies_all_groups(ranks: Any, kernels: bool) -> None:
-    assert ranks(4).run(moved_case, ALL) == [[(name, True, True) for name in ALL]] * 4
+def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
+    assert ranks(4).run(modified_case, ALL[2:]) == [[True] * 2] * 4
 
 
 @pytest.mark.parametrize(
@@ -217,9 +190,7 @@ PLAIN, STREAMING = {"steps": 3}, {"steps": 6, "fragments": 3, "delay": 1}
         (4, 2, 16, STREAMING, "bf16", ("NNI",)),
         (4, 2, 8, PLAIN, "fp16", ("INI",)),
         (6, 2, 4, STREAMING, "fp32", ("NII",)),
-        *deep((4, 2, 32, PLAIN, "fp32", ALL)),
-        *deep((4, 2, 16, STREAMING, "bf16", ALL), (4, 2, 8, PLAIN, "fp16", ALL), (6, 2, 4, STREAMING, "fp32", ALL)),
-        *deep((4, 2, 4, PLAIN, "bf16", ALL), (6, 2, 32, STREAMING, "fp16", ALL), (4, 1, 8, STREAMING, "bf16", ALL)),
+        *deep((4, 2, 32, PLAIN, "fp32", ALL), (4, 1, 8, STREAMING, "bf16", ALL)),
         *deep((6, 3, 16, PLAIN, "fp32", ALL), (8, 2, 4, STREAMING, "fp16", ALL)),
     ],
     ids=by_strategies,

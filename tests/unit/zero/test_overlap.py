@@ -26,10 +26,10 @@ OFFLOAD = {**SMALL, "offload_optimizer": {"device": "cpu"}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _MIXED: dict[str, Any] = {"network": networks.Mixture, "sizes": networks.SQUARE, "groups": 2, "frozen": (2,)}
 _ORDERS: dict[str, Any] = {"network": networks.Wandering, "accumulation": 2}
-_RESTING: dict[str, Any] = {**_MIXED, "network": None, "skipped": ((3, 1), (5, 0)), "accumulation": 2, "between": True}
+_RESTING: dict[str, Any] = {**_MIXED, "network": None, "skipped": ((3, 1), (5, 0)), "accumulation": 2}
 # What is trained, with which strategies in the first tier, and with which in the deep one.
 JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "evaluation and saving": ({"between": True, "accumulation": 3, "groups": 2}, ("NNG", "NII"), REPLICATED),
+    "groups": ({"accumulation": 3, "groups": 2}, ("NNG", "NII"), REPLICATED),
     "fp32 sums": ({"dtype": "bf16", "frozen": (1,), "config": FP32_SUMS}, ("NNG", "NIG"), REPLICATED),
     "overflow": ({"dtype": "fp16", "overflow": ((1, 2), (2, 0)), "accumulation": 2}, ("NII",), REPLICATED),
     "LoCo": ({"zero": LOCO, "optimizer": "Adam", "groups": 2}, ("NNG", "NIG"), REPLICATED),

@@ -19,13 +19,6 @@ from tests.harness.covering import Row
 from tests.harness.parity_table import STRATEGIES, TABLES
 from tests.harness.training import SMALL, Difference, Job, placed
 
-OPTIMIZERS = {"N": "Stage12Optimizer", "I, G": "Stage3Optimizer"}
-
-
-def check(rows: list[Difference], kind: str, **bounds: float) -> None:
-    """Check bounds, and that the kind's optimizer was there."""
-    training.check(rows, optimizer=OPTIMIZERS[kind], **bounds)
-
 
 def rows(tier: str) -> Iterator[Any]:
     """The rows of a tier; those with everything are quick."""
@@ -40,7 +33,7 @@ def test_parity(ranks: Any, kind: str, name: str, strategies: tuple[str, ...]) -
     """With the options of a row."""
     row = parity_table.named_row(kind, name)
     world = parity_table.merged(kind, row)["world"]
-    check(ranks(world).run(compared, kind, row, strategies)[0], kind, **parity_table.bounds(row))
+    training.check(ranks(world).run(compared, kind, row, strategies)[0], **parity_table.bounds(row))
 
 
 @contextlib.contextmanager
@@ -67,7 +60,7 @@ def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]
     table, given = parity_table.TABLES[kind], parity_table.merged(kind, row)
     with nan_until_written() if "nan" in given else contextlib.nullcontext():
         stage = {"stage": parity_table.stock_stage(row)}
-        oracle = training.stock(job_of(kind, parity_table.stock_row(kind, row)), stage)
+        oracle = training.train(job_of(kind, parity_table.stock_row(kind, row)), stage)
         assert oracle.weights.isfinite().all()
         assert all(oracle.applied) == (row["overflow"] == "finite")
         return [
@@ -78,7 +71,7 @@ def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]
 
 @pytest.mark.parametrize("kind", ["N", "I, G"])
 def test_uninitialized_memory_is_never_used(ranks: Any, kind: str) -> None:
-    check(ranks(6).run(nan_case, STRATEGIES[kind])[0], kind)
+    training.check(ranks(6).run(nan_case, STRATEGIES[kind])[0])
 
 
 def nan_case(names: tuple[str, ...]) -> list[Difference]:
