@@ -5,10 +5,11 @@
     python -m tests.campaigns.mutants --number 240               after scripts/test record, which runs if it has not
     python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
 
-A change swaps a comparison, an operator or a constant, or drops a statement, within a function. Each is made in a copy
-of the repository, where the tests then run that ran its line when they were recorded, those of the same room and the
-quickest first, until one fails. Some changes make no difference to any caller, so look at what survives. Rows are
-appended to a file, and what has a row there is not tried again.
+A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
+kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
+recorded, those of the same room and the quickest first, until one fails. Some changes make no difference to any
+caller, so look at what survives. Rows are appended to a file, and what has a row there is not tried again unless
+``--again``.
 """
 
 import argparse
@@ -21,27 +22,22 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from scripts import ROOT
 from tests.campaigns.mutants.changes import Mutant, drawn
 from tests.harness import recordings
 
-TRAINED = (
-    "checkpoint",
-    "comm",
-    "config",
-    "leaf",
-    "loco",
-    "model_bytes.py",
-    "pipeline",
-    "strategy.py",
-    "zero",
-)  # the rooms that the fuzzer uses
+TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pipeline", "strategy.py", "zero")
+TRAINED += ("csrc", "planner")  # the rooms that the fuzzer's cases pass through
 # What any change fails, since these compare the sources with what was made of them; and what needs a clone.
 _NO_TESTS = ("tests/unit/fork/", "tests/unit/campaigns/test_mutants.py", "tests/unit/harness/test_recordings.py")
 _LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.egg-info")
+_KERNELS = ("-c", "from deepspeed_ext.loco import ops; assert ops.load_kernels()")
 _TESTS = ("-m", "pytest", "-x", "-p", "no:cacheprovider", "-o", "addopts=-q --strict-markers", "--timeout=100")
 _FUZZER = ("-m", "tests.campaigns.fuzz", "--first", "--batch", "5", "--worlds", "2", "2", "4", "--minutes")
 
@@ -49,7 +45,7 @@ Command = Callable[[Mutant], Sequence[str]]  # arguments of Python; none if noth
 
 
 class Outcome(NamedTuple):
-    """The outcome of a change: "killed", "survived" or "hangs"."""
+    """What became of a change: "killed", "survived", "hangs", or "no code" if it does not compile."""
 
     kind: str
     by: str  # the test, or the problem
@@ -78,7 +74,9 @@ def outcome_of(mutant: Mutant, copy: Path, command: Sequence[str], limit: float)
     path.write_bytes(mutant.applied(text))
     try:
         kind, by = "survived", ""
-        if command:
+        if mutant.room == "csrc" and _run(copy, _KERNELS, 300.0)[0]:
+            kind = "no code"
+        elif command:
             status, printed = _run(copy, command, limit)
             if status != 0:
                 kind, by = ("hangs", "") if status is None else ("killed", _first_failure(printed))
@@ -113,19 +111,36 @@ def _first_failure(printed: Sequence[str]) -> str:
     return first if "::" in first else printed[min(failed[0] + 1, len(printed) - 1)].strip()[:100]
 
 
-def tried(chosen: Sequence[Mutant], command: Command, limit: float) -> Iterator[tuple[Mutant, Outcome]]:
-    """Try changes, one after the other, in a copy of the repository, and yield the outcome of each."""
+@contextmanager
+def _copied() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
-        for mutant in chosen:
-            yield mutant, outcome_of(mutant, copy, command(mutant), limit)
+        yield Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
+
+
+def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int) -> Iterator[tuple[Mutant, Outcome]]:
+    """Try changes, each in one of several copies of the repository, and yield what became of each, in their order."""
+    free: SimpleQueue[Path] = SimpleQueue()
+
+    def one(mutant: Mutant) -> Outcome:
+        copy = free.get()
+        try:
+            return outcome_of(mutant, copy, command(mutant), limit)
+        finally:
+            free.put(copy)
+
+    with ExitStack() as stack:
+        for _ in range(at_once):
+            free.put(stack.enter_context(_copied()))
+        workers = stack.enter_context(ThreadPoolExecutor(at_once))
+        stack.callback(workers.shutdown, wait=True, cancel_futures=True)
+        yield from zip(chosen, workers.map(one, chosen), strict=True)
 
 
 def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
     """How many changes of each room were found, and each that was not."""
     found: defaultdict[str, Counter[bool]] = defaultdict(Counter)
     for mutant, outcome in rows:
-        for room in (mutant.room, "all"):
+        for room in (mutant.room, "all") if outcome.kind != "no code" else ():
             found[room][outcome.kind in ("killed", "hangs")] += 1
     lines = [f"{room:<20}{counts[True]:>8}{counts.total():>6}" for room, counts in sorted(found.items())]
     survived = [f"SURVIVED {mutant}" for mutant, outcome in rows if outcome.kind == "survived"]
@@ -136,10 +151,12 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=240, help="of changes, of all rooms together")
     parser.add_argument("--seed", type=int, default=0, help="of their choice")
-    parser.add_argument("--rooms", nargs="*", default=(), help="of the package; default: all")
+    parser.add_argument("--rooms", nargs="*", default=(), help="of the package, or csrc; default: all")
     parser.add_argument("--fuzz", type=float, default=0.0, metavar="MINUTES", help="of the fuzzer, in place of tests")
     parser.add_argument("--most", type=float, default=600.0, help="seconds of tests, as recorded, for each change")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no other change is tried")
+    parser.add_argument("--at-once", type=int, default=1, help="changes that are tried at a time")
+    parser.add_argument("--again", action="store_true", help="try what has survived, as with more seconds")
     parser.add_argument("--rows", type=Path, default=ROOT / "build" / "mutants.jsonl", help="the file of rows")
     return parser.parse_args()
 
@@ -161,8 +178,9 @@ def main() -> None:
     arguments.rows.touch()
     known = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
     before = {row["change"]: Outcome(*row["outcome"]) for row in known}
-    end = time.monotonic() + 60 * arguments.minutes
-    for mutant, outcome in tried([mutant for mutant in chosen if str(mutant) not in before], command, limit):
+    over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
+    end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
+    for mutant, outcome in tried(new, command, limit, arguments.at_once):
         with arguments.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
         print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)

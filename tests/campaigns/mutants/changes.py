@@ -1,13 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Changes of the package, each of one place in a function, and a random choice of them.
+"""Changes of the package and of the kernels for the CPU, each of one place in a function, and a random choice of them.
 
 No library makes them. cosmic-ray runs one command for each change, whatever line it is in, and here the command for
 all lines takes half an hour. mutmut counts in its own process which functions tests call, and here ranks call them.
+Neither knows C++.
 """
 
 import ast
 import random
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from typing import NamedTuple
 from scripts import ROOT
 
 LEAST = 3  # of a room, however small
+# Of csrc: what runs without a GPU.
+CPU_KERNELS = ("block.h", "cpu_kernels.h", "cpu_vectors.h", "jobs.h", "loco_cpu.cpp", "lossless.h", "lossless_cpu.cpp")
 
 
 class Mutant(NamedTuple):
@@ -38,8 +42,12 @@ class Mutant(NamedTuple):
 
     @property
     def room(self) -> str:
-        """The folder or the file of the package."""
-        return self.path.parts[1]
+        """The folder or the file of the package; csrc is one."""
+        return room_of(self.path)
+
+
+def room_of(path: Path) -> str:
+    return path.parts[0] if path.parts[0] == "csrc" else path.parts[1]
 
 
 # ---- Python: a comparison, an operator or a constant is another, or a statement is dropped
@@ -96,12 +104,37 @@ class _Python(ast.NodeVisitor):
         return self._lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
 
 
+# ---- C++, by patterns: an operator or a constant is another, or a call is dropped
+
+# Spaces tell operators from the brackets of templates: the sources are formatted so.
+_CPP = {" < ": " <= ", " <= ": " < ", " > ": " >= ", " >= ": " > ", " == ": " != ", " != ": " == "}
+_CPP |= {" + ": " - ", " - ": " + ", " * ": " + ", " / ": " * ", " % ": " / ", " && ": " || ", " || ": " && "}
+_CPP |= {" << ": " >> ", " >> ": " << ", " & ": " | ", " | ": " & ", " ^ ": " & "}
+_OPERATOR = re.compile("|".join(re.escape(old) for old in sorted(_CPP, key=len, reverse=True)))
+_INTEGER = re.compile(r"(?<![\w.])\d+(?=u?\b)(?![\w.]*[.x])")
+_CALL = re.compile(r"^ +([a-z][\w:<>]*\(.*\);)$")
+_LEFT_OUT = re.compile(r"^\s*(#|//|template|static_assert|using|return \w+;$)|TORCH_LIBRARY|STD_TORCH_CHECK")
+
+
+def _cpp(path: Path) -> Iterator[Mutant]:
+    start = 0
+    for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True), 1):
+        code = line.partition("//")[0].rstrip()
+        if code.startswith("  ") and not _LEFT_OUT.search(code):
+            found = [(one.start(), one.end(), _CPP[one[0]]) for one in _OPERATOR.finditer(code)]
+            found += [(one.start(), one.end(), str(int(one[0]) + 1)) for one in _INTEGER.finditer(code)]
+            found += [(one.start(1), one.end(1), ";") for one in [_CALL.match(code)] if one]
+            for first, last, new in found:
+                yield Mutant(path, number, start + first, start + last, new)
+        start += len(line.encode())
+
+
 # ---- the choice
 
 
 def changes(path: Path) -> list[Mutant]:
     """Return the changes of a file that can be made within its functions."""
-    return _Python(path).found
+    return _Python(path).found if path.suffix == ".py" else list(_cpp(path))
 
 
 def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
@@ -112,12 +145,12 @@ def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
         seed: of the choice.
         rooms: only these, if any.
     """
-    paths = sorted((ROOT / "deepspeed_ext").rglob("*.py"))
+    paths = [*sorted((ROOT / "deepspeed_ext").rglob("*.py")), *(ROOT / "csrc" / "loco" / name for name in CPU_KERNELS)]
     of_room, lines = dict[str, list[Mutant]](), Counter[str]()
     for path in (path.relative_to(ROOT) for path in paths):
-        lines[path.parts[1]] += len((ROOT / path).read_bytes().splitlines())
-        if not rooms or path.parts[1] in rooms:
-            of_room.setdefault(path.parts[1], []).extend(changes(path))
+        lines[room_of(path)] += len((ROOT / path).read_bytes().splitlines())
+        if not rooms or room_of(path) in rooms:
+            of_room.setdefault(room_of(path), []).extend(changes(path))
     found = []
     for room, of_this in sorted(of_room.items()):
         share = max(LEAST, round(number * lines[room] / lines.total()))

@@ -183,7 +183,7 @@ def test_offload(ranks: Any, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["FrozenStem", *deep("ByKeyword", "Mixtures", "Looped")])
-def test_plain_stage_3_trains_leaf_modules_whose_inputs_need_no_gradient(ranks: Any, name: str) -> None:
+def test_stage_3_trains_leaf_modules_after_frozen_inputs(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
     variants = [{"stage": 3, "stage3_module_granularity_threshold": 84}, BY_HAND]
     rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
