@@ -131,7 +131,7 @@ UNFOUND = {
     "comm/transfer_queue.py:TransferQueue.drop:wait": _ALONE,
     "leaf/gradients.py:LeafGradients.leave_modules:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
-    "zero/sharded/coordinator.py:_record_use:record_stream": "a case of tests/unit/scripts/test_fuzz.py",
+    "zero/sharded/coordinator.py:_record_use:record_stream": "a case of tests/unit/campaigns/test_fuzz.py",
     "zero/sharded/expert_windows.py:WindowGradients._move:record_stream": "no case gives that out again so soon",
     "zero/sharded/expert_windows.py:WindowGathers._send:wait_for_updates": "what is prefetched waits before",
     "zero/optimizer.py:ParoOptimizer._finish_buckets:wait": f"{_READ}, and the boundary waits again",
@@ -176,11 +176,7 @@ def test_each_wait_is_in_one_list() -> None:
     assert len(FOUND) >= 15
 
 
-# A place of each call that orders something, which the first tier leaves out; the deep one leaves out all.
-SOME = {place.rpartition(":")[2].partition(" ")[0]: place for place in reversed(FOUND)}
-
-
-@pytest.mark.parametrize("place", [*SOME.values(), *deep(*(one for one in FOUND if one not in SOME.values()))])
+@pytest.mark.parametrize("place", FOUND)
 def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, place: str) -> None:
     by_rank = ranks(4).run(stream_cases.leave_out, place, *FOUND[place], str(tmp_path))
     assert any(by_rank), place
