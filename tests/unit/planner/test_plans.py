@@ -270,5 +270,3 @@ def test_muon_moves_the_choice_to_where_its_matrices_are() -> None:
         with_muon, without = (predict(STRATEGIES[name], CLUSTER, one, RATES) for one in (free, MODEL))
         exchanged = STRATEGIES[name].exchange(CLUSTER, 1.2e9)
         assert with_muon.volume == pytest.approx(without.volume + exchanged)
-
-
