@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed_ext.comm import collectives
-from deepspeed_ext.comm.layout import windows
+from deepspeed_ext.comm import collectives, layout
+from deepspeed_ext.comm.packing import aligned_rows
 from deepspeed_ext.comm.spans import Span
 from tests.harness import training
 from tests.harness.training import PARTITIONED, REPLICATED
@@ -19,9 +19,20 @@ from tests.harness.training import PARTITIONED, REPLICATED
 def test_windows_begin_at_multiples_of_16_elements() -> None:
     for rows in range(2, 4097):
         for most in (500_000_000, 1 << 24):
-            found = windows(Span(0, 3 * most // rows + 5), rows, most)
+            found = layout.windows(Span(0, 3 * most // rows + 5), rows, most)
             assert sum(width for _, width in found) == 3 * most // rows + 5
             assert all(start % 16 == 0 and width * rows <= most for start, width in found)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("windows", [[(0, 32)], [(1, 32)], [(0, 30)], [(0, 7), (9, 25)]], ids=str)
+def test_rows_are_filled_up_to_16_elements(windows: list[tuple[int, int]]) -> None:
+    row = torch.arange(1.0, 65.0).view(1, 64)
+    pieces = [row[:, start : start + width] for start, width in windows]
+    filled, given = aligned_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
+    assert filled.is_contiguous() and not filled.storage_offset() % 16 and filled.shape == (1, 32)
+    assert torch.equal(filled[:, : given.shape[1]], given) and not filled[:, given.shape[1] :].any()
+    assert (filled.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
