@@ -10,6 +10,7 @@
     python -m tests.perf.cluster --record           # a report of steps beside what is measured without
     python -m tests.perf.cluster --model gpt2       # GPT-2 with 124 M parameters, which takes 16 GB of free memory
     python -m tests.perf.cluster --model mixture    # a mixture of experts, with and without AutoEP
+    python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
 
 A node is a network namespace with some CPU ranks (``scripts/emulation``); messages to other nodes go over a link of a
 limited rate and are counted by the link's own interface. All methods train the same model on the same data from the
@@ -18,8 +19,7 @@ same seed, and take turns in rounds whose order alternates. A step's time is tha
 For each method: seconds of a step; the bytes that a node has sent in it; of strategies also those of the planner's
 formula; bytes of model states on the rank that holds most; and the *floor*: the time of compute alone (forward and
 backward of all micro-batches on all ranks at once, and an update of 1/n of the parameters), and of the method's own
-bytes over the link. ``lib/measurements.py``, ``lib/gpt2.py``, ``lib/mixture.py``, ``lib/saves.py`` and
-``lib/recorded.py`` say what is particular to each.
+bytes over the link. The modules of ``lib`` say what is particular to each.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting.
 
@@ -53,6 +53,7 @@ MEASUREMENTS = {  # by option or model: where its class is
     "record": "recorded.RecordedMeasurement",
     "gpt2": "gpt2.Gpt2Measurement",
     "mixture": "mixture.MixtureMeasurement",
+    "pipeline": "pipelines.PipelineMeasurement",
 }
 OPTIONS = ("overlap", "offload", "outer", "save", "record")
 
@@ -72,7 +73,7 @@ def a_rate(given: str) -> float | None:
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse, and add what is measured as ``name``."""
     parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
-    parser.add_argument("--model", choices=("blocks", "gpt2", "mixture"), default="blocks")
+    parser.add_argument("--model", choices=("blocks", "gpt2", "mixture", "pipeline"), default="blocks")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--overlap", action="store_true", help="what of communication hides under emulated compute")
     kinds.add_argument("--offload", action="store_true", help="parameters in host memory")

@@ -1,18 +1,41 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables into the pages of results, from their rows: ``python -m tests.perf.tables``.
+"""Writes tables into pages, from the rows of results and from the planner: ``python -m tests.perf.tables``.
 
 A table replaces the text between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``; NAME is one of ``TABLES``.
 """
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from tests.perf.lib import studies, study_rows, tabulated
-from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
+from scripts import ROOT
+from tests.perf.lib import predictions, studies, study_rows, tabulated
+from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
+
+
+def readme() -> Table:
+    """Return seconds of a step and what is held, of the methods that the first page shows."""
+    found = {(row.method, row.mbit): row for row in read(CLUSTER) if row.setting == "2x2-large-4"}
+    peers = {"ZeRO-1": "ZeRO-1", "ZeRO-3, lean": "ZeRO-3", "ZeRO-3, defaults": "ZeRO-3 defaults"}
+    peers |= {"FSDP2 HSDP": "HSDP", "HSDP, kept": "HSDP kept"}
+    lines = []
+    for name, method in (peers | {one: one for one in ("NIG", "NIG + LoCo + updates", "IIG")}).items():
+        times = [seconds_of(found[method, rate].median) for rate in (100, None)]
+        lines.append([name, *times, f"{found[method, 100].memory / 1e6:.0f}"])
+    return ["", "s per step, 100 Mbit/s", "no limit", "MB of states per rank"], lines
+
+
+def pipelines() -> Table:
+    """Return what a rank of a pipeline holds and receives."""
+    lines = []
+    for row in (row for row in read("pipelines.csv") if row.mbit == 100):
+        numbers = row.held[0], row.held[1], row.bytes_between / 2
+        lines.append([row.method, *(f"{number / 1e6:#.3g} MB" for number in numbers)])
+    return ["", "parameters held by a rank", "gradients held", "received from other nodes per step"], lines
 
 
 def kernels() -> Table:
@@ -80,7 +103,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "all": lambda: tabulated.all_settings(read(CLUSTER)),
     "equal-speed": lambda: tabulated.equal_speed(read(CLUSTER), "2x2-large-4"),
     "equal-speed-bf16": lambda: tabulated.equal_speed(read(CLUSTER), "2x2-large-4-bf16"),
-    "overlap-bounds": lambda: tabulated.overlap_bounds(read(OVERLAP)),
     "overlap-seconds": lambda: tabulated.overlap_seconds(read(OVERLAP)),
     "overlap-against": lambda: tabulated.overlap_against(read(OVERLAP)),
     "outer-cluster": lambda: tabulated.outer(read("outer_cluster.csv")),
@@ -95,6 +117,19 @@ TABLES: dict[str, Callable[[], Table]] = {
     "kernels": kernels,
     "lossless": lossless,
     "growth": growth,
+    "readme": readme,
+    "pipelines": pipelines,
+    **{
+        f"at-scale-{name}-{regime}": partial(predictions.at_scale, parameters, share)
+        for name, parameters in predictions.SCALE_MODELS.items()
+        for regime, share in predictions.TRAINABLE.items()
+    },
+    **{
+        f"{path.stem}-{model}": partial(predictions.on_cluster, path.stem, model)
+        for path in predictions.CLUSTERS.glob("*.json")
+        for model in predictions.MODELS
+    },
+    **{f"host-{kind}": partial(predictions.host_parameters, kind) for kind in predictions.HOST_METHODS},
 }
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -106,7 +141,7 @@ def written(page: str) -> str:
 
 def pages() -> Sequence[Path]:
     """Return the pages that may have tables."""
-    return sorted(RESULTS.glob("*.md"))
+    return [ROOT / "README.md", ROOT / "deepspeed_ext" / "pipeline" / "README.md", *sorted(RESULTS.glob("*.md"))]
 
 
 def main() -> None:

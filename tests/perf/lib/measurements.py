@@ -3,6 +3,7 @@
 """What ``tests.perf.cluster`` measures with models of blocks, and what must hold of its rows."""
 
 import argparse
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,19 +19,17 @@ from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.cost import Model, predict
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, Placement
+from deepspeed_ext.strategy import STRATEGIES, Direction, Placement
 from tests.perf.lib import settings, tabulated
 from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make_rounded_blocks
-from tests.perf.lib.overlap_bound import BLOCK, RATIOS, compute_of, formula_bytes
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import BF16, BOTH, HSDP_REDUCTIONS, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
+from tests.perf.lib.settings import BF16, BOTH, HSDP_REDUCTIONS, LOCO, MUON, NATIVE, RATIOS, SHIPPED, SIZES, WIDE, Setting
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, one_round, over_ranks
 
 ROWS = 8  # of a micro-batch
 BYTES_BOUND = 0.05
-PARITY_BOUND = 1e-4  # of the largest weight
 BF16_BOUND = 2**-7  # where the largest weight is known to 2^-9, and sums in another order change gradients besides
 BACKWARD = 2.0  # seconds of emulated backward for each of forward
 
@@ -46,6 +45,7 @@ class Measurement:
         rounds, steps: by default.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
         slack: bytes that a node may send in a step beside the formula's.
+        parity: how far fp32 weights may be from the first method's, of the largest.
     """
 
     file: ClassVar[str]
@@ -57,6 +57,7 @@ class Measurement:
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
     slack: ClassVar[float] = 0.0
+    parity: ClassVar[float] = 1e-4
     keys: ClassVar[Mapping[str, Any]] = {}  # of zero_optimization, for strategies
     described: ClassVar[Mapping[str, Any]] = {"streams": False}  # to the planner; ranks compute and copy on the cores
 
@@ -177,7 +178,7 @@ class Measurement:
         """Return what shows that methods did not train the same, or sent other bytes than they must."""
         found = []
         for row in rows:
-            bound = BF16_BOUND if cls.settings[row.setting].dtype == BF16 else PARITY_BOUND
+            bound = BF16_BOUND if cls.settings[row.setting].dtype == BF16 else cls.parity
             if LOCO not in row.method and not row.difference <= bound:  # NaN is not
                 found.append(f"{row.method}: weights differ by {row.difference:.1e} of the largest from the first's")
             found += cls.other_bytes(row)
@@ -273,8 +274,9 @@ class OverlapMeasurement(Measurement):
     described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
 
     def make_workload(self) -> Workload:
-        model = partial(make_blocks, *SIZES[self.setting.size], self.pauses)
-        return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, BLOCK)
+        blocks, width, hidden = SIZES[self.setting.size]
+        model = partial(make_blocks, blocks, width, hidden, self.pauses)
+        return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, 2 * width * hidden)
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
         setting = self.setting
@@ -284,10 +286,16 @@ class OverlapMeasurement(Measurement):
         return [(mbit, {**columns, "wire_of_compute": ratio}) for mbit in setting.mbit for ratio in ratios]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
-        emulated = compute_of(self.setting, more["wire_of_compute"])
-        self.pauses.forward = emulated.forward / emulated.blocks
-        self.pauses.backward = emulated.backward / emulated.blocks
+        block = self.wire(self.setting) / more["wire_of_compute"] / SIZES[self.setting.size][0]
+        self.pauses.forward = block / (1 + BACKWARD)
+        self.pauses.backward = BACKWARD * self.pauses.forward
         return super().at(mbit, more)
+
+    @staticmethod
+    def wire(setting: Setting) -> float:
+        """Return W."""
+        volume = STRATEGIES["NIG"].volume(setting.sizes, setting.states, setting.accumulation)
+        return volume.inter * setting.ranks_per_node * 8 / ((setting.mbit[0] or math.inf) * 1e6)
 
     def turn(self, method: Method) -> Turn:
         return self.turns.steps_in_a_row(method, self.args.steps)
@@ -300,7 +308,15 @@ class OverlapMeasurement(Measurement):
         assert rates is not None
         row.more["payload_mbit"] = rates.gather.inter.bandwidth * self.setting.ranks_per_node * 8 / 1e6
         if row.formula_bytes is not None:
-            row.formula_bytes = formula_bytes(row)
+            row.formula_bytes -= self.skipped(self.setting, row.method)
+
+    @staticmethod
+    def skipped(setting: Setting, method: str) -> float:
+        """Return the formula's bytes of the block that ZeRO-3 keeps, with p = G, from a forward to its backward."""
+        phases = STRATEGIES[method].phases(setting.sizes, setting.states)
+        gathers = [one for one in phases if one.each_micro_step and one.kind == Direction.GATHER]
+        gathered = setting.accumulation * sum(one.each_micro_step * one.volume.inter for one in gathers)
+        return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
 
 
 class OffloadMeasurement(Measurement):

@@ -81,6 +81,7 @@ def by_name(*settings: Setting) -> dict[str, Setting]:
 
 
 RATES = (100, 500, None)
+RATIOS = (0.5, 1.0, 2.0)  # of W to the compute of a micro-batch
 BLOCKS = by_name(
     Setting("2x2-large-4", mbit=RATES),
     Setting("2x2-small-1", accumulation=1, mbit=RATES, size="small"),
@@ -106,6 +107,7 @@ OUTER = by_name(
     )
 )
 MIXTURE = by_name(Setting("2x2-100"))
+PIPELINE = by_name(Setting("4x2-pipeline", nodes=4, accumulation=8, mbit=(100, 500)))
 GPT2 = by_name(Setting("2x2-gpt2", mbit=(100, 1000), dtype=BF16), Setting("2x2-tiny", mbit=(100, 1000), dtype=BF16))
 SAVES = by_name(
     Setting("2x2-25M-1000", mbit=(1000,), size="25M", dtype=BF16),

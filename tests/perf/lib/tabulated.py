@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from deepspeed_ext.planner.choice import best
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib.overlap_bound import RATIOS, bound_of
 from tests.perf.lib.records import Row, Table, seconds_of, speed
 from tests.perf.lib.settings import (
     BLOCKS,
@@ -18,6 +17,7 @@ from tests.perf.lib.settings import (
     NATIVE,
     OUTER,
     OVERLAP,
+    RATIOS,
     SAVE_SECTIONS,
     SAVES,
     WIDE,
@@ -27,6 +27,7 @@ from tests.perf.lib.settings import (
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 OVERLAP_PEERS = ("DDP", "HSDP kept", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2 kept")
 NOISE = 1.02  # of memory: buffers of a few bytes
+NEAR = 0.1  # a prediction is
 
 
 def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
@@ -154,25 +155,6 @@ def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Ro
 # Overlap ##########################################################################################
 
 
-def overlap_bounds(rows: Sequence[Row]) -> Table:
-    """Return a step of each strategy over its bound; and the worst of these, with measured compute, and also at the
-    rate that the probe has measured."""
-    found = {(row.setting, row.more["wire_of_compute"], row.method): row for row in rows}
-    places = [(name, ratio) for name in OVERLAP for ratio in RATIOS]
-    lines = []
-    for name in STRATEGIES:
-        cells = [found.get((*place, name)) for place in places]
-        known = [row for row in cells if row is not None]
-        with_compute = max(row.median / bound_of(row, measured=True) for row in known)
-        with_payload = max(row.median / bound_of(row, measured=True, payload=True) for row in known)
-        lines.append(
-            [name]
-            + ["" if row is None else f"{row.median / bound_of(row):.2f}" for row in cells]
-            + [f"{with_compute:.2f}", f"{with_payload:.2f}"]
-        )
-    return ["", *(f"{name}, {ratio:g}" for name, ratio in places), "worst, measured", "and payload"], lines
-
-
 def overlap_seconds(rows: Sequence[Row]) -> Table:
     """Return a step's seconds of each method with W as long as a micro-batch's compute, and MB held on 2 x 2 ranks;
     the fastest first."""
@@ -189,8 +171,9 @@ def overlap_seconds(rows: Sequence[Row]) -> Table:
 
 def overlap_against(rows: Sequence[Row]) -> Table:
     """Return, for each setting and compute: how many times as fast as a peer the best strategy is in no more memory;
-    the planner's order, what its choice costs, and its worst choice beside ZeRO of the same stage."""
-    header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "chosen, of ZeRO's time"]
+    the planner's order, what its choice costs, its worst choice beside ZeRO of the same stage, and predictions that are
+    near."""
+    header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "chosen, of ZeRO's time", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
         some = {row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)}
@@ -202,6 +185,8 @@ def overlap_against(rows: Sequence[Row]) -> Table:
         planned = [row for row in ours if row.predicted is not None]
         if len(planned) == len(STRATEGIES):  # some say nothing about all
             line += [f"{order(planned):.2f}", f"{regret(planned):.3f}", f"{_beside_stock(planned, some):.2f}"]
+            near = [row for row in planned if abs((row.predicted or 0.0) / row.median - 1) <= NEAR]
+            line.append(f"{len(near)} of {len(planned)}")
         lines.append(line + [""] * (len(header) - len(line)))
     return header, lines
 

@@ -136,6 +136,10 @@ class Turns:
         self.link.limit(mbit)
         dist.barrier()
 
+    def steps_of(self, method: Method) -> int:
+        """Return how many steps a method has taken, repeated ones included."""
+        return self._steps[method.name]
+
     def _batches(self, method: Method) -> list[Batch]:
         self._steps[method.name] += 1
         return self._make_batches(self._steps[method.name])

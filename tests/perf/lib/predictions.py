@@ -1,0 +1,166 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the planner predicts for large models on many GPUs. Predictions, not measurements: no GPU takes part.
+
+*at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an A100's
+312 TFLOPS, bf16 with Adam; in brackets GB of model states and what a step holds besides on each rank.
+
+*predicted_clusters*: up to 16,384 GPUs of the clusters of ``clusters/*.json``, in groups of a node. Each step has 16 M
+tokens: with more GPUs a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries.
+A collective between k groups takes k - 1 steps of the cluster's latency.
+
+*predicted_host_parameters*: 70B on four nodes of eight GPUs that may not hold it, with parameters on the devices and
+in host memory, for LoRA and for full training with optimizer states in host memory. Of a GPU's memory seven tenths are
+for model states. Inside a node a GPU receives 200 Gbit/s, as over PCIe 4.0 x16, and copies 12 GB/s from host memory,
+and as much back, half of what its lanes carry, since GPUs share the memory of their socket. Copies of gradients to an
+offloaded optimizer, and its time, are the same for all methods, and not in these figures.
+
+Communication, and copies, run under compute as far as they can, of the plain stages as well.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.clusters import Cluster, read_cluster
+from deepspeed_ext.planner.cost import BUCKET, Experts, Model, predict, predict_plain_stage
+from deepspeed_ext.planner.host import HostParameters
+from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket
+from tests.perf.lib.records import Table
+
+FLOPS = 6  # of each parameter for a token, forward and backward; recomputation is not counted
+FETCHED = 10**8  # parameters gathered at a time
+PER_NODE = 8
+
+SCALE_MODELS = {"7B": 7 * 10**9, "65B": 65 * 10**9}
+TRAINABLE = {"full": 1.0, "partial": 1 / 16, "PEFT": 3 / 1000}  # the three regimes of the paper
+SCALE_RANKS = (32, 64, 128, 1024)
+SCALE_METHODS = ("ZeRO-1", "ZeRO-2", "NNG", "NIG", "NGG", "ING", "III", "IIG", "IGG", "GGG")
+
+
+def at_scale(parameters: int, share: float) -> Table:
+    """Return the speed of each method times plain ZeRO-3's, for a model of which a share is trained."""
+    count = int(parameters * share)
+    compute = (4 + 2 * share) / 6 * FLOPS * parameters * 4096 / 156e12
+    cells: dict[str, list[str]] = {name: [] for name in (*SCALE_METHODS, "chosen")}
+    for ranks in SCALE_RANKS:
+        sizes = GroupSizes(ranks, PER_NODE)
+        rates = Rates.of_links(sizes, PER_NODE, 2400, 200, 20e-6, 1500e9)
+        states = ModelStates.of(parameters, count)
+        model = Model(states, accumulation=4, compute=compute, fetches=parameters // FETCHED)
+        found = plan(sizes, model, rates, 64e9)
+        by_name = {one.name: one for one in (*found.predictions, *found.plain)}
+        for name in SCALE_METHODS:
+            one = by_name[name]
+            speed = by_name["ZeRO-3"].total_seconds / one.total_seconds
+            mark = "" if found.fits(one) else ", too large"
+            cells[name].append(f"{speed:.2f} ({one.total_memory / 1e9:.0f} GB{mark})")
+        cells["chosen"].append(found.choice.strategy if found.choice else "none")
+    return ["", *(f"{ranks} GPUs" for ranks in SCALE_RANKS)], [[name, *row] for name, row in cells.items()]
+
+
+# Clusters #########################################################################################
+
+CLUSTERS = Path(__file__).parents[1] / "clusters"
+RANKS = (64, 256, 1024, 4096, 16384)
+METHODS = ("ZeRO-1", "ZeRO-3", "NNG", "NIG", "III", "IIG", "IGG")
+STEP_TOKENS, MICRO_TOKENS = 1 << 24, 4096
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model: parameters that all tokens use, those of experts, and of these the share that a token uses."""
+
+    dense: int
+    experts: int = 0
+    used: float = 0.0
+    expert_parallel: int = 8
+
+    def model(self, ranks: int, cluster: Cluster) -> Model:
+        """Return what a rank trains in a step."""
+        assert cluster.tflops is not None
+        tokens = min(MICRO_TOKENS, STEP_TOKENS // ranks)
+        active = self.dense + self.used * self.experts
+        states, held = ModelStates.of(self.dense), ModelStates.of(self.experts // self.expert_parallel)
+        experts = Experts(self.expert_parallel, held, fetches=max(1, self.experts // self.expert_parallel // FETCHED))
+        elements = self.dense + self.experts // self.expert_parallel
+        return Model(
+            states,
+            accumulation=STEP_TOKENS // (ranks * tokens),
+            compute=FLOPS * active * tokens / (cluster.tflops * 1e12),
+            fetches=max(1, self.dense // FETCHED),
+            bucket=full_bucket(BUCKET, elements),
+            overlap_updates=True,
+            experts=(experts,) if self.experts else (),
+        )
+
+
+MODELS = {
+    "7B": Trained(7 * 10**9),
+    "70B": Trained(70 * 10**9),
+    "405B": Trained(405 * 10**9),
+    "mixture": Trained(8 * 10**9, 227 * 10**9, 14 / 227),  # 235B, 22B active
+}
+
+
+def on_cluster(name: str, model: str) -> Table:
+    """Return the speed of each method times plain ZeRO-3's; in brackets where it does not fit."""
+    cluster = read_cluster(CLUSTERS / f"{name}.json")
+    lines = [["III (HSDP)" if method == "III" else method] for method in METHODS] + [["IIG: of a step compute"]]
+    for ranks in RANKS:
+        sizes = GroupSizes(ranks, cluster.ranks_per_node)
+        found = plan(sizes, MODELS[model].model(ranks, cluster), cluster.rates(sizes), cluster.budget)
+        by_name = {one.name: one for one in (*found.predictions, *found.plain)}
+        for line, method in zip(lines, METHODS, strict=False):
+            one = by_name[method]
+            speed = f"{by_name['ZeRO-3'].total_seconds / one.total_seconds:.2f}"
+            line.append(speed if found.fits(one) else f"({speed})")
+        lines[-1].append(f"{by_name['IIG'].seconds['compute'] / by_name['IIG'].total_seconds:.0%}")
+    return ["", *(f"{ranks:,}" for ranks in RANKS)], lines
+
+
+# Parameters in host memory ########################################################################
+
+HOST_SIZES = GroupSizes(32, PER_NODE)
+LINKS = (10, 25, 100)  # Gbit/s to a node
+GPUS, SHARE = (24, 40, 80), 0.7  # GB, and what of it is for model states
+PARAMETERS, LORA, LAYER = 70 * 10**9, 2 * 10**8, 10**9
+HOST_METHODS = {"LoRA": ("ING", "IGG", "GNG", "GGG"), "full": ("IIG", "IGG", "GIG", "GGG")}
+
+
+def _host_model(kind: str, on_host: bool) -> Model:
+    states = ModelStates.of(PARAMETERS, LORA if kind == "LoRA" else None)
+    held = replace(states, parameters=0.0) if on_host else states
+    return Model(
+        states,
+        accumulation=4,
+        compute=(4 * PARAMETERS + 2 * states.gradients / 2) * 4096 / 100e12,
+        fetches=PARAMETERS // LAYER,
+        largest_layer=2.0 * LAYER,
+        held=held if kind == "LoRA" else replace(held, optimizer=0.0),
+        host=HostParameters() if on_host else None,
+    )
+
+
+def host_parameters(kind: str) -> Table:
+    """Return seconds of a step over each link, a line for each method and place; ZeRO-3 is last in each place."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for gbps in LINKS:
+        rates = Rates.of_links(HOST_SIZES, PER_NODE, 200.0, gbps, memory=float("inf"), host=12e9)
+        stock = predict_plain_stage("GGG", HOST_SIZES, _host_model(kind, True), rates).total_seconds
+        for on_host in (False, True):
+            model = _host_model(kind, on_host)
+            for name in (*HOST_METHODS[kind], "ZeRO-3"):
+                strategy = STRATEGIES.get(name)
+                one = (
+                    predict(strategy, HOST_SIZES, model, rates)
+                    if strategy
+                    else predict_plain_stage("GGG", HOST_SIZES, model, rates)
+                )
+                fits = " ".join(str(gpu) for gpu in GPUS if one.total_memory <= SHARE * gpu * 1e9) or "none"
+                line = [name, "host" if on_host else "device", f"{one.total_memory / 1e9:.1f}", f"{one.host / 1e9:.1f}"]
+                seconds = f"{one.total_seconds:.4g} s ({stock / one.total_seconds:.1f})"
+                found.setdefault((name, on_host), [*line, fits]).append(seconds)
+    header = ["", "parameters", "GB on a device", "on the host", "fits GPUs of", *(f"{gbps} Gbit/s" for gbps in LINKS)]
+    return header, list(found.values())
