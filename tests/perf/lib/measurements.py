@@ -25,7 +25,19 @@ from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import BF16, BOTH, HSDP_REDUCTIONS, LOCO, MUON, NATIVE, RATIOS, SHIPPED, SIZES, WIDE, Setting
+from tests.perf.lib.settings import (
+    BF16,
+    BOTH,
+    HSDP_REDUCTIONS,
+    LOCO,
+    MUON,
+    NATIVE,
+    RATIOS,
+    SHIPPED,
+    SIZES,
+    WIDE,
+    Setting,
+)
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, one_round, over_ranks
 
 ROWS = 8  # of a micro-batch

@@ -159,7 +159,12 @@ def host_parameters(kind: str) -> Table:
                     else predict_plain_stage("GGG", HOST_SIZES, model, rates)
                 )
                 fits = " ".join(str(gpu) for gpu in GPUS if one.total_memory <= SHARE * gpu * 1e9) or "none"
-                line = [name, "host" if on_host else "device", f"{one.total_memory / 1e9:.1f}", f"{one.host / 1e9:.1f}"]
+                line = [
+                    name,
+                    "host" if on_host else "device",
+                    f"{one.total_memory / 1e9:.1f}",
+                    f"{one.host / 1e9:.1f}",
+                ]
                 seconds = f"{one.total_seconds:.4g} s ({stock / one.total_seconds:.1f})"
                 found.setdefault((name, on_host), [*line, fits]).append(seconds)
     header = ["", "parameters", "GB on a device", "on the host", "fits GPUs of", *(f"{gbps} Gbit/s" for gbps in LINKS)]
