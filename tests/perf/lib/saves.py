@@ -22,6 +22,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +33,6 @@ import torch.distributed as dist
 from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
 from tqdm import tqdm
 
-from deepspeed_ext.checkpoint import asynchronous
 from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from tests.perf.lib import settings, tabulated
@@ -44,11 +44,7 @@ from tests.perf.lib.settings import SAVE_SECTIONS, SIZES, Setting
 from tests.perf.lib.turns import Turns, cpu_times, give_back_memory, over_ranks
 
 REAL, SLOW = "real", "slow"  # disks
-PAUSE = {
-    "25M": (1.0, 10.0),
-    "200M": (2.0, 40.0),
-}  # seconds of a step's emulated compute; MB/s of each rank's slow disk
-LISTS = ("first_save", "wait", "until_committed", "step", "lost", "writers_cpu")  # seconds, columns of a row
+PAUSE = {"25M": (1.0, 10.0), "200M": (2.0, 40.0)}  # seconds of a step's emulated compute; MB/s of a rank's slow disk
 
 
 class Disk:
@@ -68,8 +64,7 @@ class Disk:
             begin = time.perf_counter()
             save(obj, f, *args, **kwargs)
             if self.megabytes is not None:
-                path = f if isinstance(f, str | os.PathLike) else f.file_path()  # of a writer of DeepSpeed's
-                due = os.path.getsize(path) / (self.megabytes * 1e6)
+                due = os.path.getsize(f) / (self.megabytes * 1e6)
                 time.sleep(max(0.0, due - (time.perf_counter() - begin)))
 
         return slow
@@ -91,7 +86,7 @@ class SavesMeasurement(Measurement):
         self.turns, self._disk = Turns(self.setting.ranks_per_node, self.batches), Disk()
         self._folder, self._tag = _shared_folder(), 0
         self._rows: dict[tuple[str, str], Row] = {}
-        self._lists: dict[int, dict[str, list[float]]] = {}
+        self._lists: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         bases = list(dict.fromkeys(base_of(name) for name in self.names))
         bar = tqdm(total=self.args.rounds * len(bases), desc=self.setting.name, disable=dist.get_rank() != 0)
         try:
@@ -105,11 +100,10 @@ class SavesMeasurement(Measurement):
                 shutil.rmtree(self._folder, ignore_errors=True)
         for row in self._rows.values():
             lists = self._lists[id(row)]
-            for name in LISTS:
-                row.more |= spread(f"{name}_seconds", lists[name])
-            stops = [save + wait for save, wait in zip(row.steps, lists["wait"], strict=True)]
-            row.more |= {"critical_seconds": statistics.median(stops), "load_median": statistics.median(lists["load"])}
-            row.more |= {"steps_beside": len(lists["beside"]), **spread("beside", lists["beside"])}
+            for name in ("wait_seconds", "until_committed_seconds", "step_seconds", "beside"):
+                row.more |= spread(name, lists[name])
+            stops = [save + wait for save, wait in zip(row.steps, lists["wait_seconds"], strict=True)]
+            row.more |= {"critical_seconds": statistics.median(stops), "steps_beside": len(lists["beside"])}
             row.more["buffer_formula_bytes"] = round(self.buffers(self.setting, row.method))
         return list(self._rows.values())
 
@@ -117,7 +111,6 @@ class SavesMeasurement(Measurement):
         """Make an engine, and give each way to save its turns."""
         self.turns.limit(None)
         self.pauses.forward = self.pauses.backward = 0.0
-        os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}  # DeepSpeed's writers want what its launcher sets
         trained = self._make(base)
         self.turns.warm_up(trained, watch=False)
         pause, megabytes = PAUSE[self.setting.size]
@@ -127,12 +120,12 @@ class SavesMeasurement(Measurement):
         names = [name for name in self.names if base_of(name) == base]
         for name in random.Random(number).sample(names, len(names)):
             saver = _Saver(self, trained, self.sections[name])
-            for disk in (REAL, SLOW) if not saver.decoupled else (REAL,):  # another process writes
+            self._disk.megabytes = None
+            saver.first()
+            for disk in (REAL, SLOW):
                 row = self._row(name, disk, f"{trained.setup}; checkpoint {self.sections[name]}")
                 self._disk.megabytes = megabytes if disk == SLOW else None
                 row.more["slow_megabytes"] = self._disk.megabytes
-                if disk == REAL:
-                    self.list_of(row, "first_save").append(saver.first())
                 for _ in range(self.saves):
                     saver.take(row)
             saver.end()
@@ -152,9 +145,8 @@ class SavesMeasurement(Measurement):
 
     def _row(self, name: str, disk: str, setup: str) -> Row:
         mbit = self.setting.mbit[0]
-        row = self._rows.setdefault((name, disk), Row(self.setting.name, mbit, name, setup, more={"disk": disk}))
-        self._lists.setdefault(id(row), {name: [] for name in (*LISTS, "beside", "load")})
-        return row
+        made = Row(self.setting.name, mbit, name, setup, more={"disk": disk, "buffer_bytes": 0})
+        return self._rows.setdefault((name, disk), made)
 
     def list_of(self, row: Row, name: str) -> list[float]:
         """Return the values that are to be summarized in columns of this name."""
@@ -255,15 +247,11 @@ class _Saver:
     """
 
     def __init__(self, ranks: SavesMeasurement, trained: Engine, section: dict[str, Any]) -> None:
-        self._ranks, self._trained = ranks, trained
-        self.decoupled = bool(section.get("writer", {}).get("decoupled"))
+        self._ranks, self._trained, self._waited = ranks, trained, 0.0
         configure(trained.engine, dict(section))
-        self._waited = self._cpu = 0.0
         self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "aside", None)
-        self._waits = (self._aside, "at_step") if self._aside else (trained.engine, "_commit_decoupled_checkpoint")
-        setattr(*self._waits, self._timed(getattr(*self._waits)))
-        self._counting = mock.patch.object(asynchronous, "_written", self._counted(asynchronous._written))
-        self._counting.start()
+        if self._aside is not None:
+            vars(self._aside)["at_step"] = self._timed(self._aside.at_step)
 
     def _timed(self, wait: Any) -> Any:
         @functools.wraps(wait)
@@ -274,85 +262,55 @@ class _Saver:
 
         return timed
 
-    def _counted(self, written: Any) -> Any:
-        """Return the function of a writer, such that its thread's seconds of a core are counted."""
-
-        @functools.wraps(written)
-        def counted(*args: Any) -> Any:
-            begin = time.thread_time()
-            try:
-                return written(*args)
-            finally:
-                self._cpu += time.thread_time() - begin
-
-        return counted
-
-    def first(self) -> float:
-        """Take the first save; return its seconds."""
-        seconds, *_ = self._ranks.save(self._trained)
+    def first(self) -> None:
+        """Take the first save, which makes host buffers."""
+        self._ranks.save(self._trained)
         self._finish()
-        return seconds
 
     def take(self, row: Row) -> None:
         """Take a turn, and add it to a row."""
         stolen, total = cpu_times()
-        self._cpu = 0.0
         count = self._ranks.args.steps if self._aside else 0
         undisturbed = [self._ranks.step(self._trained) for _ in range(count)]
         seconds, sent, begin = self._ranks.save(self._trained)
-        self._ranks.list_of(row, "wait").append(0.0)
+        waits = self._ranks.list_of(row, "wait_seconds")
+        waits.append(0.0)
         if self._aside is not None:
-            self._beside(row, undisturbed, begin)
-        elif self.decoupled:
-            self._step(row)
-        row.more.setdefault("buffer_bytes", 0)
+            waits[-1] = self._beside(row, self._aside, undisturbed, begin)
         self._finish()
         later, total_later = cpu_times()
         row.add([seconds], (later - stolen) / max(1, total_later - total), sent)
-        self._ranks.list_of(row, "load").append(os.getloadavg()[0])
 
-    def _step(self, row: Row) -> float:
-        """Take a step after a save, and note how long it has waited; return its seconds."""
-        self._waited = 0.0
-        seconds = self._ranks.step(self._trained)
-        self._ranks.list_of(row, "wait")[-1] += over_ranks([self._waited], dist.ReduceOp.MAX)[0]
-        return seconds
-
-    def _beside(self, row: Row, undisturbed: list[float], begin: float) -> None:
-        """Take steps until the save is committed."""
-        aside, found = self._aside, functools.partial(self._ranks.list_of, row)
-        assert aside is not None
+    def _beside(self, row: Row, aside: AsyncSaves, undisturbed: list[float], begin: float) -> float:
+        """Take steps until the save is committed; return how long they have waited for its copies."""
+        found = functools.partial(self._ranks.list_of, row)
         ended: list[float] = []
         watcher = threading.Thread(target=_watch, args=(aside._job, ended), daemon=True)
         watcher.start()
         beside: list[float] = []
+        waited = 0.0
         while not beside or _somewhere_at_work(aside):
-            beside.append(self._step(row))
+            self._waited = 0.0
+            beside.append(self._ranks.step(self._trained))
+            waited += over_ranks([self._waited], dist.ReduceOp.MAX)[0]
         watcher.join()
-        usual = statistics.median(undisturbed)
-        found("writers_cpu").extend(over_ranks([self._cpu], dist.ReduceOp.SUM))
-        found("step").extend(undisturbed)
-        found("beside").extend(step / usual for step in beside)
-        found("lost").append(sum(beside) - len(beside) * usual)
-        found("until_committed").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
+        found("step_seconds").extend(undisturbed)
+        found("beside").extend(step / statistics.median(undisturbed) for step in beside)
+        found("until_committed_seconds").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
         (row.more["buffer_bytes"],) = over_ranks([float(aside.buffers.nbytes)], dist.ReduceOp.MAX)
+        return waited
 
     def _finish(self) -> None:
         if self._aside is not None:
             self._aside.finish()
-        elif self.decoupled:
-            self._trained.engine._commit_decoupled_checkpoint()
         self._ranks.remove()
         give_back_memory()
 
     def end(self) -> None:
-        """Give the host buffers back, and end the process or the process groups of the writer."""
-        engine, (owner, name) = self._trained.engine, self._waits
-        vars(owner).pop(name)
-        self._counting.stop()
-        if engine.checkpoint_engine.is_decoupled():
-            engine.checkpoint_engine.cleanup()
+        """Give the host buffers back, and end the process groups of the writer."""
+        engine = self._trained.engine
         if self._aside is not None:
+            vars(self._aside).pop("at_step")
             for held in ("before_step", "before_change"):
                 vars(engine.optimizer).pop(held, None)
             vars(engine.optimizer.resync).pop("before_asking", None)

@@ -118,8 +118,6 @@ _ASYNC = {"async_save": True}
 SAVE_SECTIONS: dict[str, dict[str, Any]] = {  # ``checkpoint`` of the configuration, by method
     "ZeRO-2": {},
     "ZeRO-3": {},
-    "ZeRO-3, python writer": {"writer": {"type": "python"}},
-    "ZeRO-3, decoupled": {"writer": {"type": "python", "decoupled": True}},
     "NIG": {},
     "NIG, asynchronous": _ASYNC,
     "NIG, asynchronous, zero_order": {**_ASYNC, "zero_order": True},

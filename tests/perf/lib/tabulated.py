@@ -214,8 +214,8 @@ def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
 
 def saves(rows: Sequence[Row]) -> Table:
     """Return what saves of each method took in each setting, on each disk."""
-    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "first", "stops for", "of synchronous"]
-    header += ["committed after", "CPU s", "a step, s", "beside the writer", "MB of buffers", "MB between"]
+    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "stops for", "of synchronous"]
+    header += ["committed after", "a step, s", "beside the writer", "MB of buffers", "MB between"]
     lines = []
 
     def median(row: Row, name: str, digits: int = 2) -> str:
@@ -223,17 +223,14 @@ def saves(rows: Sequence[Row]) -> Table:
         return "" if value is None else f"{value:.{digits}f}"
 
     order = list(SAVES), ["real", "slow"], list(SAVE_SECTIONS)
-    for row in sorted(rows, key=lambda row: [*map(list.index, order, (row.setting, row.more["disk"], row.method))]):
+    known = [row for row in rows if row.method in SAVE_SECTIONS]
+    for row in sorted(known, key=lambda row: [*map(list.index, order, (row.setting, row.more["disk"], row.method))]):
         share, (_, size, rate) = stopped_share(row, rows), row.setting.split("-")
-        saved = [
-            f"{row.median:.2f}",
-            f"{min(row.steps):.2f} .. {max(row.steps):.2f}",
-            median(row, "first_save_seconds"),
-        ]
-        stops = [f"{row.more['critical_seconds']:.2f}", "" if share is None else f"{share:.1%}"]
-        steps = [median(row, f"{name}_seconds") for name in ("until_committed", "writers_cpu", "step")]
+        saved = [f"{row.median:.2f}", f"{min(row.steps):.2f} .. {max(row.steps):.2f}"]
+        saved += [f"{row.more['critical_seconds']:.2f}", "" if share is None else f"{share:.1%}"]
+        steps = [median(row, f"{name}_seconds") for name in ("until_committed", "step")] + [median(row, "beside", 3)]
         buffers = row.more["buffer_bytes"]
-        line = [f"{size}, {rate}, {row.more['disk']}", row.method, *saved, *stops, *steps, median(row, "beside", 3)]
+        line = [f"{size}, {rate}, {row.more['disk']}", row.method, *saved, *steps]
         lines.append([*line, f"{buffers / 1e6:.0f}" if buffers else "", f"{row.link_bytes / 1e6:.1f}"])
     return header, lines
 
