@@ -153,9 +153,7 @@ def main() -> int:
         for what, some in zip(("longer", "waited"), map(sorted, zip(*seconds, strict=True)), strict=True):
             row |= {what: statistics.median(some), f"least {what}": some[0], f"most {what}": some[-1]}
         rows.append(row)
-        print(row)
-    if args.csv:
-        records.append_rows(args.csv, rows)
+    records.report(rows, args.csv)
     return 0
 
 

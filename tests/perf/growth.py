@@ -176,10 +176,8 @@ def main() -> None:
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])
         rows += json.loads(done.stdout.splitlines()[-1])
-        if args.csv:
-            records.append_rows(args.csv, [row for row in rows if row["ranks"] == ranks])
     columns = ["ranks", "method", "groups", "messages_creation", "seconds_creation", "seconds_step", "mb"]
-    print(records.markdown((columns, [[str(row[name]) for name in columns] for row in rows])))
+    records.report(rows, args.csv, columns)
 
 
 if __name__ == "__main__":

@@ -73,13 +73,7 @@ def main() -> int:
         ours.append(float(run(OURS, LEFT_OUT)))
     rows = [row(method, "importing torch", found) for method, found in torch.items()]
     rows.append(row("with the package", "of that ours", ours))
-    for one in rows:
-        print(
-            f"{one['method']:<24}{one['measured']:<18}{one['median_ms']:>9} ms  "
-            f"({one['quartile_ms']} to {one['other_quartile_ms']})"
-        )
-    if args.csv is not None:
-        records.append_rows(args.csv, rows)
+    records.report(rows, args.csv)
     return 0
 
 

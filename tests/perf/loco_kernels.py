@@ -197,14 +197,9 @@ def main() -> None:
     for mib in arguments.mib:
         for case in [case for case in CASES if case.operator in arguments.operators]:
             rows.append(measure(case, mib, arguments.device, arguments.repetitions))
-    cells = [
-        [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in SHOWN] for row in rows
-    ]
-    print(records.markdown((list(SHOWN), cells)))
+    records.report(rows, arguments.csv, SHOWN)
     if arguments.json:
         arguments.json.write_text(json.dumps([about | row for row in rows], indent=1) + "\n")
-    if arguments.csv:
-        records.append_rows(arguments.csv, rows)
 
 
 if __name__ == "__main__":

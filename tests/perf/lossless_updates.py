@@ -20,7 +20,6 @@ and the entropy of the differences, which none of them passes. Rows are of the l
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,19 +157,14 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     args = parse_arguments()
     torch.set_num_threads(args.threads)
-    corpus, first, begin = read_corpus(CORPUS_BYTES), None, time.perf_counter()
+    corpus, first = read_corpus(CORPUS_BYTES), None
     for case in [*map(Case, args.rates), Case(args.tuning_rate, True)]:
         run = Run(args, case, corpus, first if case.tuning else None)
         for _ in tqdm(run.steps(), case.name, args.steps):
             pass
         first = first or [master.detach() for master in run.masters]
         rows = rows_of(run, case, args.last)
-        header = list(rows[0])
-        print(records.markdown((header, [[str(row[name]) for name in header] for row in rows])), flush=True)
-        if args.csv is not None:
-            records.append_rows(args.csv, rows)
-    print("plain: 16 bits a weight; quantized differences: 4.125")
-    print(f"{time.perf_counter() - begin:.0f} s in all")
+        records.report(rows, args.csv)
     return 0
 
 

@@ -277,3 +277,14 @@ def markdown(table: Table) -> str:
     """Return a table in Markdown."""
     header, *lines = [f"| {' | '.join(cells)} |" for cells in (table[0], *table[1])]
     return "\n".join([header, "|" + "---|" * len(table[0]), *lines, ""])
+
+
+def report(rows: Sequence[dict[str, Any]], path: Path | None, shown: Sequence[str] = ()) -> None:
+    """Print these columns of rows, by default all, and append the rows to a file if one is given."""
+    header = list(shown or rows[0])
+    cells = [
+        [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in header] for row in rows
+    ]
+    print(markdown((header, cells)), flush=True)
+    if path is not None:
+        append_rows(path, rows)
