@@ -270,12 +270,6 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def planned(args: argparse.Namespace, study: Study) -> list[Run]:
-    """Return the runs that are asked for."""
-    runs = studies.planned(study, args.optimizers, args.groups, args.seeds)
-    return [run for run in runs if run.method in args.methods]
-
-
 def main() -> int:
     args = parse_arguments()
     study = replace(STUDIES[args.study], steps=args.steps or STUDIES[args.study].steps)
@@ -283,7 +277,8 @@ def main() -> int:
         work(args, study)
         return 0
     exit_on_signals()
-    runs = planned(args, study)
+    runs = studies.planned(study, args.optimizers, args.groups, args.seeds)
+    runs = [run for run in runs if run.method in args.methods]
     with tempfile.TemporaryDirectory() as folder:
         order = Path(folder) / "runs.json"
         for groups in args.groups:
@@ -295,13 +290,11 @@ def main() -> int:
 
 def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:
     """Print a table and verdicts, and append rows; return the exit status."""
-    ends = studies.ends_of(study, runs)
-    print(records.markdown(studies.long_table(runs) if study.large else studies.table(study, ends)))
-    verdicts = [*studies.judged(study, ends), *studies.judged_norms(study, runs)]
+    rows = study_rows.rows_of(study, runs)
+    print(records.markdown(study_rows.table(study, rows)))
+    verdicts = [*studies.judged(study, runs), *studies.judged_norms(study, runs)]
     print("\n".join(line for _, line in verdicts))
-    if args.csv is not None and not study.large:
-        tokens = configuration(study, runs[0])["train_micro_batch_size_per_gpu"] * MODEL["sequence_length"]
-        rows = study_rows.run_rows(study, runs, tokens) if study.held_out else study_rows.summary_rows(study, runs)
+    if args.csv is not None:
         records.append_rows(args.csv, rows)
     return 0 if all(passed for passed, _ in verdicts) else 1
 

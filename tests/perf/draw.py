@@ -1,8 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the pages of results, from their rows: ``python -m tests.perf.draw``."""
+"""Draws the losses of the long study, from its files: ``python -m tests.perf.draw``."""
 
-import statistics
 from typing import Any
 
 import numpy
@@ -10,28 +9,8 @@ from matplotlib import figure
 
 from tests.perf.lib.records import RESULTS
 from tests.perf.lib.studies import STUDIES, read_runs
-from tests.perf.lib.study_rows import outer_rows
 
 WINDOW = 100  # steps that a point of a training is the mean of
-
-
-def outer() -> Any:
-    """Draw, for each optimizer and number of groups, losses of outer weights beside NIG's, the mean over seeds."""
-    curves: dict[tuple[str, str], dict[str, dict[str, dict[int, float]]]] = {}
-    for row in outer_rows():
-        points = (point.split(":") for point in row["curve"].split())
-        seeds = curves.setdefault((row["optimizer"], row["groups"]), {}).setdefault(row["method"], {})
-        seeds[row["seed"]] = {int(step): float(loss) for step, loss in points}
-    drawing = figure.Figure(figsize=(12, 9), layout="constrained")
-    for axes, ((optimizer, groups), methods) in zip(drawing.subplots(2, 2).flat, curves.items(), strict=True):
-        exact = methods["NIG"]
-        for method, seeds in methods.items():
-            at = list(next(iter(seeds.values())))
-            apart = [statistics.fmean(seeds[one][step] / exact[one][step] - 1 for one in seeds) for step in at]
-            axes.plot(at, [100 * one for one in apart], marker="o", markersize=3, label=method)
-        axes.set(xlabel="step", ylabel="loss, % from NIG", title=f"{optimizer}, {groups} groups: held-out text")
-    drawing.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return drawing
 
 
 def training() -> Any:
@@ -60,5 +39,4 @@ def training() -> Any:
 
 
 if __name__ == "__main__":
-    outer().savefig(RESULTS / "outer_convergence.png", dpi=110)
     training().savefig(RESULTS / "long_training.png", dpi=110)

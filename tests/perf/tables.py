@@ -50,19 +50,10 @@ def kernels() -> Table:
     return ["kernel", "ms", "a copy, ms", "of the copy's bandwidth", "times plain PyTorch"], lines
 
 
-def updates(optimizer: str) -> Table:
-    """Return where training with updates in few bits ends, inside an optimizer."""
-    exact = "exact" if optimizer == "AdamW" else f"{optimizer} alone"
-    header = ["method" if optimizer == "AdamW" else f"with {optimizer}", "final loss", "± seeds", f"% from {exact}"]
-    lines = []
-    rows = {(row["optimizer"], row["method"]): row for row in read_rows(RESULTS / "updates_convergence.csv")}
-    for method in studies.STUDIES["updates"].methods:
-        if row := rows.get((optimizer, method)):
-            each = [f"{100 * float(one):+.2f}" for one in row["relative_difference_by_seed"].split()]
-            losses = [f"{float(row[column]):.4f}" for column in ("final_loss", "seed_spread")]
-            mean = f"{100 * float(row['relative_difference']):+.2f}"
-            lines.append([row["method"], *losses, mean, ", ".join(each), f"{float(row['inter_bytes']) / 1e3:.1f}"])
-    return [*header, "each seed", "kB a step"], lines
+def long_training() -> Table:
+    """Return where runs of the long study ended, from their files."""
+    study = studies.STUDIES["long"]
+    return study_rows.table(study, study_rows.rows_of(study, studies.read_runs(study)))
 
 
 def lossless() -> Table:
@@ -110,10 +101,10 @@ TABLES: dict[str, Callable[[], Table]] = {
     "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
     "saves": lambda: tabulated.saves(read("saves.csv")),
-    "outer": lambda: studies.table(studies.STUDIES["outer"], study_rows.outer_ends()),
-    "long-training": lambda: studies.long_table(studies.read_runs(studies.STUDIES["long"])),
-    "updates": lambda: updates("AdamW"),
-    "updates-muon": lambda: updates("Muon"),
+    "outer": lambda: study_rows.stored("outer"),
+    "updates": lambda: study_rows.stored("updates", "AdamW"),
+    "updates-muon": lambda: study_rows.stored("updates", "Muon"),
+    "long-training": long_training,
     "kernels": kernels,
     "lossless": lossless,
     "growth": growth,

@@ -135,7 +135,7 @@ class MixtureMeasurement(Measurement):
         return TOKENS * HIDDEN
 
     def describe(self, method: Ours) -> Model:
-        return describe(method.module, accumulation=self.setting.accumulation)
+        return describe(method.engine.module, accumulation=self.setting.accumulation)
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)

@@ -47,8 +47,7 @@ MUON_PARAMETERS = {"muon_lr": MUON_RATE, "weight_decay": 0.01}
 # are leaf modules besides: each is gathered as one, as FSDP2 does it, which takes half of the time.
 LEAN = {f"stage3_{key}": 0 for key in ("max_reuse_distance", "max_live_parameters", "param_persistence_threshold")}
 # ZeRO-1 and ZeRO-2, what matters on gloo: with a reduce to each rank in place of an all-reduce, ranks receive 22 % and
-# 27 % less from other nodes. reduce_scatter, round_robin_gradients, overlap_comm and allgather_partitions change no
-# bytes, and no time beyond the noise. The norm of the gradients is there for clipping only.
+# 27 % less from other nodes. The norm of the gradients is there for clipping only.
 WHOLE = {"use_multi_rank_bucket_allreduce": False, "compute_grad_norm": False}
 
 Batch = tuple[Tensor, Tensor]
@@ -97,24 +96,14 @@ class Workload:
         return self.dtype != torch.float32
 
     @classmethod
-    def overlapping(
-        cls, accumulation: int, group_size: int, make_model: Callable[[], nn.Module], block: int
-    ) -> "Workload":
+    def overlapping(cls, steps: int, group_size: int, make_model: Callable[[], nn.Module], block: int) -> "Workload":
         """Return one whose buckets have the size of a block of the model, with overlap of all that is DeepSpeed's.
 
-        A block is gathered while the one before it runs, and sub-groups are as small as buckets: 7 GB of parameters
-        have several, too.
+        A block is gathered while the one before it runs, and sub-groups are as small as buckets.
         """
         live = {"stage3_max_live_parameters": 3 * block, "stage3_prefetch_bucket_size": block, "sub_group_size": block}
-        return cls(
-            accumulation,
-            group_size,
-            make_model,
-            bucket=block,
-            ddp_mib=4 * block / 2**20,
-            zero={"overlap_comm": True},
-            lean=LEAN | live,
-        )
+        buckets: dict[str, Any] = {"bucket": block, "ddp_mib": 4 * block / 2**20}
+        return cls(steps, group_size, make_model, **buckets, zero={"overlap_comm": True}, lean=LEAN | live)
 
 
 class Method(ABC):
@@ -134,8 +123,7 @@ class Method(ABC):
     def held(self) -> StateBytes:
         """Return the bytes of model states on this rank, where they were most in the last step that was watched.
 
-        Looked at after each forward and each backward, before the optimizer's step: states of that moment, counted
-        from storages, each once. Buckets of messages are none of them. In the first step Adam has no moments yet.
+        Looked at after each forward and each backward, counted from storages. Buckets of messages are none of them.
         """
         return self._most
 
@@ -282,13 +270,10 @@ class FSDP2(TorchMethod):
             unit = fully_shard(module, mesh=mesh, reshard_after_forward=cut, mp_policy=policy)
             unit.set_custom_reduce_scatter(DirectReduceScatter())  # gloo's own sends twice the bytes
         self._kept, self._nodes = between == "whole", nodes
-        setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}; "
-        setup += "until the last micro-batch set_is_last_backward"
-        if self._kept:
-            setup += ", set_requires_gradient_sync, set_reshard_after_backward"
-        setup += ", set_requires_all_reduce False" if nodes and not self._kept else " False"
-        setup += "; set_custom_reduce_scatter: all-to-all"
-        setup += f"; param_dtype {workload.dtype}, reduce_dtype {reduce}" if workload.mixed else ""
+        setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}, reduce "
+        setup += (
+            f"{reduce} in the {'last micro-batch' if self._kept else 'node'}; set_custom_reduce_scatter: all-to-all"
+        )
         super().__init__(name, setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -450,25 +435,15 @@ class Engine(Method):
         """DeepSpeed's."""
         return self._engine
 
-    @property
-    def module(self) -> nn.Module:
-        """What the engine trains."""
-        module: nn.Module = self._engine.module
-        return module
-
     def close(self) -> None:
-        module = self.module
+        module = self._engine.module
         self._engine.destroy()
         self._engine = None
         forget(module)  # that of DeepSpeed's own ZeRO-3 would stay
 
 
 class Ours(Engine):
-    """A strategy, with any keys beside it.
-
-    Attributes:
-        strategy, sent: of these keys.
-    """
+    """A strategy, with any keys beside it."""
 
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
         self.strategy = parse_strategy(zero["paro_strategy"])
@@ -496,13 +471,6 @@ class Ours(Engine):
         return replace(states, optimizer=states.optimizer + errors + kept)
 
 
-# All of them ######################################################################################
-
-
-def _hpz(workload: Workload) -> Method:
-    return Engine(workload, "hpZ", {"stage": 3, "zero_hpz_partition_size": workload.group_size}, lean=True)
-
-
 PEERS: dict[str, Callable[[Workload], Method]] = {
     "DDP": DDP,
     "FSDP2": partial(FSDP2, name="FSDP2"),
@@ -519,5 +487,5 @@ PEERS: dict[str, Callable[[Workload], Method]] = {
     "ZeRO-2": partial(Engine, name="ZeRO-2", zero={"stage": 2, **WHOLE}),
     "ZeRO-3": partial(Engine, name="ZeRO-3", zero={"stage": 3}, lean=True),
     "ZeRO-3 defaults": partial(Engine, name="ZeRO-3 defaults", zero={"stage": 3}),
-    "hpZ": _hpz,
+    "hpZ": lambda it: Engine(it, "hpZ", {"stage": 3, "zero_hpz_partition_size": it.group_size}, lean=True),
 }

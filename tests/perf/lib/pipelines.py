@@ -8,7 +8,7 @@ beside the formula, and from other stages. Held are parameters and gradients bef
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import deepspeed
 import torch.distributed as dist

@@ -11,10 +11,10 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed_ext.compare.spread import ratio
-from tests.perf.lib.records import RESULTS, Table
+from tests.perf.lib.records import RESULTS
 
 FINAL = 0.1  # of the steps: over them the learning rate goes to zero, and losses are averaged
 NORM_BOUNDS = (0.97, 1.03)
@@ -285,77 +285,51 @@ def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seed
 # What losses say together #########################################################################
 
 
-class End(NamedTuple):
-    """Where a run ended: its loss, that of own weights, that of training, and bytes that a rank received in a step."""
-
-    optimizer: str
-    groups: int
-    method: str
-    seed: int
-    loss: float
-    own_loss: float = 0.0
-    training_loss: float = 0.0
-    received: float = 0.0
-
-
-def ends_of(study: Study, runs: Iterable[Run]) -> list[End]:
-    """Return the ends of runs: their held-out losses if they have an outer study's, else those of training."""
-    held_out = study.held_out and not study.large
-    return [
-        End(
-            *(run.optimizer, run.groups, run.method, run.seed),
-            run.final_held_out if held_out else run.final_loss,
-            *(run.own_loss, run.final_loss, run.received),
-        )
-        for run in runs
-    ]
-
-
 @dataclass(frozen=True)
 class Cell:
-    """The seeds of one method with an optimizer and a number of groups, with those of the methods beside it."""
+    """The runs of one method with an optimizer and a number of groups, and losses by seed: its own, and beside it."""
 
-    ends: tuple[End, ...]
-    reference: tuple[End, ...]
-    against: tuple[End, ...]
+    runs: Sequence[Run]
+    losses: Mapping[int, float]
+    reference: Mapping[int, float]
+    against: Mapping[int, float]
 
-    @property
-    def loss(self) -> float:
-        return statistics.fmean(end.loss for end in self.ends)
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation over seeds."""
-        return statistics.stdev(end.loss for end in self.ends) if len(self.ends) > 1 else 0.0
-
-    def differences(self, others: Sequence[End]) -> list[float]:
+    def differences(self, others: Mapping[int, float]) -> list[float]:
         """Return the relative differences from others with the same seeds, a seed each."""
-        there = {end.seed: end.loss for end in others}
-        return [end.loss / there[end.seed] - 1 for end in self.ends if end.seed in there]
+        return [loss / others[seed] - 1 for seed, loss in self.losses.items() if seed in others]
 
 
-def cells(study: Study, ends: Sequence[End]) -> dict[tuple[str, int, str], Cell]:
+def end_of(study: Study, run: Run) -> float:
+    """Return where a run ended: the loss on held-out text in the study of outer steps, else that of training."""
+    return run.final_held_out if study.held_out and not study.large else run.final_loss
+
+
+def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]:
     """Return the cells by optimizer, groups and method."""
-
-    def some(optimizer: str, groups: int, method: str) -> tuple[End, ...]:
-        return tuple(end for end in ends if end[:3] == (optimizer, groups, method))
-
+    found: dict[tuple[str, int, str], list[Run]] = {}
+    for run in runs:
+        found.setdefault((run.optimizer, run.groups, run.method), []).append(run)
+    losses = {key: {run.seed: end_of(study, run) for run in some} for key, some in found.items()}
     return {
-        key: Cell(some(*key), some(*key[:2], study.reference), some(*key[:2], study.methods[key[2]].against))
-        for key in dict.fromkeys(end[:3] for end in ends)
+        (*at, name): Cell(
+            some,
+            losses[*at, name],
+            losses.get((*at, study.reference), {}),
+            losses.get((*at, study.methods[name].against), {}),
+        )
+        for (*at, name), some in found.items()
     }
 
 
-def judged(study: Study, ends: Sequence[End]) -> Iterator[tuple[bool, str]]:
+def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
     """Judge each method that has a bound, by the ratio of losses with its interval of ``deepspeed_ext.compare``, in
     which seeds are rounds."""
-    for (optimizer, groups, name), cell in cells(study, ends).items():
+    for (optimizer, groups, name), cell in cells(study, runs).items():
         method, each = study.methods[name], cell.differences(cell.against)
         if method.bound is None or not each:
             continue
-        seeds = {end.seed: end.loss for end in cell.against}
-        own = [end for end in cell.ends if end.seed in seeds]
-        found = ratio([[seeds[end.seed]] for end in own], [[end.loss] for end in own])
+        own = [seed for seed in cell.losses if seed in cell.against]
+        found = ratio([[cell.against[seed]] for seed in own], [[cell.losses[seed]] for seed in own])
         mean, low, high = found.value - 1, found.low - 1, found.high - 1
         kept = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
         passed = min(each) > method.bound if method.too_coarse else kept
@@ -379,53 +353,3 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
             passed,
             f"{'PASS' if passed else 'FAIL'}  {run.name}: norms of gradients are {norms:.3f} of the exact ones",
         )
-
-
-def table(study: Study, ends: Sequence[End]) -> Table:
-    """Return a line for each optimizer, number of groups and method."""
-    held_out = study.held_out > 0
-    header = ["inside", "groups", "method", "seeds", "held-out loss" if held_out else "final loss", "± seeds"]
-    header += [f"% from {study.reference}", "each seed", "% from its own", "own weights", "training", "kB a step"]
-    if study.held_out:
-        header[8] = "% from 32 bits"
-    lines = []
-    for (optimizer, groups, name), cell in cells(study, ends).items():
-        each, own = cell.differences(cell.reference), cell.differences(cell.against)
-        apart = study.methods[name].against != study.reference
-        line = [optimizer, str(groups), name, " ".join(str(end.seed) for end in cell.ends), f"{cell.loss:.4f}"]
-        line += [f"{cell.spread:.4f}" if len(cell.ends) > 1 else "", _mean(each), _percents(each)]
-        line.append(_mean(own) if apart else "")
-        means = [statistics.fmean(getattr(end, name) for end in cell.ends) for name in End._fields[5:7]]
-        line += [f"{mean:.4f}" if mean else "" for mean in means]
-        lines.append([*line, f"{statistics.fmean(end.received for end in cell.ends) / 1e3:.1f}"])
-    return header, lines
-
-
-def _mean(values: Sequence[float]) -> str:
-    return _percents([statistics.fmean(values)] if values else [])
-
-
-def _percents(values: Sequence[float]) -> str:
-    return ", ".join(f"{100 * value:+.2f}" for value in values)
-
-
-def long_table(runs: Sequence[Run]) -> Table:
-    """Return a line for each method of the long study: losses, and how far they are from ZeRO-2's with the same seed.
-
-    Cells have a value for each seed of ZeRO-2's, or a dash.
-    """
-    study = STUDIES["long"]
-    done = {(run.method, run.seed): run for run in runs}
-    seeds = sorted(seed for method, seed in done if method == study.reference)
-    header = ["method", "training loss", f"from {study.reference}", "held-out loss", f"from {study.reference}"]
-    lines = []
-    for method in (name for name in study.methods if any((name, seed) in done for seed in seeds)):
-        columns: list[list[str]] = [[], [], [], []]
-        for seed in seeds:
-            run, beside = done.get((method, seed)), done[study.reference, seed]
-            for number, kind in enumerate(("final_loss", "final_held_out")):
-                loss = None if run is None else getattr(run, kind)
-                columns[2 * number].append("-" if loss is None else f"{loss:.4f}")
-                columns[2 * number + 1].append("-" if loss is None else f"{loss / getattr(beside, kind) - 1:+.2%}")
-        lines.append([method, *(", ".join(values) for values in columns)])
-    return header, lines

@@ -171,7 +171,7 @@ def overlap_seconds(rows: Sequence[Row]) -> Table:
 
 def overlap_against(rows: Sequence[Row]) -> Table:
     """Return, for each setting and compute: how many times as fast as a peer the best strategy is in no more memory;
-    the planner's order, what its choice costs, its worst choice beside ZeRO of the same stage, and near predictions."""
+    the planner's order, what its choice costs, its worst choice beside ZeRO of the same stage, near predictions."""
     header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "chosen, of ZeRO's time", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):

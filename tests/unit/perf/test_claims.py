@@ -12,7 +12,7 @@ import pytest
 from scripts import ROOT
 from tests.harness.documents import page
 from tests.perf import cluster, tables
-from tests.perf.lib import records, studies, tabulated
+from tests.perf.lib import records, studies, study_rows, tabulated
 from tests.perf.lib.records import RESULTS, Row, read_rows
 from tests.perf.lib.settings import BOTH, LOCO
 
@@ -21,12 +21,13 @@ pytestmark = pytest.mark.quick
 PERF = ROOT / "tests" / "perf"
 PAGE = "tests/perf/README.md"
 MOST_WORDS = 1000
+OUTER, LONG = studies.STUDIES["outer"], studies.STUDIES["long"]
 
 
 def dates(program: str) -> set[str]:
     """Days of a program's rows, or of the starts of its trainings, whose files take the place of rows."""
-    if program == studies.STUDIES["long"].file:
-        return {part["date"][:10] for run in studies.read_runs(studies.STUDIES["long"]) for part in run.parts}
+    if program == LONG.file:
+        return {part["date"][:10] for run in studies.read_runs(LONG) for part in run.parts}
     return {row["date"][:10] for row in read_rows(RESULTS / f"{program}.csv")}
 
 
@@ -128,7 +129,8 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
         f"in {share(fp32, 'HSDP kept', 'NIG'):.2f} times its memory",
         f"make NIG {times(fp32, few, 'NIG'):.1f} times as fast",
         f"In bf16, NIG takes {times(bf16, hsdp, 'NIG'):.2f} of HSDP's seconds, "
-        f"in {share(bf16, 'NIG', hsdp):.2f} of its memory. HSDP that keeps parameters takes {times(bf16, 'NIG', kept):.2f} of NIG's "
+        f"in {share(bf16, 'NIG', hsdp):.2f} of its memory. "
+        f"HSDP that keeps parameters takes {times(bf16, 'NIG', kept):.2f} of NIG's "
         f"in {share(bf16, kept, 'NIG'):.2f} times its memory",
         f"GPT-2 (124 M, bf16): NIG is {times(gpt2, 'NIG', 'ZeRO-3'):.1f} times as fast as ZeRO-3, "
         f"{times(gpt2, 'NIG', 'ZeRO-1'):.2f} times as ZeRO-1, "
@@ -159,11 +161,13 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
 def test_figures_of_losses_have_their_rows() -> None:
     text, few = " ".join(page(PAGE).text.split()), "NIG" + BOTH
     ending = {(row["optimizer"], row["method"]): row for row in read_rows(RESULTS / "updates_convergence.csv")}
-    ended = tables.TABLES["outer"]()[1]
-    [longer] = (float(line[6]) for line in ended if line[:3] == ["Muon", "2", few])
-    apart = max(abs(float(line[8])) for line in ended if line[8])
+    outer = {
+        (r["optimizer"], r["ranks"], r["method"]): float(r["relative_difference"]) for r in study_rows.read(OUTER)
+    }
+    longer = 100 * outer["Muon", "2", few]
+    apart = max(abs(100 * one) for (*_, method), one in outer.items() if method.endswith(", 4 bits"))
     alone = 100 * max(map(float, ending["AdamW", "NIG" + LOCO]["relative_difference_by_seed"].split()))
-    runs = {(run.method, run.seed): run for run in studies.read_runs(studies.STUDIES["long"])}
+    runs = {(run.method, run.seed): run for run in studies.read_runs(LONG)}
 
     def end(optimizer: str, method: str) -> float:
         return 100 * float(ending[optimizer, method]["relative_difference"])
@@ -177,7 +181,7 @@ def test_figures_of_losses_have_their_rows() -> None:
         f"with Muon {end('Muon', few):.2f} % after 400 steps and {longer:.1f} % after [2,100]",
         f"[{alone:.2f} %](results/updates_convergence.md) after 1,000",
         f"sums in 4 bits (NII): {end('AdamW', 'NII' + BOTH):.2f} %",
-        f"at most {apart} % from those in 32 bits",
+        f"at most {apart:.2f} % from those in 32 bits",
         f"{min(long):.2f} to {max(long):+.2f} % from exact NIG; "
         f"chance moves ZeRO-2 by {-beyond('ZeRO-2, control', 'ZeRO-2', 1):.2f} %",
     ):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harness.ranks import RankPool
 from tests.perf.lib import studies
-from tests.perf.lib.studies import STUDIES, End, Run
+from tests.perf.lib.studies import STUDIES, Run
 
 OUTER, LONG = STUDIES["outer"], STUDIES["long"]
 BEGINNING = 20  # steps
@@ -20,8 +20,9 @@ NEAR = 2e-3
 FEW = "H=30, 4 bits"
 
 
-def end(method: str, loss: float, seed: int = 0) -> End:
-    return End("AdamW", 2, method, seed, loss, loss, loss, 2000.0)
+def end(method: str, loss: float, seed: int = 0) -> Run:
+    """Return a run that ended with this loss, of training and held out."""
+    return Run(method, seed, "", OUTER.steps, losses=[loss] * OUTER.steps, held_out={str(OUTER.steps): loss})
 
 
 @pytest.mark.quick
