@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,28 +43,16 @@ BUCKET = 500_000_000
 STEPS = 3
 
 
-def shapes(narrower: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the parameters of a Llama with 7B parameters, or of one that is narrower."""
-    width, hidden, vocabulary = WIDTH // narrower, HIDDEN // narrower, VOCABULARY // narrower
+def shapes() -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of a narrow Llama."""
+    width, hidden, vocabulary = WIDTH // NARROWER, HIDDEN // NARROWER, VOCABULARY // NARROWER
     layer = [(width, width)] * 4 + [(hidden, width)] * 2 + [(width, hidden), (width,), (width,)]
     return [(vocabulary, width), *(layer * LAYERS), (width,), (vocabulary, width)]
 
 
-class Sum(nn.Module):
-    """Parameters of given shapes, each in a module of its own, and a sum that gives all of them gradients."""
+class Part(nn.Module):
+    """A parameter in a module of its own, and a sum that gives it a gradient."""
 
-    def __init__(self, of: Sequence[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(_Part(shape) for shape in of)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the input plus the sum of all parameters."""
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
-class _Part(nn.Module):
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full(shape, 1e-3))
@@ -90,7 +78,7 @@ def make_engine(method: str, group_size: int) -> Any:
         "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
         "zero_optimization": {**placed, "reduce_bucket_size": BUCKET // NARROWER**2},
     }
-    return deepspeed.initialize(model=Sum(shapes(NARROWER)), config=config)[0]
+    return deepspeed.initialize(model=nn.Sequential(*map(Part, shapes())), config=config)[0]
 
 
 def train(engine: Any, world: FakeWorld, steps: int) -> float:

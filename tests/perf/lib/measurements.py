@@ -55,6 +55,7 @@ class Measurement:
         usual: names of those that are measured by default; empty: all.
         methods: all of them.
         rounds, steps: by default.
+        short, most: steps of a turn that take less than this together go on, up to this number of them.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
         slack: bytes that a node may send in a step beside the formula's.
         parity: how far fp32 weights may be from the first method's, of the largest.
@@ -66,6 +67,7 @@ class Measurement:
     methods: ClassVar[Sequence[str]]
     rounds: ClassVar[int] = 3
     steps: ClassVar[int] = 1
+    short, most = 0.0, 1
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
     slack: ClassVar[float] = 0.0
@@ -129,30 +131,24 @@ class Measurement:
         headers, rates = self.turns.headers(), self.probed()
         rows = {name: Row(self.setting.name, mbit, name, m.setup, more=dict(more)) for name, m in self.made.items()}
         compute = []
-        for number in tqdm(range(self.most_rounds()), f"{self.setting.name} {mbit}", disable=dist.get_rank() != 0):
-            some = {name: row for name, row in rows.items() if self.goes_on(row)}
-            if some:
-                compute.append(self.round(number, some))
+        for number in tqdm(range(self.args.rounds), f"{self.setting.name} {mbit}", disable=dist.get_rank() != 0):
+            compute.append(self.round(number, rows))
         for row in rows.values():
             row.headers, row.compute = headers, statistics.median(compute)
             self.complete(row, rates)
         return list(rows.values())
-
-    def most_rounds(self) -> int:
-        """Return the number of rounds."""
-        return int(self.args.rounds)
-
-    def goes_on(self, row: Row) -> bool:
-        """Return whether a method has another turn."""
-        return True
 
     def round(self, number: int, rows: Mapping[str, Row]) -> float:
         """Give methods their turns; return the seconds of a step without communication."""
         return one_round(number, self.made, self.compute, rows, self.turn)
 
     def turn(self, method: Method) -> Turn:
-        """Time a method's turn."""
-        return self.turns.a_step(method)
+        """Time a step, or several short ones: their median is steady after more of them only."""
+        taken = [self.turns.a_step(method)]
+        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
+            taken.append(self.turns.a_step(method))
+        stolen, seconds, sent = zip(*taken, strict=True)
+        return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def probed(self) -> Rates | None:
         """Return the links' rates, if the planner is asked for seconds."""
@@ -233,8 +229,7 @@ class BlocksMeasurement(Measurement):
         *(name + WIDE for name in in_bf16),
     )
     least: ClassVar = {"2x2-large-4": {"NIG" + BOTH: 30.0}, "2x2-large-4-muon": {"IIG": 6.0}}
-    long, enough = 8.0, 2  # a method whose steps take so many seconds has this number of them
-    short, most = 3.0, 20  # one whose steps take less than this together goes on, up to this number of them
+    short, most = 1.0, 7
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
         super().__init__(setting, args)
@@ -256,16 +251,6 @@ class BlocksMeasurement(Measurement):
         setting = self.setting
         of_setting = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "size": setting.size}
         return [(mbit, of_setting | {"accumulation": setting.accumulation}) for mbit in setting.mbit]
-
-    def most_rounds(self) -> int:
-        return max(self.most, self.args.rounds)
-
-    def goes_on(self, row: Row) -> bool:
-        """Of short steps the median is steady after more of them only."""
-        steps = row.steps
-        if len(steps) >= self.enough and min(steps) > self.long:
-            return False
-        return len(steps) < self.args.rounds or (sum(steps) < self.short and len(steps) < self.most)
 
     def probed(self) -> Rates:
         return probe.measure(self.turns.topology)
@@ -342,7 +327,7 @@ class OffloadMeasurement(Measurement):
         name: dict.fromkeys(("ING", "IIG"), 50.0 if setting.lora else 5.0) for name, setting in settings.items()
     }
     slack = 4000.0  # of norms, for example
-    short, most = 5.0, 9  # steps that take less than this together go on, up to this number of them in a turn
+    short, most = 5.0, 9
     copied_bound = 0.01
 
     def measure(self) -> list[Row]:
@@ -367,14 +352,6 @@ class OffloadMeasurement(Measurement):
         self._pcie.gigabytes = self.args.pcie
         self._meetings = self.turns.a_step(self.compute).sent
         return found
-
-    def turn(self, method: Method) -> Turn:
-        """Take a step, or several short ones: their median is steady after more of them only."""
-        taken = [self.turns.a_step(method)]
-        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
-            taken.append(self.turns.a_step(method))
-        stolen, seconds, sent = zip(*taken, strict=True)
-        return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)

@@ -132,10 +132,8 @@ STUDIES = {
             "NIG + updates": Method("NIG", "NIG", _updates(bits=4), bound=0.005),
             "NIG + LoCo + updates": Method("NIG", "NIG", LOCO | _updates(bits=4), bound=0.005),
             "NIG + LoCo + exact": Method("NIG", "NIG", LOCO | _updates(bits="exact")),
-            "NIG + LoCo + 8 bits": Method("NIG", "NIG", LOCO | _updates(bits=8)),
-            # The next and the last one are put in by the program: the package does not have them.
+            # This and the last one are put in by the program: the package does not have them.
             "NIG + direct 4 bits": Method("NIG", "NIG", _updates(bits=4), bound=0.005, too_coarse=True),
-            "NIG + direct 8 bits": Method("NIG", "NIG", _updates(bits=8)),
             "NII": Method("NII", "NII"),
             "NII + LoCo + updates": Method("NII", "NII", LOCO | _updates(bits=4), bound=0.005),
             "NII + LoCo + 8 bits": Method("NII", "NII", LOCO | _updates(bits=8)),

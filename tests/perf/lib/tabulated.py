@@ -171,8 +171,8 @@ def overlap_seconds(rows: Sequence[Row]) -> Table:
 
 def overlap_against(rows: Sequence[Row]) -> Table:
     """Return, for each setting and compute: how many times as fast as a peer the best strategy is in no more memory;
-    the planner's order, what its choice costs, its worst choice beside ZeRO of the same stage, near predictions."""
-    header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "chosen, of ZeRO's time", "within 10 %"]
+    the planner's order, what its choice costs, and near predictions."""
+    header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
         some = {row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)}
@@ -183,18 +183,11 @@ def overlap_against(rows: Sequence[Row]) -> Table:
             line.append(f"{speed(min(rivals, key=lambda row: row.median), peer).value:.2f}" if rivals else "")
         planned = [row for row in ours if row.predicted is not None]
         if len(planned) == len(STRATEGIES):  # some say nothing about all
-            line += [f"{order(planned):.2f}", f"{regret(planned):.3f}", f"{_beside_stock(planned, some):.2f}"]
+            line += [f"{order(planned):.2f}", f"{regret(planned):.3f}"]
             near = [row for row in planned if abs((row.predicted or 0.0) / row.median - 1) <= NEAR]
             line.append(f"{len(near)} of {len(planned)}")
         lines.append(line + [""] * (len(header) - len(line)))
     return header, lines
-
-
-def _beside_stock(planned: Sequence[Row], some: dict[str, Row]) -> float:
-    """Return the largest share of the time of ZeRO of the same stage that the planner's choices take."""
-    choices = [chosen([row for row in planned if row.memory <= limit.memory]) for limit in planned]
-    stock = [some.get(f"ZeRO-{STRATEGIES[row.method].stage}") for row in choices]
-    return max(row.median / same.median for row, same in zip(choices, stock, strict=True) if same is not None)
 
 
 # Outer steps, and saves ###########################################################################
