@@ -9,9 +9,7 @@ fake process group, whose collectives end at once; gathers of updates take as lo
 one after the other. Nothing is fetched ahead. Blocks sleep in their forward, all together ``--ratio`` times as long as
 the link needs for the updates. *In one piece* is how such a model crossed before: the sub-group at once.
 
-*Waited* are the seconds in which the first forward after a step waits for the link; *longer* those that it takes more
-than the next one, which waits for nothing: what else the machine does counts there. Both methods take turns.
-*First* is the share of the model that must have arrived before the first block computes.
+*Waited* are the seconds in which the first forward after a step waits for the link. Both methods take turns.
 """
 
 import argparse
@@ -99,8 +97,8 @@ def make_engine(pauses: Pauses) -> Any:
     return engine
 
 
-def exposed(engine: Any, link: Link, pauses: Pauses, forward: float) -> tuple[float, float]:
-    """Take a step; return by how many seconds the next forward is longer than another one, and those that it waits."""
+def waited(engine: Any, link: Link, pauses: Pauses, forward: float) -> float:
+    """Take a step; return the seconds that the next forward waits for the link."""
     batch = torch.randn(1, WIDTH, dtype=torch.bfloat16)
     pauses.forward = 0.0
     engine.backward(engine(batch, torch.zeros_like(batch)))
@@ -109,22 +107,10 @@ def exposed(engine: Any, link: Link, pauses: Pauses, forward: float) -> tuple[fl
     with link.connected():
         engine.step()
         engine.eval()
-        seconds = []
-        for _ in range(2):
-            start = time.perf_counter()
-            with torch.no_grad():
-                engine(batch, torch.zeros_like(batch))
-            seconds.append(time.perf_counter() - start)
+        with torch.no_grad():
+            engine(batch, torch.zeros_like(batch))
         engine.train()
-    return seconds[0] - seconds[1], link.waited
-
-
-def first_share(engine: Any) -> float:
-    """Return the share of the model that must have arrived before the first block computes."""
-    slices = engine.optimizer.slices["dense"]
-    widths = [window.stop - window.start for window in slices._windows]
-    needed = max(slices._windows_of[param.ds_id][-1] for param in engine.module.blocks[0].parameters())
-    return sum(widths[: needed + 1]) / sum(widths)
+    return link.waited
 
 
 def main() -> int:
@@ -138,20 +124,19 @@ def main() -> int:
     link, pauses = Link(args.mbit * 1e6 / 8), Pauses()
     numel = BLOCKS * 2 * WIDTH * HIDDEN
     forward = args.ratio * (2 * numel / RANKS) * (RANKS // GROUP_SIZE - 1) / link.rate / BLOCKS
-    engines, found = {}, {name: list[tuple[float, float]]() for name in METHODS}
+    engines, found = {}, {name: list[float]() for name in METHODS}
     for name, rule in METHODS.items():
         with mock.patch.object(slices, "full_bucket", rule):
             engines[name] = make_engine(pauses)
-            exposed(engines[name], link, pauses, forward)  # and windows are made
+            waited(engines[name], link, pauses, forward)  # and windows are made
     for _ in range(args.rounds):
         for name, engine in engines.items():
-            found[name].append(exposed(engine, link, pauses, forward))
+            found[name].append(waited(engine, link, pauses, forward))
     rows = []
-    for name, seconds in found.items():
+    for name, some in found.items():
         row = {"method": name, "parameters": numel, "mbit": args.mbit, "ratio": args.ratio, "rounds": args.rounds}
-        row |= {"link": link.busy, "first": first_share(engines[name])}
-        for what, some in zip(("longer", "waited"), map(sorted, zip(*seconds, strict=True)), strict=True):
-            row |= {what: statistics.median(some), f"least {what}": some[0], f"most {what}": some[-1]}
+        row |= {"link": link.busy, "waited": statistics.median(some)}
+        row |= {"least waited": min(some), "most waited": max(some)}
         rows.append(row)
     records.report(rows, args.csv)
     return 0

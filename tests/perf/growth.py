@@ -149,17 +149,12 @@ def main() -> None:
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append a row per result")
     parser.add_argument("--json", action="store_true", help="measure the only world in this process, and print JSON")
     args = parser.parse_args()
-    rows: list[dict[str, Any]]
+    rows = list[dict[str, Any]]()
     if args.json:
-        rows = list(measure(args))
-        print(json.dumps(rows))
+        print(json.dumps(list(measure(args))))
         return
-    rows = []
     for ranks in tqdm(args.worlds, disable=not sys.stderr.isatty()):
-        given = ["--no-memory"] if args.no_memory else []
-        given += ["--steps", f"{args.steps}", "--group-size", f"{args.group_size}", "--rounds", f"{args.rounds}"]
-        given += ["--methods", *args.methods]
-        command = [sys.executable, "-m", "tests.perf.growth", "--json", "--worlds", str(ranks), *given]
+        command = [sys.executable, "-m", __spec__.name, *sys.argv[1:], "--json", "--worlds", str(ranks)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(done.stderr[-3000:])

@@ -152,7 +152,7 @@ def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, An
     median = {name: statistics.median(times) for name, times in samples.items()}
     floor = case.floor(numel)
     return {
-        "hardware": hardware(device),
+        **({"hardware": torch.cuda.get_device_name()} if device == "cuda" else {}),
         "threads": torch.get_num_threads(),
         "kernels": ops.has_kernels(device.upper()),
         "case": case.name,
@@ -172,11 +172,6 @@ def measure(case: Case, mib: int, device: str, repetitions: int) -> dict[str, An
     }
 
 
-def hardware(device: str) -> str:
-    """Return where it ran."""
-    return torch.cuda.get_device_name() if device == "cuda" else records.circumstances()["hardware"]
-
-
 SHOWN = ("case", "mib", "seconds", "copy_seconds", "gb_per_s", "of_copy_bandwidth", "times_faster_than_pytorch")
 
 
@@ -191,15 +186,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     ops.load_kernels()
-    about = records.circumstances() | {"hardware": hardware(arguments.device)}
-    print("\n".join(f"{key}: {value}" for key, value in about.items()))
-    rows = []
-    for mib in arguments.mib:
-        for case in [case for case in CASES if case.operator in arguments.operators]:
-            rows.append(measure(case, mib, arguments.device, arguments.repetitions))
+    cases = [(case, mib) for mib in arguments.mib for case in CASES if case.operator in arguments.operators]
+    rows = [measure(case, mib, arguments.device, arguments.repetitions) for case, mib in cases]
     records.report(rows, arguments.csv, SHOWN)
     if arguments.json:
-        arguments.json.write_text(json.dumps([about | row for row in rows], indent=1) + "\n")
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from tests.perf.lib import settings
 from tests.perf.lib.measurements import Measurement
 from tests.perf.lib.peers import Batch, Ours, Workload
 from tests.perf.lib.records import Row
-from tests.perf.lib.settings import BF16, BOTH, LOCO
+from tests.perf.lib.settings import BF16, BOTH
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turns, methods, over_ranks
 
 # Methods draw other random numbers, so with dropout their losses could not be compared.
@@ -85,8 +85,9 @@ class Gpt2Measurement(Measurement):
         *("DDP", "NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH),
     )
     rounds = 2
+    compared = "losses"
     # Of how far the loss falls. Ranks of bf16 round sums in another order; a node that trains by itself is beyond.
-    loss_bound = 0.02
+    bounds: ClassVar[Mapping[str, float]] = {BF16: 0.02}
     loco_bound = 0.25  # rounding to 4 bits is seen in the first steps; a model that does not train is at 1
 
     def measure(self) -> list[Row]:
@@ -151,7 +152,7 @@ class Gpt2Measurement(Measurement):
         for row in self.rows[name]:
             self.turns.limit(row.mbit)
             for _ in range(self.args.steps):
-                self.turn(method).count_in(row)
+                row.add(*self.turn(method))
             row.setup, row.held = method.setup, held
             if isinstance(method, Ours) and row.formula_bytes is None:
                 self.complete(row, None)
@@ -172,16 +173,6 @@ class Gpt2Measurement(Measurement):
         count = self.setting.accumulation
         sums = [float(sum(self._losses[i : i + count])) for i in range(0, len(self._losses), count)]
         return [total / count / dist.get_world_size() for total in over_ranks(sums, dist.ReduceOp.SUM)]
-
-    @classmethod
-    def problems(cls, rows: Sequence[Row]) -> list[str]:
-        found = []
-        for row in rows:
-            bound = cls.loco_bound if LOCO in row.method else cls.loss_bound
-            if not row.difference <= bound:  # NaN is not
-                found.append(f"{row.method}: losses differ by {row.difference:.1e} of their fall from the first's")
-            found += cls.other_bytes(row)
-        return found
 
 
 def apart(losses: Sequence[float], others: Sequence[float]) -> float:

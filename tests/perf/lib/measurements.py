@@ -4,6 +4,7 @@
 
 import argparse
 import math
+import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -28,6 +29,7 @@ from tests.perf.lib.records import Row, Table, slower
 from tests.perf.lib.settings import (
     BF16,
     BOTH,
+    FP32,
     HSDP_REDUCTIONS,
     LOCO,
     MUON,
@@ -38,11 +40,10 @@ from tests.perf.lib.settings import (
     WIDE,
     Setting,
 )
-from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, one_round, over_ranks
+from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
 
 ROWS = 8  # of a micro-batch
 BYTES_BOUND = 0.05
-BF16_BOUND = 2**-7  # where the largest weight is known to 2^-9, and sums in another order change gradients besides
 BACKWARD = 2.0  # seconds of emulated backward for each of forward
 
 
@@ -55,10 +56,12 @@ class Measurement:
         usual: names of those that are measured by default; empty: all.
         methods: all of them.
         rounds, steps: by default.
+        probes: whether the planner is asked for seconds, with the links' rates.
         short, most: steps of a turn that take less than this together go on, up to this number of them.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
         slack: bytes that a node may send in a step beside the formula's.
-        parity: how far fp32 weights may be from the first method's, of the largest.
+        compared, bounds, loco_bound: what must not differ from the first method's, and by how much at most; of the
+            largest weight, which bf16 knows to 2^-9, and sums in another order change gradients besides.
     """
 
     file: ClassVar[str]
@@ -67,11 +70,14 @@ class Measurement:
     methods: ClassVar[Sequence[str]]
     rounds: ClassVar[int] = 3
     steps: ClassVar[int] = 1
+    probes: ClassVar[bool] = False
     short, most = 0.0, 1
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
     slack: ClassVar[float] = 0.0
-    parity: ClassVar[float] = 1e-4
+    compared: ClassVar[str] = "weights"
+    bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-4, BF16: 2**-7}
+    loco_bound: ClassVar[float] = math.inf
     keys: ClassVar[Mapping[str, Any]] = {}  # of zero_optimization, for strategies
     described: ClassVar[Mapping[str, Any]] = {"streams": False}  # to the planner; ranks compute and copy on the cores
 
@@ -128,7 +134,8 @@ class Measurement:
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
         """Measure at a rate."""
         self.turns.limit(mbit)
-        headers, rates = self.turns.headers(), self.probed()
+        headers = self.turns.headers()
+        rates = probe.measure(self.turns.topology) if self.probes else None
         rows = {name: Row(self.setting.name, mbit, name, m.setup, more=dict(more)) for name, m in self.made.items()}
         compute = []
         for number in tqdm(range(self.args.rounds), f"{self.setting.name} {mbit}", disable=dist.get_rank() != 0):
@@ -140,7 +147,9 @@ class Measurement:
 
     def round(self, number: int, rows: Mapping[str, Row]) -> float:
         """Give methods their turns; return the seconds of a step without communication."""
-        return one_round(number, self.made, self.compute, rows, self.turn)
+        for name in random.Random(number).sample(list(rows), len(rows)):
+            rows[name].add(*self.turn(self.made[name]))
+        return statistics.median(self.turn(self.compute).seconds)
 
     def turn(self, method: Method) -> Turn:
         """Time a step, or several short ones: their median is steady after more of them only."""
@@ -149,10 +158,6 @@ class Measurement:
             taken.append(self.turns.a_step(method))
         stolen, seconds, sent = zip(*taken, strict=True)
         return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
-
-    def probed(self) -> Rates | None:
-        """Return the links' rates, if the planner is asked for seconds."""
-        return None
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         """Add the planner's formula of a strategy to its row, and predicted seconds if there are rates."""
@@ -186,9 +191,9 @@ class Measurement:
         """Return what shows that methods did not train the same, or sent other bytes than they must."""
         found = []
         for row in rows:
-            bound = BF16_BOUND if cls.settings[row.setting].dtype == BF16 else cls.parity
-            if LOCO not in row.method and not row.difference <= bound:  # NaN is not
-                found.append(f"{row.method}: weights differ by {row.difference:.1e} of the largest from the first's")
+            bound = cls.loco_bound if LOCO in row.method else cls.bounds[cls.settings[row.setting].dtype]
+            if not row.difference <= bound:  # NaN is not
+                found.append(f"{row.method}: {cls.compared} differ by {row.difference:.1e} from the first's")
             found += cls.other_bytes(row)
         return found
 
@@ -229,6 +234,7 @@ class BlocksMeasurement(Measurement):
         *(name + WIDE for name in in_bf16),
     )
     least: ClassVar = {"2x2-large-4": {"NIG" + BOTH: 30.0}, "2x2-large-4-muon": {"IIG": 6.0}}
+    probes = True
     short, most = 1.0, 7
 
     def __init__(self, setting: Setting, args: argparse.Namespace) -> None:
@@ -247,14 +253,6 @@ class BlocksMeasurement(Measurement):
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
         return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
-    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        setting = self.setting
-        of_setting = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "size": setting.size}
-        return [(mbit, of_setting | {"accumulation": setting.accumulation}) for mbit in setting.mbit]
-
-    def probed(self) -> Rates:
-        return probe.measure(self.turns.topology)
-
 
 class OverlapMeasurement(Measurement):
     """Communication between nodes that hides under compute, which is emulated: blocks sleep.
@@ -269,6 +267,7 @@ class OverlapMeasurement(Measurement):
     rounds, steps = 2, 2
     keys: ClassVar = {"paro_overlap_updates": True}
     described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
+    probes = True
 
     def make_workload(self) -> Workload:
         blocks, width, hidden = SIZES[self.setting.size]
@@ -276,11 +275,8 @@ class OverlapMeasurement(Measurement):
         return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, 2 * width * hidden)
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        setting = self.setting
-        columns = {"nodes": setting.nodes, "ranks_per_node": setting.ranks_per_node, "blocks": SIZES[setting.size][0]}
-        columns["accumulation"] = setting.accumulation
         ratios = self.args.ratios or RATIOS
-        return [(mbit, {**columns, "wire_of_compute": ratio}) for mbit in setting.mbit for ratio in ratios]
+        return [(mbit, {"wire_of_compute": ratio}) for mbit in self.setting.mbit for ratio in ratios]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
         block = self.wire(self.setting) / more["wire_of_compute"] / SIZES[self.setting.size][0]
@@ -296,9 +292,6 @@ class OverlapMeasurement(Measurement):
 
     def turn(self, method: Method) -> Turn:
         return self.turns.steps_in_a_row(method, self.args.steps)
-
-    def probed(self) -> Rates:
-        return probe.measure(self.turns.topology)
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)

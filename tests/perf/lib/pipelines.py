@@ -8,7 +8,7 @@ beside the formula, and from other stages. Held are parameters and gradients bef
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from tests.perf.lib import settings
 from tests.perf.lib.measurements import BYTES_BOUND, Measurement
 from tests.perf.lib.peers import ADAMW, Method
 from tests.perf.lib.records import Row
+from tests.perf.lib.settings import FP32
 from tests.perf.lib.turns import Turn, Turns, over_ranks
 
 STOCK, STAGES = "ZeRO-1", 2
@@ -96,7 +97,7 @@ class PipelineMeasurement(Measurement):
     settings = settings.PIPELINE
     methods = (STOCK, "NNG", "NIG", "NGG", "IIG", "GGG")
     stock = STOCK
-    parity = 1e-5
+    bounds: ClassVar[Mapping[str, float]] = {FP32: 1e-5}
 
     def measure(self) -> list[Row]:
         self.turns, self._meter = Turns(self.setting.ranks_per_node, lambda step: []), TrafficMeter()
@@ -115,7 +116,7 @@ class PipelineMeasurement(Measurement):
 
     def round(self, number: int, rows: Mapping[str, Row]) -> float:
         for name, row in rows.items():
-            self.turn(self.made[name]).count_in(row)
+            row.add(*self.turn(self.made[name]))
         return 0.0
 
     def turn(self, method: Method) -> Turn:

@@ -141,7 +141,7 @@ class Row:
 
     @property
     def range(self) -> str:
-        return f"{_digits(min(self.steps))} .. {_digits(max(self.steps))}"
+        return f"{seconds_of(min(self.steps))} .. {seconds_of(max(self.steps))}"
 
     @property
     def exposed(self) -> float:
@@ -169,8 +169,8 @@ class Row:
         link = 0.0 if self.mbit is None else self.bytes_between * 8 / (self.mbit * 1e6)
         return self.compute + link + self.more.get("copied_bytes", 0.0) / (self.more.get("pcie_gigabytes", 1.0) * 1e9)
 
-    def add(self, seconds: list[float], stolen: float, sent: float) -> None:
-        """Add a turn: seconds of its steps, the share of the CPU that it lost, bytes that a node sent in a step."""
+    def add(self, stolen: float, seconds: list[float], sent: float) -> None:
+        """Add a turn: the share of the CPU that it lost, seconds of its steps, bytes that a node sent in a step."""
         self.seconds.append(seconds)
         self.stolen.append(stolen)
         self.link_bytes += (sent - self.link_bytes) * len(seconds) / len(self.steps)
@@ -264,13 +264,9 @@ def slower(rows: Sequence[Row], stock: str, least: dict[str, float]) -> list[str
     ]
 
 
-def _digits(value: float) -> str:
-    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def seconds_of(value: float | None) -> str:
+def seconds_of(value: float) -> str:
     """Return seconds as tables have them."""
-    return "" if value is None else _digits(value)
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
 def markdown(table: Table) -> str:

@@ -279,7 +279,7 @@ class _Saver:
             waits[-1] = self._beside(row, self._aside, undisturbed, begin)
         self._finish()
         later, total_later = cpu_times()
-        row.add([seconds], (later - stolen) / max(1, total_later - total), sent)
+        row.add((later - stolen) / max(1, total_later - total), [seconds], sent)
 
     def _beside(self, row: Row, aside: AsyncSaves, undisturbed: list[float], begin: float) -> float:
         """Take steps until the save is committed; return how long they have waited for its copies."""

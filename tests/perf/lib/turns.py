@@ -9,8 +9,6 @@ is repeated unless it is long.
 
 import ctypes
 import itertools
-import random
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +27,6 @@ from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.strategy import STRATEGIES
 from scripts.emulation.network import Link
 from tests.perf.lib.peers import MUON_RATE, PEERS, Batch, Method, Ours, Workload
-from tests.perf.lib.records import Row
 from tests.perf.lib.settings import FORMS, FP32, MUON, NATIVE, WIDE
 
 LONG = 8.0  # seconds of a turn that is not repeated
@@ -44,10 +41,6 @@ class Turn(NamedTuple):
     stolen: float
     seconds: list[float]
     sent: float
-
-    def count_in(self, row: Row) -> None:
-        """Add this to a row."""
-        row.add(self.seconds, self.stolen, self.sent)
 
 
 class Compute(Method):
@@ -222,21 +215,6 @@ class Turns:
         dist.barrier()
         (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
         return sent / (4 * CALIBRATION * (groups - 1) * dist.get_world_size())
-
-
-def one_round(
-    number: int,
-    methods: Mapping[str, Method],
-    compute: Method,
-    rows: Mapping[str, Row],
-    take: Callable[[Method], Turn],
-) -> float:
-    """Give each method of these rows its turn, and ``compute``; return the median of the latter's seconds."""
-    order = list(rows)
-    random.Random(number).shuffle(order)
-    for name in order:
-        take(methods[name]).count_in(rows[name])
-    return statistics.median(take(compute).seconds)
 
 
 def differences(methods: Mapping[str, Method]) -> dict[str, float]:

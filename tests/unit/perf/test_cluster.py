@@ -36,10 +36,10 @@ COPIED = row("ING", 1.0, setting="2x2-full-100", more={"copied_bytes": 50.0, "co
 @pytest.mark.parametrize(
     ("measurement", "bad", "message"),
     [
-        (BlocksMeasurement, replace(GOOD, difference=2e-4), "NIG: weights differ by 2.0e-04 of the largest"),
+        (BlocksMeasurement, replace(GOOD, difference=2e-4), "NIG: weights differ by 2.0e-04 from the first"),
         (BlocksMeasurement, replace(GOOD, difference=float("nan")), "weights differ by nan"),
         (BlocksMeasurement, replace(GOOD, link_bytes=108.0), r"bytes between nodes differ by \+5.9% from the formula"),
-        (gpt2.Gpt2Measurement, replace(GOOD, difference=0.03), "losses differ"),
+        (gpt2.Gpt2Measurement, replace(GOOD, setting="2x2-gpt2", difference=0.03), "losses differ"),
         (OuterMeasurement, replace(OUTER, difference=1e-3), "III outer, 32 bits is 1.0e-03 from FSDP2 outer"),
         (OuterMeasurement, replace(OUTER, link_bytes=107.1), "1.050 of the formula's bytes"),
         (OffloadMeasurement, COPIED, "ING: bytes between host and device differ by -50.0% from the formula"),
@@ -56,7 +56,7 @@ def test_known_differences_are_no_problems() -> None:
     assert (
         BlocksMeasurement.problems([GOOD, *rough, native, row("DDP", 1.0)]) == OuterMeasurement.problems([OUTER]) == []
     )
-    assert gpt2.Gpt2Measurement.problems(rough[1:]) == []
+    assert gpt2.Gpt2Measurement.problems([replace(one, setting="2x2-gpt2") for one in rough]) == []
     assert gpt2.apart([9.0, 8.1, 7.0], [9.0, 8.0, 7.0]) == pytest.approx(0.05)
 
 
