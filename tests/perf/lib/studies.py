@@ -311,7 +311,7 @@ def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]
     return {
         (*at, name): Cell(
             some,
-            losses[*at, name],
+            losses[(*at, name)],
             losses.get((*at, study.reference), {}),
             losses.get((*at, study.methods[name].against), {}),
         )

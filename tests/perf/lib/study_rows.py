@@ -21,6 +21,7 @@ def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
         against = study.methods[name].against
         pairs = [(run, found.get((optimizer, groups, against, run.seed))) for run in cell.runs]
         norms = [statistics.fmean(run.norms) / statistics.fmean(o.norms) for run, o in pairs if o and run.norms]
+        apart = study.held_out and not study.large  # the loss is held out, that of training another one
         each, losses = cell.differences(cell.against), list(cell.losses.values())
         rows.append(
             {
@@ -38,7 +39,7 @@ def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
                 "from_reference_by_seed": _listed(cell.differences(cell.reference)),
                 "held_out_loss": _mean(run.final_held_out for run in cell.runs) if study.large else "",
                 "own_loss": _mean(run.own_loss for run in cell.runs) if study.held_out else "",
-                "training_loss": _mean(run.final_loss for run in cell.runs) if study.held_out else "",
+                "training_loss": _mean(run.final_loss for run in cell.runs) if apart else "",
                 "ratio_of_mean_norms": round(statistics.fmean(norms), 5) if norms else "",
                 "inter_bytes": round(statistics.fmean(run.received for run in cell.runs)),
                 "inter_bytes_formula": "" if study.held_out else round(formula(study, cell.runs[0])),
@@ -74,7 +75,7 @@ def read(study: Study) -> list[dict[str, str]]:
     """Return the last row of each cell that a study has today, in the order of its methods."""
     found = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
     at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in found)
-    return [found[*key, name] for key in at for name in study.methods if (*key, name) in found]
+    return [found[(*key, name)] for key in at for name in study.methods if (*key, name) in found]
 
 
 def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
