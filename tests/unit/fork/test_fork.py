@@ -47,7 +47,7 @@ def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def compared(folder: Path) -> str:
     """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
-    sets = ("--only", "defaults", "LoCo", "units", "pipeline", "--strategies", "NIG", "NNG", "IIG", "GGG")
+    sets = ("--only", "LoCo", "units", "pipeline", "--strategies", "NIG", "IIG")
     program, extensions = ("-m", "tests.campaigns.bits"), str(WORK / "torch_extensions")
     run(HERE, folder, *program, "--write", "digests.json", "--save", "saved", *sets)
     theirs = ("--compare", "digests.json", "--load", "saved")
@@ -56,7 +56,7 @@ def compared(folder: Path) -> str:
 
 def test_weights_are_equal_to_the_bit(compared: str) -> None:
     """Also those after a checkpoint of the package, with LoCo's error feedback."""
-    assert re.search(r"^\d\d cases, all bits equal$", compared, re.MULTILINE), compared
+    assert re.search(r"^\d+ cases, all bits equal$", compared, re.MULTILINE), compared
 
 
 def test_the_wheel_has_the_package_and_patches_no_symbol(folder: Path) -> None:
