@@ -58,7 +58,7 @@ class Job:
 
     sizes: Sequence[int] = (13, 37, 29, 7)
     empty: bool = True
-    steps: int = 3
+    steps: int = 2
     accumulation: int = 1
     dtype: str = "fp32"
     optimizer: str = "SGD"
@@ -76,6 +76,10 @@ class Job:
     zero_init: str | None = None
     zero: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        last = max((at for at, _ in (*self.skipped, *self.overflow)), default=0)
+        assert last < self.steps * self.accumulation, f"micro-step {last} is not run"
 
 
 def placed(name: str, group_size: int = 2, **more: Any) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def generate_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, lis
 
 @pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
 def test_compile(frameworks: Any, strategy: str) -> None:
-    rows = frameworks(4).run(compile_case, placed(strategy), stock(strategy))
+    rows = frameworks(2).run(compile_case, placed(strategy), stock(strategy))
     check(rows, strategy)
 
 

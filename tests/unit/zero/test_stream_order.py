@@ -188,16 +188,11 @@ ON_DEVICE = ("offload", "offload, LoCo", "in few bits, offload", "parameters on 
 ON_DEVICE += ("parameters, in few bits", "parameters, pageable", "windows")
 
 
-def some_of(options: str) -> int:
-    """How many strategies of a set the first tier watches: one of each optimizer, or one if sets are combined."""
-    return 1 if "," in options else len({name[0] == "N" for name in SETS[options]})
-
-
 @pytest.mark.parametrize(
     "options, number",
     [
         ("defaults", 6),
-        *((one, some_of(one)) for one in SETS if one not in ("defaults", *ON_DEVICE)),
+        *((one, 1) for one in SETS if one not in ("defaults", *ON_DEVICE)),
         *deep(*((one, len(names)) for one, names in SETS.items())),
     ],
 )
