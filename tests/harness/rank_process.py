@@ -132,12 +132,9 @@ class _ProcessState:
 
     def restore(self) -> None:
         """Restore all of it, and free what the last case has left to the garbage collector."""
-        import deepspeed
         import torch
 
-        _destroy_engines()
-        if torch.distributed.is_initialized():
-            deepspeed.comm.destroy_process_group()
+        _destroy_groups()
         os.chdir(self._cwd)
         os.environ.clear()
         os.environ.update(self._environ)
@@ -169,8 +166,8 @@ class _ProcessState:
         gc.freeze()
 
 
-def _destroy_engines() -> None:
-    """Destroy engines that cases have left.
+def _destroy_groups() -> None:
+    """Destroy engines that cases have left, and all process groups.
 
     Otherwise they live forever, with the threads and sockets of their groups: the hooks on gradient accumulators
     refer back to the engine from C++, where the garbage collector does not see them.
@@ -184,6 +181,8 @@ def _destroy_engines() -> None:
             # Even after destroy, the last stage of a pipeline holds the graph of its losses, and with it these hooks.
             if issubclass(type(entry), PipelineEngine):
                 vars(entry).clear()
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
 
 
 def _function_caches() -> list[Any]:
@@ -244,6 +243,31 @@ def _configure_libraries() -> None:
     # A shared-memory all-reduce for inference: minutes to compile on a busy machine, and every rank that loads it
     # leaves 66 MB in /dev/shm that nothing removes. Without it DeepSpeed uses gloo.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _share_device_of_gloo()
+
+
+def _share_device_of_gloo() -> None:
+    """Create all groups of this process on one device of gloo.
+
+    Each device has a thread that wakes up a hundred times per second. An engine has a dozen groups, and each its own
+    device by default.
+    """
+    from torch.distributed import distributed_c10d
+
+    gloo, devices = distributed_c10d.ProcessGroupGloo, []
+
+    class OnOneDevice(type):
+        def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+            if not devices:
+                devices.append(gloo.create_default_device())
+            options = gloo._Options()
+            options._devices, options._threads, options._timeout = devices, 2, timeout
+            return gloo(store, rank, size, options)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, gloo)
+
+    distributed_c10d.ProcessGroupGloo = OnOneDevice("ProcessGroupGloo", (), {})  # type: ignore[misc]
 
 
 def _die_with_parent() -> None:

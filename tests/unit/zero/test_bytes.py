@@ -197,7 +197,9 @@ def bytes_case(
 
     Muon does not iterate, which sends nothing and is slow.
     """
-    job = training.Job(**{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, **details})
+    job = training.Job(
+        **{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, "steps": steps + 1, **details}
+    )
     rows: list[Row] = []
     for name in names:
         engine, model = training.make_engine(job, placed(name, group, **TWICE))
