@@ -14,8 +14,8 @@ import sys
 import time
 
 from tests.campaigns.fuzz import campaign
-from tests.campaigns.fuzz.cases import build_kernels
 from tests.campaigns.fuzz.drawing import KINDS
+from tests.campaigns.fuzz.in_ranks import build_kernels
 from tests.harness import ranks
 
 # Ranks. Groups inside of groups take four; these take three times as long as two, and eight ten times.

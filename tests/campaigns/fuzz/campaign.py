@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import hypothesis
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.campaigns.fuzz import cases
+from tests.campaigns.fuzz import cases, in_ranks
 from tests.campaigns.fuzz.cases import ORACLE, Case, PipeCase
 from tests.campaigns.fuzz.drawing import of_kind
 from tests.harness.ranks import RankError, RankPool, RankTimeout
@@ -46,7 +46,7 @@ def problems_of(pool: RankPool, case: Any, happened: Counter[str] | None = None)
     happened = Counter() if happened is None else happened
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
-            verdicts = pool(case.world).run(cases.judged, case, timeout=TIMEOUT * max(1.0, case.world / 4))
+            verdicts = pool(case.world).run(in_ranks.judged, case, timeout=TIMEOUT * max(1.0, case.world / 4))
     except (RankTimeout, RankError) as error:
         what = "hang" if isinstance(error, RankTimeout) else "error"
         if ORACLE not in str(error):

@@ -173,21 +173,3 @@ class PipeCase(Plain):
     zero: dict[str, Any] = field(default_factory=dict)
     pipe: dict[str, Any] = field(default_factory=dict)
     resumed: int = 0
-
-
-# ---- functions that ranks run
-
-
-def build_kernels() -> bool:
-    """Build those of LoCo, for which no case should have to wait; whether there are any."""
-    from deepspeed_ext.loco import ops
-
-    return bool(ops.load_kernels())
-
-
-def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
-    """Problems of a case, and what happened; see ``judging``."""
-    from tests.campaigns.fuzz.judging import judge
-
-    problems, happened = judge(case)
-    return problems, happened
