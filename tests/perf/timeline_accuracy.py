@@ -1,0 +1,127 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""How near the planner's timeline is to the steps that were measured on emulated clusters.
+
+    python -m tests.perf.timeline_accuracy
+
+For each row of ``emulated_cluster.csv`` and ``overlap.csv``, of strategies and of the plain stages that the planner
+knows, the timeline runs with what was known before: the link's rate less headers, the compute of a step without
+communication, and what a byte and a message cost the host's cores (Note [Host costs]). These costs are fitted once
+for each campaign (one version of the package, within hours): for strategies to the rows of ``CALIBRATED`` methods, for
+plain stages, whose collectives are gloo's own, to all rows of one setting. The tables leave out what was fitted to.
+
+The form of the costs was chosen with all rows in sight; their values were not.
+
+Tables in Markdown: the share of rows whose prediction is within 10 % of the measured median; then how far rows'
+own steps are from their median, which no prediction can know; then the largest errors.
+"""
+
+import argparse
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from tests.perf.lib.records import markdown
+from tests.perf.lib.timeline import (
+    EMULATED,
+    OVERLAPPING,
+    SUMMED,
+    Case,
+    HostCosts,
+    cases,
+    compute_of_element,
+    fit,
+    kind,
+)
+
+NEAR = 0.1
+CALIBRATED = ("NNN", "NNG", "IIG", "GGG", "NIG + LoCo", "NIG + LoCo + updates")
+PLAIN_SETTINGS = {SUMMED: "2x2-small-4", OVERLAPPING: "", EMULATED: "2x2-1"}  # the large model has one setting only
+
+
+def is_calibration(case: Case) -> bool:
+    """Whether costs are fitted to this row."""
+    if case.plain:
+        return case.row.setting == PLAIN_SETTINGS[case.campaign]
+    return case.row.method in CALIBRATED
+
+
+def slowness(found: Sequence[Case]) -> dict[str, float]:
+    """Return how slow the host was in each setting, relative to the first of its campaign; 1 with emulated compute."""
+    computes: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for case in found:
+        computes[case.campaign, case.row.setting].append(compute_of_element(case))
+    first: dict[str, float] = {}
+    slow = {}
+    for (campaign, setting), values in computes.items():
+        typical = statistics.median(values)
+        slow[setting] = 1.0 if campaign == EMULATED else typical / first.setdefault(campaign, typical)
+    return slow
+
+
+def fitted(found: Sequence[Case], slow: dict[str, float]) -> dict[tuple[str, bool], HostCosts]:
+    """Return the costs of each campaign, of strategies (False) and of plain stages (True)."""
+    costs: dict[tuple[str, bool], HostCosts] = {}
+    for plain in (False, True):
+        for campaign in (SUMMED, OVERLAPPING, EMULATED):
+            some = [
+                (case, slow[case.row.setting])
+                for case in found
+                if (case.campaign, case.plain) == (campaign, plain) and is_calibration(case)
+            ]
+            near = costs.get((campaign, False), costs.get((SUMMED, False), HostCosts()))
+            costs[campaign, plain] = fit(some, near) if some else costs[SUMMED, plain]
+    return costs
+
+
+def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case, float]]) -> str:
+    """Return the share of near rows by group, and in all."""
+    found: dict[str, list[tuple[Case, float]]] = defaultdict(list)
+    for case, error in errors:
+        found[groups(case)].append((case, error))
+    header = [title, "rows", f"within {NEAR:.0%}", "median error", "median spread of the row's own steps"]
+    lines = []
+    for name, some in [*sorted(found.items()), ("all", list(errors))]:
+        near = sum(abs(error) <= NEAR for _, error in some) / len(some)
+        typical = statistics.median(abs(error) for _, error in some)
+        spread = statistics.median((max(c.row.steps) - min(c.row.steps)) / c.row.median for c, _ in some)
+        lines.append([name, f"{len(some)}", f"{near:.1%}", f"{typical:.1%}", f"{spread:.0%}"])
+    return markdown((header, lines))
+
+
+def method_kind(case: Case) -> str:
+    """Return the kind of method that a row is of."""
+    return "plain stages" if case.plain else f"strategies{case.sent.label}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare the planner's timeline to what was measured.")
+    parser.add_argument("--worst", type=int, default=20, help="rows of the largest errors that are printed")
+    args = parser.parse_args()
+    found, others = cases()
+    slow = slowness(found)
+    costs = fitted(found, slow)
+    print(
+        f"{len(found)} rows; left out, since the planner does not know them: "
+        f"{', '.join(f'{name} ({count})' for name, count in sorted(others.items()))}.\n"
+    )
+    for (campaign, plain), one in costs.items():
+        values = ", ".join(f"{name} {value:.2g}" for name, value in asdict(one).items())
+        print(f"{campaign}, {'plain stages' if plain else 'strategies'}, seconds: {values}")
+    used = sum(map(is_calibration, found))
+    print(f"\nfitted to {used} rows, which are left out of what follows\n")
+    errors = [
+        (case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting]) / case.row.median - 1)
+        for case in found
+        if not is_calibration(case)
+    ]
+    print(table("Mbit/s", kind, errors))
+    print(table("methods", lambda case: f"{method_kind(case)}, {kind(case)}", errors))
+    print(table("setting", lambda case: case.row.setting, errors))
+    for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
+        print(f"{error:+.0%} {case.row.setting} {kind(case)} {case.row.method}: measured {case.row.median:.3f} s")
+
+
+if __name__ == "__main__":
+    main()
