@@ -173,6 +173,7 @@ def _destroy_groups() -> None:
     refer back to the engine from C++, where the garbage collector does not see them.
     """
     import deepspeed
+    import torch
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
     for entry in gc.get_objects():
@@ -181,7 +182,7 @@ def _destroy_groups() -> None:
             # Even after destroy, the last stage of a pipeline holds the graph of its losses, and with it these hooks.
             if issubclass(type(entry), PipelineEngine):
                 vars(entry).clear()
-    if deepspeed.comm.is_initialized():
+    if torch.distributed.is_initialized():
         deepspeed.comm.destroy_process_group()
 
 
@@ -256,7 +257,7 @@ def _share_device_of_gloo() -> None:
 
     gloo, devices = distributed_c10d.ProcessGroupGloo, []
 
-    class OnOneDevice(type):
+    class OnOneDevice(type):  # no subclass of gloo's: torch returns groups from C++ as instances of that
         def __call__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
             if not devices:
                 devices.append(gloo.create_default_device())
