@@ -162,7 +162,8 @@ def module_sources(name: str, module: str) -> str:
     if module == "tests.perf.NAME":
         return ""
     path = ROOT / module.replace(".", "/")
-    path = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
+    program = path / "__main__.py"  # not whether there is a folder: bytecode of a removed package leaves one
+    path = program if program.is_file() else path.with_suffix(".py")
     assert path.is_file(), f"{name}: there is no module {module}"
     if module == "deepspeed_ext":
         return "".join(one.read_text(encoding="utf-8") for one in (ROOT / "deepspeed_ext" / "cli").glob("*.py"))
