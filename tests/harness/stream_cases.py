@@ -171,11 +171,11 @@ def watch_case(name: str, options: str, folder: str) -> tuple[list[str], int, in
     return [str(finding) for finding in order.findings], order.accesses, order.pairs
 
 
-def leave_out(place: str, name: str, options: str, folder: str) -> list[str]:
+def leave_out(place: str, name: str, options: str, folder: str, group_size: int, steps: int) -> list[str]:
     """Leave out a wait, one of ``left_out_waits.sites``; what has no order. See ``run_case``."""
     with device_with_streams() as order:
         order.left_out = under(sites()[place])
-        run_case(order, name, options, folder)
+        run_case(order, name, options, folder, steps, group_size=group_size)
     return [str(finding) for finding in order.findings]
 
 
@@ -197,7 +197,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
         return
     given = OPTIONS[options]
     if given.pipe is not None:
-        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, 1, **given.zero, **more))
+        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         with stepping_on_host(engine, order), order.watch():
             for _ in range(steps or given.pipe.steps):
@@ -233,11 +233,14 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
 def job_of(options: str, name: str, steps: int = 0) -> Job:
     """What a strategy trains with a set of options that is no pipeline; 0 steps for as many as these say."""
     job = OPTIONS[options].job
-    job = replace(job, steps=steps or job.steps)
+    steps = steps or job.steps
     if name.startswith("N") and job.network is not networks.RoutedOverTwo:
         # Ranks must use the same parameters there; not all of them.
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
-    return job
+    skipped, overflow = (
+        [at for at in which if at[0] < steps * job.accumulation] for which in (job.skipped, job.overflow)
+    )
+    return replace(job, steps=steps, skipped=skipped, overflow=overflow)
 
 
 def micro_step(engine: Any, model: Any, job: Job, number: int, batch: tuple[Tensor, Tensor], gathering: bool) -> None:

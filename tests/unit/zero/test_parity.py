@@ -71,7 +71,7 @@ def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]
 
 @pytest.mark.parametrize("kind", ["N", "I, G"])
 def test_uninitialized_memory_is_never_used(ranks: Any, kind: str) -> None:
-    training.check(ranks(6).run(nan_case, STRATEGIES[kind])[0])
+    training.check(ranks(6).run(nan_case, STRATEGIES[kind][1::2])[0])
 
 
 def nan_case(names: tuple[str, ...]) -> list[Difference]:

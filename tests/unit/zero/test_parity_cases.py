@@ -13,16 +13,18 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from tests.harness import networks, parity_table, training
 from tests.harness.networks import SQUARE
-from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED, STRATEGIES
+from tests.harness.parity_table import GRADIENT_PATHS, PARTITIONED, REPLICATED
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import BF16, SMALL, Difference, Job, check, placed
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
-EACH_KIND = pytest.mark.parametrize("kind", ["N", "I, G"])
+ALL = (*REPLICATED, *PARTITIONED)
 
 
-@pytest.mark.parametrize("overlap", [True, *deep(False)])
-def test_a_step_that_uses_nothing(ranks: Any, overlap: bool) -> None:
+@pytest.mark.parametrize(
+    "overlap, names", [(True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED))]
+)
+def test_a_step_that_uses_nothing(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
     # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
     # uses nothing.
     skipped = {(n, 1) for n in range(9) if n % 3} | {(n, 2) for n in range(9) if n % 3 < 2}
@@ -30,14 +32,13 @@ def test_a_step_that_uses_nothing(ranks: Any, overlap: bool) -> None:
     zero = {**SMALL, "overlap_comm": overlap}
     job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=sorted(skipped), zero=zero)
     # Stages 1 and 2 fail where nothing is used; stage 3 applies the last gradient of an unused parameter again.
-    check(ranks(4).run(training.compare, job, 2, PARTITIONED, stage=0)[0])
+    check(ranks(4).run(training.compare, job, 2, names, stage=0)[0])
 
 
-@EACH_KIND
-@pytest.mark.parametrize("group", [1, *deep(2)])
-def test_groups_inside_the_data_parallel_group(ranks: Any, kind: str, group: int) -> None:
+@pytest.mark.parametrize("group, names", [(1, ("NIG", "INI", "IGG")), *deep((1, ALL), (2, ALL))])
+def test_groups_inside_the_data_parallel_group(ranks: Any, group: int, names: tuple[str, ...]) -> None:
     job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
-    for differences in ranks(4).run(training.compare, job, group, STRATEGIES[kind]):
+    for differences in ranks(4).run(training.compare, job, group, names):
         for row in differences:  # the two tensor-parallel ranks train different data, so only data-parallel ones agree
             assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.same_decisions, row
 
@@ -65,14 +66,20 @@ def low_precision_case() -> list[Difference]:
 
 
 @pytest.mark.parametrize(
-    "kind, dtype, overlap",
-    [("N", "fp32", False), ("I, G", "bf16", True), *deep(("N", "bf16", True), ("I, G", "fp32", False))],
+    "names, dtype, overlap",
+    [
+        (("NNI", "NGG"), "fp32", False),
+        (("III", "IIG", "GGG"), "bf16", True),
+        *deep((REPLICATED, "bf16", True), (REPLICATED, "fp32", False)),
+        *deep((GRADIENT_PATHS, "bf16", True), (GRADIENT_PATHS, "fp32", False)),
+    ],
+    ids=by_strategies,
 )
-def test_two_backwards_at_one_boundary_add_up(ranks: Any, kind: str, dtype: str, overlap: bool) -> None:
+def test_two_backwards_at_one_boundary_add_up(ranks: Any, names: tuple[str, ...], dtype: str, overlap: bool) -> None:
     # Stock stage 2 loses the first one in fp32.
     zero = {**SMALL, "overlap_comm": overlap}
-    job = Job(accumulation=1 if kind == "N" else 2, dtype=dtype, config=FP32_SUMS, zero=zero, steps=2)
-    for differences in ranks(4).run(two_backwards_case, job, REPLICATED if kind == "N" else GRADIENT_PATHS):
+    job = Job(accumulation=1 if names[0][0] == "N" else 2, dtype=dtype, config=FP32_SUMS, zero=zero, steps=2)
+    for differences in ranks(4).run(two_backwards_case, job, names):
         for name, difference in differences:
             assert difference <= {"fp32": 1e-5, "bf16": 4e-3}[dtype], (name, difference)
 
@@ -162,13 +169,12 @@ WANDERING = {"network": networks.Wandering, "steps": 4}
 REORDERING = {"network": networks.ReorderingMixtures, "steps": 4}
 RETURNING = {"network": networks.Returning, "steps": 3}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
-GATHERED_IN_GROUPS = ("INI", "ING", "III", "IIG", "IGG")
 
 
 @pytest.mark.parametrize(
     "names, details, zero",
     [
-        (GATHERED_IN_GROUPS, WANDERING, {}),
+        (("ING", "III", "IGG"), WANDERING, {}),
         # IGG moves buckets between groups in each micro-step: they must hold the same in all groups.
         (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
         (
@@ -181,7 +187,7 @@ GATHERED_IN_GROUPS = ("INI", "ING", "III", "IIG", "IGG")
         # A bucket crosses again with a gradient that came after it; with overlap, in the first step alone.
         (("IGG",), RETURNING, {"overlap_comm": False}),
         (("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True}),
-        *deep((("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
+        *deep((("INI", "IIG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
     ],
     ids=by_strategies,
 )
@@ -203,11 +209,10 @@ OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 @pytest.mark.parametrize(
     "details, zero",
     [
-        ({"frozen": (1,), "accumulation": 2}, CACHED),
+        ({"frozen": (1,), "accumulation": 2, "zero_init": "config"}, HOST),
         ({"skipped": ((1, 1), (2, 1)), "accumulation": 2}, CACHED),
-        ({"zero_init": "config"}, HOST),
         ({"optimizer": "Adam"}, {**CACHED, **OPTIMIZER}),
-        ({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER}),
+        *deep(({"optimizer": "Adam"}, {"offload_param": {"device": "cpu", "pin_memory": False}, **OPTIMIZER})),
     ],
     ids=str,
 )
@@ -220,10 +225,8 @@ def test_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str,
     check(ranks(4).run(training.against, job, variants, stock)[0], weights=2e-6)
 
 
-@EACH_KIND
-def test_one_rank_alone(ranks: Any, kind: str) -> None:
-    job = Job(accumulation=2, steps=2, zero=SMALL)
-    check(ranks(1).run(training.compare, job, 1, STRATEGIES[kind])[0])
+def test_one_rank_alone(ranks: Any) -> None:
+    check(ranks(1).run(training.compare, Job(accumulation=2, zero=SMALL), 1, ALL)[0])
 
 
 def test_a_boundary_declared_after_the_last_backward(ranks: Any) -> None:
@@ -236,12 +239,12 @@ def late_boundary_case() -> list[tuple[str, float]]:
     """The boundary set by the caller before the last backward or right before the step: difference of the weights."""
     job = Job(accumulation=2)
     rows = []
-    for name in GRADIENT_PATHS:
+    for name in ("III", "IGG", "GGG"):
         weights = []
         for late in (False, True):
             engine, model = training.make_engine(job, placed(name))
             data = training.batches(job)
-            for number in range(6):
+            for number in range(4):
                 engine.set_gradient_accumulation_boundary(number % 2 == 1 and not late)
                 training.micro_step(engine, job, number, *next(data))
                 if number % 2:
