@@ -292,7 +292,7 @@ def rows_of(kind: str, tier: str = "first") -> tuple[str, ...]:
 
 
 def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield kind, row and strategies of what a tier runs: in the first one two strategies in turn, so that each pair of
+    """Yield kind, row and strategies of what a tier runs: in the first one two strategies, so that each pair of
     values meets some of them; in the deep one all."""
     for kind, strategies in STRATEGIES.items():
         half = len(strategies) // 2
