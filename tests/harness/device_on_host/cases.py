@@ -123,13 +123,13 @@ def _only(values: set[str]) -> str:
     return " ".join(sorted(values))
 
 
-def watched(library: str, options: str, names: Sequence[str], folder: str, steps: int) -> dict[str, list[str]]:
+def watched(library: str, options: str, names: Sequence[str], folder: str) -> dict[str, list[str]]:
     """Train strategies with a set of ``stream_cases``; of each, what has no order between streams and the host."""
     register(library)
     found = {}
     for name in names:
         with device_on_host(library) as order:
-            stream_cases.run_case(order, name, options, folder, steps)
+            stream_cases.run_case(order, name, options, folder)
         assert order.accesses > 800 and order.pairs > 60, (name, order.accesses, order.pairs)
         found[name] = [str(finding) for finding in order.findings]
     return found

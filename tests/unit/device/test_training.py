@@ -59,10 +59,9 @@ WATCHED = [
 
 @pytest.mark.parametrize("options, names", WATCHED)
 def test_the_host_waits_for_what_it_reads(
-    request: Any, run_on_device: Any, tmp_path: Path, options: str, names: tuple[str, ...]
+    run_on_device: Any, tmp_path: Path, options: str, names: tuple[str, ...]
 ) -> None:
-    steps = 0 if request.node.get_closest_marker("deep") else 2
-    for found in run_on_device(cases.watched, options, names, str(tmp_path), steps):
+    for found in run_on_device(cases.watched, options, names, str(tmp_path)):
         assert found == {name: [] for name in names}
 
 
