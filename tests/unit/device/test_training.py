@@ -17,11 +17,10 @@ SOME = {"on the device": ("NIG", "GGG"), "parameters": ("IGG",), "parameters, in
 SOME |= {"outer": ("NII",), "outer, pinned": ("INI",), "Muon": ("NIG",), "Muon, pinned": ("GNG",)}
 
 
-@pytest.mark.parametrize(
-    "options, names",
-    [(one, names) for one, names in (EVERY | SOME).items() if one not in LATER]
-    + deep(*((one, EVERY[one]) for one in (*SOME, *LATER))),
-)
+CASES = [(one, names) for one, names in (EVERY | SOME).items() if one not in LATER]
+
+
+@pytest.mark.parametrize("options, names", CASES + deep(*((one, EVERY[one]) for one in (*SOME, *LATER))))
 def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
     optimizers = "cpu" if "offload_optimizer" in cases.OPTIONS[options].zero else "sim"
     for rows in run_on_device(cases.beside, options, names):
@@ -41,10 +40,8 @@ WATCHED = [
     ("parameters, pageable", ("IIG",)),
     ("saves aside", ("NIG", "IIG")),
     *deep(
-        ("offload", ("NIG", "IGG")),
-        ("offload, LoCo", ("NIG", "IIG")),
-        ("in few bits, offload", ("ING",)),
-        ("parameters on the host", ("ING", "IIG")),
+        *((one, ("NIG", "IGG")) for one in ("offload", "offload, LoCo")),
+        *((one, ("ING",)) for one in ("in few bits, offload", "parameters on the host")),
         ("saves aside", ("NIG", "IIG", "NNI", "III", "GGG")),
         ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),
@@ -58,20 +55,18 @@ WATCHED = [
 
 
 @pytest.mark.parametrize("options, names", WATCHED)
-def test_the_host_waits_for_what_it_reads(
-    run_on_device: Any, tmp_path: Path, options: str, names: tuple[str, ...]
-) -> None:
+def test_the_host_waits_for_what_it_reads(run_on_device: Any, tmp_path: Path, options: str, names: Any) -> None:
     for found in run_on_device(cases.watched, options, names, str(tmp_path)):
         assert found == {name: [] for name in names}
 
 
+SHAPES = ("NIG", "NNI", "IIG", "GGG")
+
+
 @pytest.mark.parametrize(
-    "pinned, names",
-    [(True, ("NIG",)), (False, ("IIG",)), *deep(*((one, ("NIG", "NNI", "IIG", "GGG")) for one in (True, False)))],
+    "pinned, names", [(True, ("NIG",)), (False, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))]
 )
-def test_states_are_on_the_host_between_offload_and_reload(
-    run_on_device: Any, pinned: bool, names: tuple[str, ...]
-) -> None:
+def test_states_are_on_the_host_between_offload_and_reload(run_on_device: Any, pinned: bool, names: Any) -> None:
     for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
 
@@ -86,15 +81,11 @@ WIDTH, LAYERS = 128, 8
 LAYER = WIDTH * WIDTH
 BF16, WINDOW, BUDGET = 2, 2 * LAYER // 4 * 2, 100_000  # bytes; a window of k rows, of which a rank sends one
 ACTIVATIONS = 10_000  # bytes, with their gradients
+SLICED = ("ING", "IIG", "IGG")
 
 
-@pytest.mark.parametrize(
-    "frozen, names",
-    [(0, ("IIG",)), (1, ("IGG",)), *deep(*((frozen, ("ING", "IIG", "IGG")) for frozen in range(2)))],
-)
-def test_the_device_holds_few_modules_and_the_host_one_slice(
-    run_on_device: Any, frozen: int, names: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("frozen, names", [(0, ("IIG",)), (1, ("IGG",)), *deep(*((one, SLICED) for one in range(2)))])
+def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
     buckets = {"allgather_bucket_size": LAYER, "reduce_bucket_size": LAYER}

@@ -131,9 +131,7 @@ def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> fl
 
 
 @pytest.mark.parametrize(
-    "names",
-    [("NIG",), ("IGG",), *deep(*(((one,)) for one in (("NNN", "NGG", "NNG"), ("IIG", "GGG", "ING"))))],
-    ids=by_strategies,
+    "names", [("NIG",), ("IGG",), *deep((("NNN", "NGG", "NNG"),), (("IIG", "GGG", "ING"),))], ids=by_strategies
 )
 @has_mallinfo
 def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
@@ -243,9 +241,7 @@ def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, 
 
 
 @pytest.mark.parametrize("names", [("IIG", "NNN"), *deep((("NIG", "III"),))], ids=by_strategies)
-def test_updates_in_few_bits_leave_nothing_but_errors_of_sums(
-    ranks: Any, kernels: bool, names: tuple[str, ...]
-) -> None:
+def test_updates_in_few_bits_leave_nothing_but_errors_of_sums(ranks: Any, kernels: bool, names: Any) -> None:
     cases = [*((name, {}) for name in names), ("NIG", {"round_robin_gradients": True})]  # flat, without stripes
     cluster, numel, sent = GroupSizes(4, 2), 8 * LAYER, Compression(updates=UpdateSettings())
     shard = numel / cluster.ranks
