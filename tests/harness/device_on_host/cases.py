@@ -53,14 +53,14 @@ class Options:
 OPTIONS = {
     "on the device": Options(("NIG", "ING", "GGG")),
     "pinned": Options(("NIG", "IIG"), PINNED),
-    "pageable": Options(("NGG", "III"), {**PAGEABLE, "overlap_comm": False}),
+    "pageable": Options(("NGG", "III"), {**PAGEABLE, "overlap_comm": False}, stock=False),
     "overflow": Options(("NIG", "IIG"), PINNED, replace(_JOB, dtype="fp16", overflow=((3, 1),)), stock=False),
     "LoCo": Options(("NIG", "IIG"), {**_LOCO, **PINNED}, replace(_JOB, dtype="bf16"), stock=False),
     "LoCo, pageable": Options(("NGG", "III"), {**_LOCO, **PAGEABLE}, stock=False),
     "in few bits": Options(("NIG", "ING"), {**_FEW_BITS, **PINNED}, replace(_JOB, accumulation=1), stock=False),
     "parameters": Options(("ING", "IIG", "IGG"), HOST),
     "parameters, cached": Options(("IIG",), {**HOST, **PINNED, **_CACHED}, replace(_JOB, frozen=(1,)), stock=False),
-    "parameters, pageable": Options(("IIG",), {"offload_param": {"device": "cpu"}}),
+    "parameters, pageable": Options(("IIG",), {"offload_param": {"device": "cpu"}}, stock=False),
     "parameters, in few bits": Options(
         ("ING", "IIG"), {**HOST, **_FEW_BITS}, replace(_JOB, accumulation=1), stock=False
     ),
@@ -87,12 +87,12 @@ class Beside(NamedTuple):
     places: tuple[str, str]
 
 
-def beside(library: str, options: str) -> list[Beside]:
-    """Train each strategy of a set of options on the device, on the host, and what stock DeepSpeed does of it."""
+def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
+    """Train strategies with a set of options on the device, on the host, and what stock DeepSpeed does of it."""
     register(library)
     given = OPTIONS[options]
     rows = []
-    for name in given.strategies:
+    for name in names:
         zero = placed(name, **given.zero)
         places: list[tuple[str, str]] = []
         with device_with_streams():  # with buckets as on NCCL

@@ -13,16 +13,19 @@ from tests.harness.tiers import deep
 LOCO = {"zeropp_loco_param": {}}
 
 
+RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
+    ("Adam", {}, ("NIG", "IIG"), False),
+    ("Adam", {**LOCO, **cases.PINNED}, ("IIG", "NII"), True),
+    ("Adam", {**LOCO, "paro_quantized_updates": {}}, ("NIG", "ING"), True),
+    ("Adam", cases.HOST, ("ING", "IIG"), True),
+    ("Muon", {}, ("III", "NIG"), False),
+    ("Muon", cases.PAGEABLE, ("GNG", "NIG"), True),
+]
+
+
 @pytest.mark.parametrize(
     "optimizer, zero, names, from_device",
-    [
-        ("Adam", {}, ("NIG", "IIG"), False),
-        ("Adam", {**LOCO, **cases.PINNED}, ("NII", "IIG"), True),
-        ("Adam", {**LOCO, "paro_quantized_updates": {}}, ("NIG", "ING"), True),
-        ("Adam", cases.HOST, ("ING", "IIG"), True),
-        ("Muon", {}, ("NIG", "III"), False),
-        ("Muon", cases.PAGEABLE, ("NIG", "GNG"), True),
-    ],
+    [*((*one, names[:1], way) for *one, names, way in RESUMED), *deep(*RESUMED)],
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one_on_both(

@@ -8,32 +8,41 @@ from typing import Any
 import pytest
 
 from tests.harness.device_on_host import cases
-from tests.harness.tiers import deep, with_some
+from tests.harness.tiers import deep
 from tests.harness.training import Job
 
+EVERY = {options: given.strategies for options, given in cases.OPTIONS.items()}
+LATER = ("pinned", "LoCo, pageable")  # others in the first tier have what these have
+SOME = {"on the device": ("NIG", "GGG"), "parameters": ("IGG",), "parameters, in few bits": ("ING",)}
+SOME |= {"outer": ("NII",), "outer, pinned": ("INI",), "Muon": ("NIG",), "Muon, pinned": ("GNG",)}
 
-@pytest.mark.parametrize("options", cases.OPTIONS)
-def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: str) -> None:
-    given = cases.OPTIONS[options]
-    optimizers = "cpu" if "offload_optimizer" in given.zero else "sim"
-    for rows in run_on_device(cases.beside, options):
-        assert [row.strategy for row in rows] == list(given.strategies)
+
+CASES = [(one, names) for one, names in (EVERY | SOME).items() if one not in LATER]
+
+
+@pytest.mark.parametrize("options, names", CASES + deep(*((one, EVERY[one]) for one in (*SOME, *LATER))))
+def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
+    optimizers = "cpu" if "offload_optimizer" in cases.OPTIONS[options].zero else "sim"
+    for rows in run_on_device(cases.beside, options, names):
+        assert [row.strategy for row in rows] == list(names)
         for row in rows:
             assert row.as_on_host and row.from_stock < 1e-5 and row.places == ("sim", optimizers), row
 
 
 WATCHED = [
-    ("offload", ("NIG", "IGG")),
-    ("offload, LoCo", ("NIG", "IIG")),
-    ("in few bits, offload", ("ING",)),
+    ("offload", ("IGG",)),
+    ("offload, LoCo", ("IIG",)),
+    ("in few bits, offload", ("NIG",)),
     ("windows", ("IIG",)),
-    ("parameters on the host", ("ING", "IIG")),
+    ("parameters on the host", ("IIG",)),
     ("parameters and offload", ("IGG",)),
     ("parameters, in few bits", ("IIG",)),
     ("parameters, pageable", ("IIG",)),
     ("saves aside", ("NIG", "IIG")),
     *deep(
-        ("saves aside", ("NNI", "III", "GGG")),
+        *((one, ("NIG", "IGG")) for one in ("offload", "offload, LoCo")),
+        *((one, ("ING",)) for one in ("in few bits, offload", "parameters on the host")),
+        ("saves aside", ("NIG", "IIG", "NNI", "III", "GGG")),
         ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),
         ("in few bits", ("NIG",)),
@@ -46,17 +55,18 @@ WATCHED = [
 
 
 @pytest.mark.parametrize("options, names", WATCHED)
-def test_the_host_waits_for_what_it_reads(
-    run_on_device: Any, tmp_path: Path, options: str, names: tuple[str, ...]
-) -> None:
+def test_the_host_waits_for_what_it_reads(run_on_device: Any, tmp_path: Path, options: str, names: Any) -> None:
     for found in run_on_device(cases.watched, options, names, str(tmp_path)):
         assert found == {name: [] for name in names}
 
 
-@pytest.mark.parametrize("pinned, names", with_some([True, False], ("NIG", "IIG"), ("NIG", "NNI", "IIG", "GGG")))
-def test_states_are_on_the_host_between_offload_and_reload(
-    run_on_device: Any, pinned: bool, names: tuple[str, ...]
-) -> None:
+SHAPES = ("NIG", "NNI", "IIG", "GGG")
+
+
+@pytest.mark.parametrize(
+    "pinned, names", [(True, ("NIG",)), (False, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))]
+)
+def test_states_are_on_the_host_between_offload_and_reload(run_on_device: Any, pinned: bool, names: Any) -> None:
     for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
 
@@ -71,10 +81,11 @@ WIDTH, LAYERS = 128, 8
 LAYER = WIDTH * WIDTH
 BF16, WINDOW, BUDGET = 2, 2 * LAYER // 4 * 2, 100_000  # bytes; a window of k rows, of which a rank sends one
 ACTIVATIONS = 10_000  # bytes, with their gradients
+SLICED = ("ING", "IIG", "IGG")
 
 
-@pytest.mark.parametrize("frozen", [(), tuple(range(1, LAYERS - 1))], ids=["trained", "frozen"])
-def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("frozen, names", [(0, ("IIG",)), (1, ("IGG",)), *deep(*((one, SLICED) for one in range(2)))])
+def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
     buckets = {"allgather_bucket_size": LAYER, "reduce_bucket_size": LAYER}
@@ -84,12 +95,9 @@ def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any,
         dtype="bf16",
         optimizer="Adam",
         empty=False,
-        accumulation=2,
-        steps=2,
-        frozen=frozen,
+        frozen=range(1, LAYERS - 1) if frozen else (),
         config={"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     )
-    names = ("ING", "IIG", "IGG")
     found = run_on_device(cases.slices_held, names, job, zero)
     for whole, rows in found:
         assert [row.strategy for row in rows] == list(names)

@@ -163,7 +163,7 @@ def together(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tenso
         list(pool.map(lambda group: act(group, largest), groups))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(data=some.data(), widths=some.lists(some.integers(1, 12), min_size=1, max_size=8), limit=some.integers(1, 60))
 def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit: int) -> None:
     """In any order, some several times: the same buckets cross in the same order, and each gradient once."""

@@ -77,21 +77,22 @@ def states_of(params: list[Parameter]) -> ModelStates:
 
 ONE_BUCKET = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8}
 ON_HOST = {"offload_param": {"device": "cpu"}, "paro_parameter_cache_bytes": 10**5}
-SHAPES = ((4, 2, 3), (6, 3, 1), (4, 2, 1), (4, 2, 4), (6, 2, 4))
+BUCKETED = ("NIG", "NGG", "ING", "IIG", "GGG")
+SHAPES = ((4, 2, 3), (6, 3, 1), (6, 3, 2), (4, 2, 1), (4, 2, 4), (6, 2, 4))
 
 
 @pytest.mark.parametrize(
     "world, group, accumulation, names, zero, frozen",
     [
-        (6, 3, 2, REPLICATED, {}, ()),
-        (6, 3, 2, PARTITIONED, {}, ()),
+        (6, 3, 2, ("NII", "NIG"), {}, ()),
+        (6, 3, 2, ("INI", "IGG"), {}, ()),
         # Not the first layer: without a gradient to compute, backward would not need its parameters.
-        (4, 2, 2, ("NNG", "NII", "NIG", "NGG"), {}, (1,)),
-        (4, 2, 2, ("INI", "IIG", "GGG"), {}, (1,)),
-        (4, 2, 2, ("ING", "IIG", "IGG"), ON_HOST, (1,)),
-        (4, 2, 1, ("NIG", "NGG", "ING", "IIG", "GGG"), {**ONE_BUCKET, "overlap_comm": True}, ()),
+        (4, 2, 2, ("IIG",), ON_HOST, (1,)),
+        (4, 2, 1, ("NGG", "GGG"), {**ONE_BUCKET, "overlap_comm": True}, (1,)),
         *deep(*((*shape, names, {}, ()) for shape in SHAPES for names in (REPLICATED, PARTITIONED))),
-        *deep((4, 2, 1, ("NIG", "NGG", "ING", "IIG", "GGG"), ONE_BUCKET, ())),
+        *deep(*((4, 2, 2, names, {}, (1,)) for names in (REPLICATED, PARTITIONED))),
+        *deep((4, 2, 2, ("ING", "IIG", "IGG"), ON_HOST, (1,)), (4, 2, 1, BUCKETED, ONE_BUCKET, ())),
+        *deep((4, 2, 1, BUCKETED, {**ONE_BUCKET, "overlap_comm": True}, ())),
     ],
     ids=by_strategies,
 )
@@ -111,10 +112,12 @@ def test_bytes_within_and_between_groups(
 @pytest.mark.parametrize(
     "world, accumulation, loco, updates, names",
     [
-        (4, 2, None, {}, ("NNG", "NII", "INI", "IGG")),
-        (4, 1, {}, {}, HELD),
-        (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "NIG", "III", "IGG")),
-        (4, 1, {}, None, ("NIG", "NII", "IIG")),
+        (4, 2, None, {}, ("NII", "INI")),
+        (4, 1, {}, {}, ("NNG", "III")),
+        (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "IGG")),
+        (4, 1, {}, None, ("NIG", "IIG")),
+        *deep(*((4, 2, loco, updates, HELD) for loco, updates in ((None, {}), ({}, {}), ({}, None)))),
+        *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
     ],
 )
 def test_gradients_and_updates_in_few_bits(
@@ -138,7 +141,7 @@ def test_gradients_and_updates_in_few_bits(
 @pytest.mark.parametrize(
     "world, group, accumulation, names",
     [
-        (4, 2, 2, ("NNI", "NIG", "III", "ING", "GGG")),
+        (4, 2, 2, ("NIG", "ING")),
         *deep(*((*shape, names) for shape in ((4, 2, 2), (6, 3, 1)) for names in (REPLICATED, PARTITIONED))),
     ],
     ids=by_strategies,
@@ -164,15 +167,15 @@ def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None
     # Of the four partitions two end within a matrix, and the other half is with the other rank of the group.
     halves = Volume(2 * 2 * SIDE**2 / 2 * WIDTH / 4, 0)
     zero = {**BUCKETS, "round_robin_gradients": True}
-    params, rows = ranks(4).run(bytes_case, ("NII", "NIG", "NGG"), 2, 1, zero, **MUON)[0]
+    params, rows = ranks(4).run(bytes_case, ("NII", "NIG"), 2, 1, zero, **MUON)[0]
     exchange = {Placement.G: halves}
     check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda one: exchange.get(one.os, Volume()))
 
 
-def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool) -> None:
+@pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNN", "NGG", "III", "IGG"),))], ids=by_strategies)
+def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple[str, ...]) -> None:
     """A whole update that is due then is sent with the next step."""
     zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
-    names = ("NNN", "NIG", "NGG", "III", "IIG", "IGG")
     job = {"steps": 4, "dtype": "fp16", "overflow": ((2, 1),), "sizes": LARGER}
     params, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
     states, width = ModelStates.of(sum(one[0] for one in params)), 2
@@ -238,14 +241,14 @@ class ExpertsAlone(networks.RoutedOverTwo):
             param.requires_grad_(".deepspeed_experts." in name)
 
 
-@pytest.mark.parametrize("world, group", [(4, 2), *deep((8, 4))])
-def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int) -> None:
+@pytest.mark.parametrize("world, group, names", [(4, 2, ("NIG",)), *deep((4, 2, REPLICATED), (8, 4, REPLICATED))])
+def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int, names: Any) -> None:
     alone, both = (
-        ranks(world).run(bytes_case, REPLICATED, group, 1, network=network)[0]
+        ranks(world).run(bytes_case, names, group, 1, network=network)[0]
         for network in (ExpertsAlone, networks.RoutedOverTwo)
     )
     dense, of_experts = (states_of([one for one in both[0] if one[2] == expert]) for expert in (False, True))
-    for number, name in enumerate(REPLICATED):
+    for number, name in enumerate(names):
         of_dense = STRATEGIES[name].volume(GroupSizes(world, group), dense)
         due = STRATEGIES[name].volume(GroupSizes(world // 2, group // 2), of_experts)
         ((_, (counted,)), (_, (whole,))) = alone[1][number], both[1][number]
@@ -263,7 +266,7 @@ class Wide(experts.SmallMixtral):
 
 @pytest.mark.parametrize(
     "names, optimizer",
-    [(("ING", "IIG", "GGG"), "SGD"), (("IIG",), "Muon"), *deep((("III", "IGG"), "SGD"), (("III", "IGG"), "Muon"))],
+    [(("IIG",), "Muon"), *deep((("III", "ING", "IIG", "IGG", "GGG"), "SGD"), (("III", "IGG"), "Muon"))],
     ids=by_strategies,
 )
 def test_sharded_experts_are_gathered_where_they_are_held(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:

@@ -11,6 +11,8 @@ from unittest import mock
 
 import pytest
 
+from tests.harness.tiers import deep
+
 
 class Run(NamedTuple):
     name: str
@@ -20,7 +22,10 @@ class Run(NamedTuple):
     apart: float  # weights, from those of stock, relative
 
 
-@pytest.mark.parametrize("compiled, names", [("autotp", ("NIG", "NGG")), ("autosp", ("NNG", "NNI"))])
+CASES = [("autotp", ("NIG",)), ("autosp", ("NNI",)), *deep(("autotp", ("NGG",)), ("autosp", ("NNG",)))]
+
+
+@pytest.mark.parametrize("compiled, names", CASES)
 def test_passes_that_leave_gradients_alone(ranks: Any, compiled: str, names: tuple[str, ...]) -> None:
     operators = {
         "autotp": {"autotp.copy_to_tp_region", "autotp.reduce_from_tp_region"},

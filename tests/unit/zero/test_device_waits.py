@@ -30,7 +30,7 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
-    """How often the host has waited in micro-steps 5 to 10, two of which make a step, for each strategy or stage.
+    """How often the host has waited in micro-steps 5 to 8, two of which make a step, for each strategy or stage.
 
     Kinds are "device", "stream", "event" and "answer", that is for a value, in ``engine.step()`` or outside of it. The
     events are those of DeepSpeed's brakes: the host must not be far ahead of gathers and reductions.
@@ -47,7 +47,7 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
         with device_with_streams() as order:
             engine, model = training.make_engine(job, placed(name, **zero))
             data = training.batches(job)
-            batches = [next(data) for _ in range(10)]
+            batches = [next(data) for _ in range(8)]
             gc.collect()  # an earlier engine; if it ended now, the host would wait
             with order.watch(), asking(order):
                 for number, batch in enumerate(batches, 1):
@@ -65,13 +65,13 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
 @pytest.mark.parametrize(
     "dtype, config, zero, names",
     [
-        ("fp16", {}, {}, ("NNN", "NIG", "NGG", "INI", "IIG", "GNG")),
+        ("fp16", {}, {}, ("NIG", "IIG")),
         # The scale of torch's scaler is on the device; each message in four bits needs it.
         (
             "fp32",
             {"torch_autocast": {"enabled": True, "dtype": "float16"}},
             {"zeropp_loco_param": {}},
-            ("NGG", "IIG"),
+            ("IIG",),
         ),
         *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
     ],
@@ -82,12 +82,13 @@ def test_the_host_waits_only_where_a_step_is_decided(
 ) -> None:
     ours = ranks(4).run(host_waits_case, names, dtype, config, zero | BY_PARAMETER)[0]
     # DeepSpeed asks once for each sub-group: of one parameter each, they are as many with and without strategies.
-    stocks = ranks(4).run(host_waits_case, ["2", "3"], dtype, config, BY_PARAMETER)[0]
-    assert all(waits["device outside"] >= 6 <= waits["device in step"] for waits in stocks.values())
+    stages = sorted({"2" if name.startswith("N") else "3" for name in names})
+    stocks = ranks(4).run(host_waits_case, stages, dtype, config, BY_PARAMETER)[0]
+    assert all(waits["device outside"] >= 4 <= waits["device in step"] for waits in stocks.values())
     for name, waits in ours.items():
         stock = stocks["2" if name.startswith("N") else "3"]
         assert set(waits) <= {"event outside", "answer in step"}, (name, waits)
-        scales = 3 if zero else 0  # once in a step
+        scales = 2 if zero else 0  # once in a step
         assert waits["answer in step"] <= stock["answer in step"] + scales, (name, waits, stock)
 
 

@@ -20,7 +20,6 @@ from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.zero.sharded.coordinator import _comparing_within, assert_same_in_group
 from tests.harness import networks, training
 from tests.harness.networks import SQUARE
-from tests.harness.parity_table import PARAMETER_PATHS
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, SEVERAL_BUCKETS, SMALL, Job, placed
 
@@ -83,14 +82,15 @@ def persisting_case() -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("modifier, dtype", [(3, "fp32"), *deep((0, "bf16"))])  # 3 is in the other group
-def test_all_ranks_see_what_one_rank_modifies(ranks: Any, modifier: int, dtype: str) -> None:
-    answers = ranks(4).run(modify_case, modifier, dtype)
-    assert answers[0] == [(name, True, True, True, True) for name in PARTITIONED]
+# 3 is in the other group.
+@pytest.mark.parametrize("modifier, dtype, names", [(3, "fp32", ("III", "GNG")), *deep((0, "bf16", PARTITIONED))])
+def test_all_ranks_see_what_one_rank_modifies(ranks: Any, modifier: int, dtype: str, names: tuple[str, ...]) -> None:
+    answers = ranks(4).run(modify_case, modifier, dtype, names)
+    assert answers[0] == [(name, True, True, True, True) for name in names]
     assert all(answer == answers[0] for answer in answers)
 
 
-def modify_case(modifier: int, dtype: str) -> list[tuple[str, bool, bool, bool, bool]]:
+def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[str, bool, bool, bool, bool]]:
     """Whether parameters read right, a change is seen everywhere, and lasts or not as with stock after one more step.
 
     What GatheredParameters changes does not reach the fp32 weights of the optimizer, so a step undoes it in stock too.
@@ -126,7 +126,7 @@ def modify_case(modifier: int, dtype: str) -> list[tuple[str, bool, bool, bool, 
 
     stock, _ = run({"stage": 3})
     rows = []
-    for name in PARTITIONED:
+    for name in names:
         ours, changed = run(placed(name))
         alike = [
             training.replicas_equal(a) and bool((a - b).abs().max() <= (1e-5 if dtype == "fp32" else 1e-2))
@@ -172,10 +172,11 @@ AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
 @pytest.mark.parametrize(
     "names, zero, alone",
     [
-        (PARAMETER_PATHS, {}, False),
-        (("IIG", "GGG"), {"stage3_param_persistence_threshold": 20}, False),
-        (("ING", "IIG", "IGG"), {}, True),  # with p = I a group needs no other
-        *deep((PARTITIONED, UNITS, False), (REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
+        (("III", "GIG"), {}, False),
+        (("GGG",), {"stage3_param_persistence_threshold": 20}, False),
+        (("IIG",), {}, True),  # with p = I a group needs no other
+        *deep((PARTITIONED, {}, False), (("ING", "IGG"), {}, True), (PARTITIONED, UNITS, False)),
+        *deep((REPLICATED, AHEAD, False), (("ING", "IIG", "IGG"), ON_HOST, False)),
         *deep((PARTITIONED, {"stage3_param_persistence_threshold": 10**6}, False)),
     ],
     ids=by_strategies,

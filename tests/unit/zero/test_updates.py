@@ -224,7 +224,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
     """IIG with default sizes: numbers of sub-groups; elements of the model; those that must have arrived before each
     layer runs; and what ends with other bits than in one window."""
     small = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
-    job = training.Job(sizes=(16,) * 33, dtype="bf16", empty=False, steps=3, zero=small)
+    job = training.Job(sizes=(16,) * 33, dtype="bf16", empty=False, steps=2, zero=small)
     exact = {"paro_quantized_updates": {"bits": "exact"}}
     sub_groups, waited, weights = set[int](), list[int](), dict[str, Any]()
     for name, windows, extra in (("one", 1, {}), ("many", 16, {}), ("many, exact", 16, exact)):
