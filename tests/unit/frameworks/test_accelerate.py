@@ -30,8 +30,8 @@ LEFT_OUT = {"stage": None}
 
 
 @pytest.mark.parametrize("strategy, more", [("IIG", LEFT_OUT), *deep(("III", {}), ("NIG", LEFT_OUT), ("NNG", {}))])
-def test_plugin(group: Any, tmp_path: Path, strategy: str, more: dict[str, None]) -> None:
-    rows = group.run(case, placed(strategy, **more), stock(strategy), str(tmp_path))
+def test_plugin(frameworks: Any, tmp_path: Path, strategy: str, more: dict[str, None]) -> None:
+    rows = frameworks(4).run(case, placed(strategy, **more), stock(strategy), str(tmp_path))
     check(rows, strategy, resumed=True)
 
 
