@@ -41,10 +41,8 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     """
     model = tiny.make_model()
     start = training.whole_weights(model)
-    rows = [
-        {key: torch.tensor(value) for key, value in row.items()}
-        for row in tiny.sequences(4 * HALF * accelerator.num_processes)
-    ]
+    data = tiny.sequences(2 * STEPS * configurations.ACCUMULATION * accelerator.num_processes)
+    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in data]
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
     engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=configurations.LR), loader)
     if resume:

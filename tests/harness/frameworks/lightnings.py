@@ -67,8 +67,7 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
     config = configurations.plain(zero)
     del config["gradient_accumulation_steps"], config["optimizer"]  # Lightning wants to be told itself
     ranks = torch.distributed.get_world_size()
-    sequences = tiny.sequences(2 * HALF * configurations.ACCUMULATION * ranks)
-    rows = [torch.tensor(row["input_ids"]) for row in sequences]  # an epoch of HALF
+    rows = [torch.tensor(row["input_ids"]) for row in tiny.sequences(4 * HALF * ranks)]  # an epoch of HALF
     checkpoint = f"{folder}/step={HALF}.ckpt" if resume else None
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

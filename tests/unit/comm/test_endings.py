@@ -31,12 +31,8 @@ CASES = {
     "saving, error on all": Case("error on all", "NIG", save="well"),
     "failing, exit": Case("exit", "IIG", save="fails"),
 }
-DEEP = {
-    "destroy, all": Case("destroy", "NIG, all", LATE),
-    "exit, IIG": Case("exit", "IIG", LATE),
-    "saving, end": Case("end", "NIG", save="well"),
-    "failing, destroy": Case("destroy", "IIG", save="fails"),
-}
+DEEP = {"destroy, all": Case("destroy", "NIG, all", LATE), "exit, IIG": Case("exit", "IIG", LATE)}
+DEEP |= {"saving, end": Case("end", "NIG", save="well"), "failing, destroy": Case("destroy", "IIG", save="fails")}
 
 
 @pytest.fixture(scope="module")
