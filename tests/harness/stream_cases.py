@@ -147,7 +147,7 @@ OPTIONS = {
     "outer, offload": Options(("NII", "III"), {**_OUTER, **_OFFLOAD}, replace(_ADAM, steps=3)),
     "saves aside": Options(ALL, {**_OVERLAP, **_AHEAD, "zeropp_loco_param": {}}, _ASIDE, aside=True),
     "saves aside, offload": Options(("NIG", "NNI", "IIG"), {**_OVERLAP, **_OFFLOAD}, _ASIDE, aside=True),
-    "reported": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, replace(_JOB, steps=7), False, reported=True),
+    "reported": Options(("NIG", "IIG"), {**_OVERLAP, **_AHEAD}, replace(_JOB, steps=9), False, reported=True),
     "no_sync": Options(("NNN", "NNI", "NNG"), _OVERLAP, replace(_JOB, no_sync=True, accumulation=3)),
     "pipeline": Options((*REPLICATED, "GGG"), pipe=_PIPE),
     "pipeline, overlap": Options(ALL, _OVERLAP, pipe=replace(_PIPE, dtype="bf16")),

@@ -89,7 +89,7 @@ def apart(folder: str) -> None:
     """Train groups that an outer optimizer brings together, and leave a report."""
     report = {"folder": folder, "after": AFTER, "steps": STEPS}
     with links_given():
-        train(Job(steps=7), placed("NII", 2, paro_outer_optimizer={"steps": 2}, paro_report=report))
+        train(Job(steps=9), placed("NII", 2, paro_outer_optimizer={"steps": 2}, paro_report=report))
 
 
 def test_groups_that_train_apart_are_reported_on_together(ranks: Any, tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def pipeline(folder: str, name: str) -> list[str]:
         engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         with mock.patch.object(probe, "measure", lambda *_: LINKS):
-            losses.append(str([engine.train_batch(data).item() for _ in range(8)]))
+            losses.append(str([engine.train_batch(data).item() for _ in range(10)]))
         assert "train_batch" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
         engine.destroy()
     return losses
