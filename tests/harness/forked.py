@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pieces of code in fresh processes that are forked from one that has imported what takes long."""
 
+import re
 import subprocess
 import sys
 
@@ -30,4 +31,4 @@ def run_in_forks(first: str, pieces: dict[str, str]) -> dict[str, str]:
     program = _PROGRAM.format(first=first, pieces=pieces)
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return dict(part.split("\n", 1) for part in done.stdout.split("> ")[1:])
+    return dict(part.split("\n", 1) for part in re.split("^> ", done.stdout, flags=re.MULTILINE)[1:])

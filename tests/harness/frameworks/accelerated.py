@@ -18,7 +18,7 @@ from tests.harness import training
 from tests.harness.frameworks import configurations, tiny
 from tests.harness.frameworks.comparison import Row
 
-STEPS = 4
+STEPS = 2
 HALF = STEPS // 2 * configurations.ACCUMULATION  # micro-steps until the checkpoint
 
 
@@ -41,7 +41,8 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     """
     model = tiny.make_model()
     start = training.whole_weights(model)
-    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in tiny.sequences(64)]
+    data = tiny.sequences(2 * STEPS * configurations.ACCUMULATION * accelerator.num_processes)
+    rows = [{key: torch.tensor(value) for key, value in row.items()} for row in data]
     loader = torch.utils.data.DataLoader(rows, batch_size=2)
     engine, _, loader = accelerator.prepare(model, DummyOptim(model.parameters(), lr=configurations.LR), loader)
     if resume:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.harness import training
 from tests.harness.frameworks import configurations, tiny
 
-HALF = 2  # of the optimizer steps
+HALF = 1  # of the optimizer steps
 
 
 class Module(LightningModule):
@@ -66,7 +66,8 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
     """
     config = configurations.plain(zero)
     del config["gradient_accumulation_steps"], config["optimizer"]  # Lightning wants to be told itself
-    rows = [torch.tensor(row["input_ids"]) for row in tiny.sequences(32)]  # an epoch of HALF
+    ranks = torch.distributed.get_world_size()
+    rows = [torch.tensor(row["input_ids"]) for row in tiny.sequences(4 * HALF * ranks)]  # an epoch of HALF
     checkpoint = f"{folder}/step={HALF}.ckpt" if resume else None
     saving = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=HALF, save_top_k=-1)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -78,7 +79,7 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
     ):
         trainer = Trainer(
             accelerator="cpu",
-            devices=4,
+            devices=ranks,
             max_steps=2 * HALF,
             accumulate_grad_batches=configurations.ACCUMULATION,
             val_check_interval=1,

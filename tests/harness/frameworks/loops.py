@@ -14,7 +14,7 @@ from tests.harness import training
 from tests.harness.frameworks import configurations, tiny
 from tests.harness.frameworks.comparison import Row
 
-STEPS = 4
+STEPS = 2
 Look = Callable[[Any], Any]
 
 

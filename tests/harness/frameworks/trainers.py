@@ -12,7 +12,7 @@ from tests.harness.frameworks import configurations, tiny
 from tests.harness.frameworks.comparison import Row
 
 MakeTrainer = Callable[[dict[str, Any]], Any]  # from a ``zero_optimization`` section
-STEPS = 4
+STEPS = 2
 CHECKPOINT = f"checkpoint-{STEPS // 2}"
 
 

@@ -64,7 +64,7 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
             )
         return start(group, operation, collective, *arguments)
 
-    job = training.Job(dtype="bf16", steps=2, accumulation=2, groups=2, empty=False, zero=training.SMALL)
+    job = training.Job(dtype="bf16", steps=1, accumulation=2, groups=2, empty=False, zero=training.SMALL)
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.object(collectives.Collectives, "start", note),

@@ -19,24 +19,26 @@ from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
 from tests.harness import training
+from tests.harness.tiers import deep
 
-LATE = 1.0  # seconds; the other rank has ended by then
+LATE = 0.5  # seconds; the other rank has ended by then
 CASES = {
     "read, IIG": Case("read", "IIG", LATE),
     "read, ahead": Case("read", "NIG, updates ahead", LATE),
-    "destroy, all": Case("destroy", "NIG, all", LATE),
-    "exit, IIG": Case("exit", "IIG", LATE),
     "error on one, all": Case("error on one", "NIG, all", first=True),
     "killed late and destroyed, ahead": Case("killed late, destroyed", "NIG, updates ahead", LATE, 1),
     "interrupted, ahead": Case("interrupted", "NIG, updates ahead", moment=0.2),
-    **{f"saving, {kind}": Case(kind, "NIG", save="well") for kind in ("end", "error on all")},
-    **{f"failing, {kind}": Case(kind, "IIG", save="fails") for kind in ("destroy", "exit")},
+    "saving, error on all": Case("error on all", "NIG", save="well"),
+    "failing, exit": Case("exit", "IIG", save="fails"),
 }
+DEEP = {"destroy, all": Case("destroy", "NIG, all", LATE), "exit, IIG": Case("exit", "IIG", LATE)}
+DEEP |= {"saving, end": Case("end", "NIG", save="well"), "failing, destroy": Case("destroy", "IIG", save="fails")}
 
 
 @pytest.fixture(scope="module")
-def ends() -> dict[str, Ended]:
-    return dict(zip(CASES, served(list(CASES.values())), strict=True))
+def ends(request: pytest.FixtureRequest) -> dict[str, Ended]:
+    cases = CASES | (DEEP if any(item.get_closest_marker("deep") for item in request.session.items) else {})
+    return dict(zip(cases, served(list(cases.values())), strict=True))
 
 
 def test_whoever_ends_first_completes_what_a_late_rank_reads(ends: dict[str, Ended]) -> None:
@@ -46,7 +48,7 @@ def test_whoever_ends_first_completes_what_a_late_rank_reads(ends: dict[str, End
     assert of_slices.weights is not None and of_slices.weights == of_windows.weights
 
 
-@pytest.mark.parametrize("name", ["destroy, all", "exit, IIG"])
+@pytest.mark.parametrize("name", ["read, IIG", "read, ahead", *deep("destroy, all", "exit, IIG")])
 def test_no_thread_is_alive_when_the_interpreter_is_torn_down(ends: dict[str, Ended], name: str) -> None:
     ended = ends[name]
     assert ended.statuses == ((3, 3) if "exit" in name else (0, 0)), ended.written
@@ -61,13 +63,13 @@ def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ende
     assert "Traceback" in ended.written and not ended.alive
 
 
-@pytest.mark.parametrize("kind", ["end", "error on all"])
+@pytest.mark.parametrize("kind", ["error on all", *deep("end")])
 def test_a_save_that_goes_on_is_completed(ends: dict[str, Ended], kind: str) -> None:
     ended = ends[f"saving, {kind}"]
     assert ended.saved and ended.statuses == ((1, 1) if "error" in kind else (0, 0)) and not ended.alive, ended.written
 
 
-@pytest.mark.parametrize("kind", ["destroy", "exit"])
+@pytest.mark.parametrize("kind", ["exit", *deep("destroy")])
 def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
     """Whatever the script had wanted it to be; and the error is told."""
     ended = ends[f"failing, {kind}"]

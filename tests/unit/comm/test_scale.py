@@ -3,47 +3,35 @@
 """One rank of many, on torch's fake process group: what must not grow with their number."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
-from scripts import ROOT
-from scripts.emulation.launching import environment
+from tests.harness.forked import run_in_forks
 
-GROUP, NUMEL = 8, 26_361_600  # ranks in a group; parameters of the model that growth.py trains
+GROUP, NUMEL = 8, 7_352_576  # ranks in a group; parameters of a model of 8 layers
 METHODS = ("NIG", "III")
 # DeepSpeed would compile an all-reduce for hosts, which takes a minute; nothing is sent here.
-WITHOUT_ITS_ALL_REDUCE = """
-import runpy
+FIRST = """
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer
+from tests.perf import growth
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-runpy.run_module("tests.perf.growth", run_name="__main__", alter_sys=True)
+growth.LAYERS = 8
 """
+OPTIONS = f"--json --no-memory --rounds 1 --methods {' '.join(METHODS)} --worlds".split()
 
 
 def grown(*worlds: int) -> list[dict[str, Any]]:
-    """What ``tests.perf.growth`` counts with so many ranks, by method: of each number of ranks, at the same time."""
-    options = f"--json --no-memory --rounds 1 --methods {' '.join(METHODS)} --worlds".split()
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-c", WITHOUT_ITS_ALL_REDUCE, *options, str(ranks)],
-            cwd=ROOT,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for ranks in worlds
-    ]
-    found = []
-    for process in started:
-        out, err = process.communicate(timeout=280)
-        assert not process.returncode, err[-2000:]
-        found.append({row["method"]: row for row in json.loads(out.splitlines()[-1])})
-    return found
+    """What ``tests.perf.growth`` counts with so many ranks, by method: of each number of ranks."""
+    options = {str(ranks): ["growth", *OPTIONS, str(ranks)] for ranks in worlds}
+    pieces = {
+        name: f"import sys\nsys.argv = {words}\nfrom tests.perf import growth\ngrowth.main()"
+        for name, words in options.items()
+    }
+    found = run_in_forks(FIRST, pieces)
+    return [{row["method"]: row for row in json.loads(found[name].splitlines()[-1])} for name in options]
 
 
 def test_messages_do_not_grow_and_bytes_match_the_formulas() -> None:

@@ -85,8 +85,8 @@ def is_running(process: int) -> bool:
 @pytest.mark.parametrize(
     "shell, seconds, why",
     [
-        ("setsid sh -c 'trap : TERM; {child}' & {wait}", 3, "not finished after 3 s"),
-        ("setsid sh -c '{child}' & sleep 2; exit 7", 60, "exit status 7"),
+        ("setsid sh -c 'trap : TERM; {child}' & {wait}", 2, "not finished after 2 s"),
+        ("setsid sh -c '{child}' & sleep 1; exit 7", 60, "exit status 7"),
     ],
     ids=["time-out", "failure"],
 )
@@ -94,7 +94,7 @@ def test_a_launch_that_does_not_end_well_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: str, seconds: float, why: str
 ) -> None:
     """Not even in a session of its own that ignores SIGTERM, as torchrun's ranks are while they handle it."""
-    monkeypatch.setattr(launching, "_GRACE", 1.0)
+    monkeypatch.setattr(launching, "_GRACE", 0.5)
     log = tmp_path / "log"
     command = shell.format(child="echo child $$; while :; do sleep 1; done", wait="echo last words; sleep 600")
     with pytest.raises(RunFailed, match=rf"\n\n{why}\ncommand: sh -c (.|\n)*\nwhole log: "):

@@ -35,3 +35,9 @@ def frameworks() -> Iterator[rank_pools.RankPool]:
     pool = rank_pools.RankPool(preload=_FRAMEWORKS)
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def group(request: pytest.FixtureRequest, frameworks: rank_pools.RankPool) -> rank_pools.RankPool:
+    """Ranks: in the first tier one group of 2, in the deep one two groups."""
+    return frameworks(4 if request.node.get_closest_marker("deep") else 2)

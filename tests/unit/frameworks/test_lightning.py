@@ -25,6 +25,6 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
 
 
 @pytest.mark.parametrize("strategy", ["IIG", *deep("ING", "NIG")])
-def test_deepspeed_strategy(frameworks: Any, tmp_path: Path, strategy: str) -> None:
-    rows = frameworks(4).run(case, placed(strategy), stock(strategy), str(tmp_path))
+def test_deepspeed_strategy(group: Any, tmp_path: Path, strategy: str) -> None:
+    rows = group.run(case, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, resumed=True)

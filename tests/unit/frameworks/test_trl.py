@@ -43,7 +43,7 @@ def make_sft(folder: str, zero: dict[str, Any]) -> Any:
     from tests.harness.frameworks import tiny, trainers
 
     args = trainers.arguments(SFTConfig, zero, folder, max_length=16, bf16=False, gradient_checkpointing=True)
-    data = Dataset.from_dict({"text": sentences(64)})
+    data = Dataset.from_dict({"text": sentences(32)})
     trainer = trainers.recording(SFTTrainer)
     return trainer(model=tiny.make_model(), args=args, train_dataset=data, processing_class=make_tokenizer())
 
@@ -57,8 +57,8 @@ def make_dpo(folder: str, zero: dict[str, Any]) -> Any:
     from tests.harness.frameworks import tiny, trainers
 
     args = trainers.arguments(DPOConfig, zero, folder, max_length=32, bf16=False, gradient_checkpointing=False)
-    texts = sentences(192)
-    data = Dataset.from_dict({"prompt": texts[:64], "chosen": texts[64:128], "rejected": texts[128:]})
+    texts = sentences(96)
+    data = Dataset.from_dict({"prompt": texts[:32], "chosen": texts[32:64], "rejected": texts[64:]})
     models = {"model": tiny.make_model(), "ref_model": tiny.make_model()}
     trainer = trainers.recording(DPOTrainer)
     made = trainer(**models, args=args, train_dataset=data, processing_class=make_tokenizer())
@@ -78,6 +78,6 @@ def case(make: Any, ours: dict[str, Any], stock: dict[str, Any], folder: str) ->
 @pytest.mark.parametrize(
     "make, strategy", [(make_dpo, "IIG"), *deep((make_dpo, "NIG"), (make_sft, "GNG"), (make_sft, "NIG"))]
 )
-def test_fine_tuning(frameworks: Any, tmp_path: Path, make: Any, strategy: str) -> None:
-    rows = frameworks(4).run(case, make, placed(strategy), stock(strategy), str(tmp_path))
+def test_fine_tuning(group: Any, tmp_path: Path, make: Any, strategy: str) -> None:
+    rows = group.run(case, make, placed(strategy), stock(strategy), str(tmp_path))
     check(rows, strategy, resumed=True)

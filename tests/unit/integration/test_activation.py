@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.forked import run_in_forks
 from tests.harness.tiers import deep
 
 CHECK = """
@@ -39,9 +40,25 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+SOURCE = """
+import inspect, runpy, sys, deepspeed.runtime.config as c, deepspeed.runtime.engine as e
+c.DeepSpeedConfig({'train_batch_size': 1})
+print(len(inspect.getsource(e.DeepSpeedEngine)))
+ours = ('deepspeed_ext.config.s', 'deepspeed_ext.config.check', 'deepspeed_ext.zero', 'deepspeed_ext.comm')
+print(*[n for n in sys.modules if n.startswith(ours)], 'end')
+"""
+REPORT = "sys.argv[1:] = '--ranks 6 --group-size 2'.split(); runpy.run_module('deepspeed_ext', run_name='__main__')"
+
+
+@pytest.fixture(scope="module")
+def imported() -> subprocess.CompletedProcess[str]:
+    """Of a process that imports a submodule of DeepSpeed first, and ends with our report."""
+    return run(ORDERS["a submodule first"] + SOURCE + CHECK + REPORT)
+
+
 @pytest.mark.parametrize("order", ["a submodule first", *deep("torch first", "ours last")])
-def test_every_import_order(order: str) -> None:
-    done = run(ORDERS[order] + CHECK)
+def test_every_import_order(imported: subprocess.CompletedProcess[str], order: str) -> None:
+    done = imported if order == "a submodule first" else run(ORDERS[order] + CHECK)
     assert done.returncode == 0, done.stderr
 
 
@@ -88,40 +105,28 @@ def test_a_finder_that_raises_breaks_only_deepspeeds_import() -> None:
 
 
 def test_importing_torch_imports_little_and_survives_our_faults() -> None:
-    code = (
-        "import torch, sys\n"
+    pieces = {
+        "modules": "import torch, sys\n"
         "print('deepspeed' in sys.modules, hasattr(torch.distributed.destroy_process_group, '__wrapped__'))\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('deepspeed_ext') or name == 'packaging'))"
-    )
-    done = run(code)
-    said, imported = done.stdout.splitlines()
-    assert said == "False False", done.stderr
+        "print(*sorted(name for name in sys.modules if name.startswith('deepspeed_ext') or name == 'packaging'))",
+        "fault": "import deepspeed_ext.integration.patcher as p; p.apply = lambda name: 1 / 0\n"
+        "import deepspeed; print('alive')",
+    }
+    out = run_in_forks("import torch", pieces)
     needed = ("", ".integration", ".integration.activation", ".version")
-    assert imported.split() == [f"deepspeed_ext{name}" for name in needed]
-    code = (
-        "import deepspeed_ext.integration.patcher as p; p.apply = lambda name: 1 / 0\n"
-        "import torch, deepspeed; print('alive')"
-    )
-    assert run(code).stdout.split()[-1] == "alive"
+    assert out["modules"].splitlines() == ["False False", " ".join(f"deepspeed_ext{name}" for name in needed)]
+    assert out["fault"].split()[-1] == "alive"
 
 
-def test_without_our_keys_little_of_ours_is_imported() -> None:
+def test_without_our_keys_little_of_ours_is_imported(imported: subprocess.CompletedProcess[str]) -> None:
     """Nothing that depends on DeepSpeed; and the source of hooked modules stays readable."""
-    code = (
-        "import sys, torch, inspect, deepspeed.runtime.config as c, deepspeed.runtime.engine as e\n"
-        "c.DeepSpeedConfig({'train_batch_size': 1})\n"
-        "print(len(inspect.getsource(e.DeepSpeedEngine)))\n"
-        "print(*[n for n in sys.modules if n.startswith(('deepspeed_ext.config.s', 'deepspeed_ext.config.check', "
-        "'deepspeed_ext.zero', 'deepspeed_ext.comm'))], 'end')"
-    )
-    done = run(code)
-    length, imported = done.stdout.splitlines()[-2:]
-    assert int(length) > 10_000 and imported == "end", (done.stdout, done.stderr)
+    length, found = re.findall(r"^(\d+)\n(.*)", imported.stdout, re.MULTILINE)[0]
+    assert int(length) > 10_000 and found == "end", (imported.stdout, imported.stderr)
 
 
 def test_several_engines_in_one_process(ranks: Any) -> None:
     kinds = ["Stage12Optimizer", "DeepSpeedZeroOptimizer", "Stage3Optimizer", "DeepSpeedZeroOptimizer_Stage3"]
-    for rows in ranks(4).run(several_engines_case):
+    for rows in ranks(2).run(several_engines_case):
         assert rows == [(kind, True) for kind in kinds]
 
 
@@ -131,7 +136,7 @@ def several_engines_case() -> list[tuple[str, bool]]:
 
     from tests.harness import training
 
-    job = training.Job(steps=3, empty=False)
+    job = training.Job(empty=False)
     zeros: list[dict[str, Any]] = [
         {"paro_strategy": "NIG", "paro_group_size": 2},
         {"stage": 2},
@@ -154,16 +159,10 @@ def several_engines_case() -> list[tuple[str, bool]]:
 
 
 @pytest.mark.quick
-def test_report_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "deepspeed_ext", "--ranks", "6", "--group-size", "2"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert f"deepspeed     {metadata.version('deepspeed')}\n" in done.stdout
-    assert "symbols of DeepSpeed (supported >=0.19.8,<0.20, tested 0.19.8)" in done.stdout
-    assert re.search("(applied|hooked) +deepspeed.runtime.config.get_zero_config", done.stdout)
-    assert "not imported" not in done.stdout
-    assert "groups of 6 data-parallel rank(s): 3 x 2" in done.stdout
-    assert "[[0, 2, 4], [1, 3, 5]]" in done.stdout
+def test_report_command(imported: subprocess.CompletedProcess[str]) -> None:
+    assert f"deepspeed     {metadata.version('deepspeed')}\n" in imported.stdout
+    assert "symbols of DeepSpeed (supported >=0.19.8,<0.20, tested 0.19.8)" in imported.stdout
+    assert re.search("(applied|hooked) +deepspeed.runtime.config.get_zero_config", imported.stdout)
+    assert "not imported" not in imported.stdout
+    assert "groups of 6 data-parallel rank(s): 3 x 2" in imported.stdout
+    assert "[[0, 2, 4], [1, 3, 5]]" in imported.stdout

@@ -20,7 +20,6 @@ EXAMPLES = {
     "autoep.py": (["NIG (p=N,", "experts of ep_size_2 over 2 in 2 group(s) of 1"], 5.5, ("transformers",)),
     "packed_experts.py": (["IIG (p=I, g=I,", "MixtralExperts", "2 windows"], 5.5, ("transformers",)),
 }
-FIRST = ("own_script.py", "lora.py", "packed_experts.py")  # of the first tier
 SINCE = {"autoep.py": [since(transformers="5.23")], "packed_experts.py": [since(transformers="5.0")]}
 
 
@@ -31,7 +30,7 @@ SINCE = {"autoep.py": [since(transformers="5.23")], "packed_experts.py": [since(
             name,
             marks=[
                 *([pytest.mark.frameworks, needs(*packages), *SINCE.get(name, ())] if packages else []),
-                *([] if name in FIRST else [pytest.mark.deep]),
+                *([] if name == "own_script.py" else [pytest.mark.deep]),
             ],
         )
         for name, (_, _, packages) in EXAMPLES.items()
