@@ -102,7 +102,7 @@ ROWS = [
         (("NIG", "IIG"), {"paro_quantized_updates": {"resync_T": 4}}, "Adam", "fp32", range(1, LAST)),
         (("NIG", "IIG"), {"paro_quantized_updates": {"bits": "exact"}}, "Adam", "bf16 masters", range(1, LAST)),
         (("NII", "III"), OUTER, "Adam", "fp32", range(1, LAST)),
-        (("III",), OUTER, "Muon", "bf16 masters", range(1, LAST)),
+        (("III",), OUTER, "Muon", "bf16 masters", (2, 4)),
         (("NNI", "INI"), OUTER_IN_PARTS, "Muon", "bf16", range(1, LAST)),
     ),
 ]

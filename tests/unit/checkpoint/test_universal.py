@@ -93,8 +93,7 @@ SOME = ("NII", "IIG", "2", "3")
     "dtype, sources, targets",
     [
         ("fp32", ("NNN", "III", "NIG", "GGG", "2", "3"), 1),
-        ("bf16", SOME[:2], 1),
-        ("fp16", SOME[:2], 1),
+        *((dtype, SOME[:2], 1) for dtype in ("bf16", "fp16")),
         *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2)),
     ],
     ids=by_strategies,

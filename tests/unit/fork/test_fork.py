@@ -45,7 +45,7 @@ def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep(("units", "LoCo"))], ids=" ".join)
+@pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units",),), (("LoCo",),))], ids=" ".join)
 def compared(request: pytest.FixtureRequest, folder: Path) -> str:
     """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
     sets = ("--only", *request.param, "--strategies", "NIG", "IIG")
@@ -57,7 +57,7 @@ def compared(request: pytest.FixtureRequest, folder: Path) -> str:
 
 def test_weights_are_equal_to_the_bit(compared: str) -> None:
     """Also those after a checkpoint of the package; in the deep tier with LoCo, whose kernels are built."""
-    assert re.search(r"^\d+ cases, all bits equal$", compared, re.MULTILINE), compared
+    assert re.search(r"^[1-9]\d* cases, all bits equal$", compared, re.MULTILINE), compared
 
 
 def test_the_wheel_has_the_package_and_patches_no_symbol(folder: Path) -> None:
