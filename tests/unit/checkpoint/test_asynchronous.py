@@ -38,13 +38,13 @@ EVERYTHING = {**FEW_BITS, "paro_overlap_updates": True, "overlap_comm": True}
 OUTER = {"paro_outer_optimizer": {"steps": 2}}
 # (strategy, model, dtype, keys of zero_optimization, optimizer)
 ROWS = [
-    ("NIG", "network", "fp32", EVERYTHING, "Muon"),
-    ("IIG", "network", "bf16", FEW_BITS, "Adam"),
+    ("IIG", "network", "fp32", EVERYTHING, "Muon"),
     ("III", "network", "bf16", OUTER, "Adam"),
     ("NII", "network", "fp16", OFFLOAD, "Adam"),
     ("NIG", "pipeline", "bf16", {}, "Adam"),
 ]
 DEEP = [(name, "network", "bf16", OFFLOAD, "Adam") for name in ALL]
+DEEP += [("NIG", "network", "fp32", EVERYTHING, "Muon"), ("IIG", "network", "bf16", FEW_BITS, "Adam")]
 DEEP += [(name, model, "bf16", {}, "Muon") for name in ("NNN", "III", "GNG") for model in ("network", "experts")]
 DEEP += [("NGG", "network", "fp32", EVERYTHING, "Adam"), ("NNI", "network", "fp32", OUTER, "Adam")]
 DEEP += [("IIG", "pipeline", "bf16", {}, "Adam"), ("NIG", "pipeline of experts", "bf16", {}, "Adam")]

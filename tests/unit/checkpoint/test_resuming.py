@@ -25,13 +25,13 @@ ALL = (*REPLICATED, *PARTITIONED)
 @pytest.mark.parametrize(
     "optimizer, dtype, names, zero",
     [
-        ("Adam", "fp16", ("NII", "NIG", "III", "IIG"), {}),
-        ("Adam", "fp32", ("NNN", "GGG"), {}),
-        ("Adam", "bf16", ("NGG", "GNG"), {}),
-        ("Muon", "fp32", ("NIG", "IIG"), {}),
-        ("Muon", "fp16", ("NII", "GNG"), OFFLOAD),
+        ("Adam", "fp16", ("NIG", "III"), {}),
+        ("Adam", "fp32", ("NNN",), {}),
+        ("Adam", "bf16", ("GNG",), {}),
+        ("Muon", "fp32", ("NIG",), {}),
+        ("Muon", "fp16", ("GNG",), OFFLOAD),
         *deep(*(("Adam", dtype, ALL, {}) for dtype in ("fp32", "bf16", "fp16"))),
-        *deep(("Muon", "fp32", ("NNN", "NII", "III", "GNG"), {})),
+        *deep(("Muon", "fp32", ("NNN", "NII", "III", "IIG", "GNG"), {}), ("Muon", "fp16", ("NII",), OFFLOAD)),
         *deep(("Muon", "bf16", ("NII", "IIG"), {}), ("Muon", "fp16", ("NIG", "III"), {})),
     ],
     ids=by_strategies,
@@ -95,13 +95,14 @@ MASTERS = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
 LAST = 13  # 11 steps are enough for a lost error to change the weights, 7 are not
 # Strategies, keys, optimizer, dtype, and after how many steps it is saved.
 ROWS = [
-    (("III",), OUTER, "Muon", "bf16 masters", (2, 4)),
+    (("III",), OUTER, "Muon", "bf16 masters", (4,)),
     *deep(
         *((("NIG", "IIG", "NNN"), LOCO, "Adam", dtype, range(1, LAST)) for dtype in ("fp32", "bf16 masters", "fp16")),
         *((("NIG", "IIG"), {**LOCO, **UPDATES}, optimizer, "bf16", range(1, LAST)) for optimizer in ("Adam", "Muon")),
         (("NIG", "IIG"), {"paro_quantized_updates": {"resync_T": 4}}, "Adam", "fp32", range(1, LAST)),
         (("NIG", "IIG"), {"paro_quantized_updates": {"bits": "exact"}}, "Adam", "bf16 masters", range(1, LAST)),
         (("NII", "III"), OUTER, "Adam", "fp32", range(1, LAST)),
+        (("III",), OUTER, "Muon", "bf16 masters", (2, 4)),
         (("NNI", "INI"), OUTER_IN_PARTS, "Muon", "bf16", range(1, LAST)),
     ),
 ]
@@ -131,8 +132,8 @@ def every_step_case(
 
 
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
-    "offload": (("NIG", "IIG"), {"zero": OFFLOAD, "zero_force_ds_cpu_optimizer": False}),
-    "tensor parallel": (("NIG", "IIG"), {"lanes": 2}),
+    "offload": (("IIG",), {"zero": OFFLOAD, "zero_force_ds_cpu_optimizer": False}),
+    "tensor parallel": (("NIG",), {"lanes": 2}),
     "fp32 accumulation": (("NIG",), {"data_types": {"grad_accum_dtype": "fp32"}}),
     "round robin": (("NIG",), {"zero": {"round_robin_gradients": True}}),
     "not zip": (("IIG",), {"checkpoint": {"checkpoint_serialization": False}}),
@@ -263,7 +264,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
     return rows
 
 
-@pytest.mark.parametrize("names", [("NNN", "NII", "NIG", "III", "IIG"), *deep((ALL,))], ids=by_strategies)
+@pytest.mark.parametrize("names", [("NNN", "NIG", "III"), *deep((ALL,))], ids=by_strategies)
 def test_each_state_is_written_once(ranks: Any, tmp_path: Path, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(bytes_case, str(tmp_path), names):
         for name, files, written, received, due in rows:

@@ -92,9 +92,8 @@ SOME = ("NII", "IIG", "2", "3")
 @pytest.mark.parametrize(
     "dtype, sources, targets",
     [
-        ("fp32", ("NNN", "III", "NIG", "GGG", "2", "3"), 2),
-        ("bf16", SOME, 1),
-        ("fp16", SOME, 1),
+        ("fp32", ("NNN", "III", "NIG", "GGG", "2", "3"), 1),
+        *((dtype, SOME[:2], 1) for dtype in ("bf16", "fp16")),
         *deep(("fp32", ALL, 2), ("bf16", SOME, 2), ("fp16", SOME, 2)),
     ],
     ids=by_strategies,
@@ -165,7 +164,7 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
     job = job_of("bf16", **UNIVERSAL)
     job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     rows = []
-    for saved, loaded in (("NIG", "III"), ("IIG", "GGG"), ("IIG", "NNI")):
+    for saved, loaded in (("NIG", "III"), ("IIG", "NNI")):
         engine, model = training.make_engine(job, placed(loaded))
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
         before = snapshots.snapshot(engine, model, job)
@@ -185,16 +184,18 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
 # number of groups; with os = G strategies with p = N, and those with p sharded, and DeepSpeed's, load each other's.
 ALIKE = [
     ("Adam", "2", 4, "NIG", 4),
-    ("Adam", "NNG", 4, "1", 4),
     ("Adam", "3", 4, "IIG", 4),
-    ("Adam", "GGG", 4, "ING", 4),
     ("Adam", "III", 4, "INI", 2),
     ("Adam", "3", 2, "III", 4),
-    ("Adam", "2", 2, "NII", 4),
     ("Adam", "NNN", 4, "NNN", 2),
     ("Muon", "GNG", 4, "IIG", 4),
-    ("Muon", "NII", 4, "NNI", 2),
-    *deep(("Adam", "INI", 6, "III", 4), ("Adam", "NII", 4, "NNI", 6), ("Muon", "III", 4, "INI", 6)),
+    *deep(("Adam", "NNG", 4, "1", 4), ("Adam", "GGG", 4, "ING", 4), ("Adam", "2", 2, "NII", 4)),
+    *deep(
+        ("Muon", "NII", 4, "NNI", 2),
+        ("Adam", "INI", 6, "III", 4),
+        ("Adam", "NII", 4, "NNI", 6),
+        ("Muon", "III", 4, "INI", 6),
+    ),
 ]
 
 
@@ -226,7 +227,7 @@ CONVERTED = [("IIG", "2", {}, {}), ("IIG", "3", {}, {}), ("NIG", "1", OFFLOAD, {
 @pytest.mark.parametrize(
     "pairs, dtype, universal",
     [
-        (PAIRS, "fp32", False),
+        (PAIRS[1:], "fp32", False),
         (SHARDED, "fp16", False),
         (CONVERTED[:1], "fp32", True),
         *deep(*((pairs, dtype, False) for pairs in (MORE_PAIRS, MORE_SHARDED) for dtype in ("fp32", "fp16"))),

@@ -45,7 +45,7 @@ def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=[("defaults", "units", "pipeline"), *deep(("LoCo",))], ids=" ".join)
+@pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units",),), (("LoCo",),))], ids=" ".join)
 def compared(request: pytest.FixtureRequest, folder: Path) -> str:
     """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
     sets = ("--only", *request.param, "--strategies", "NIG", "IIG")
@@ -57,7 +57,7 @@ def compared(request: pytest.FixtureRequest, folder: Path) -> str:
 
 def test_weights_are_equal_to_the_bit(compared: str) -> None:
     """Also those after a checkpoint of the package; in the deep tier with LoCo, whose kernels are built."""
-    assert re.search(r"^\d+ cases, all bits equal$", compared, re.MULTILINE), compared
+    assert re.search(r"^[1-9]\d* cases, all bits equal$", compared, re.MULTILINE), compared
 
 
 def test_the_wheel_has_the_package_and_patches_no_symbol(folder: Path) -> None:
@@ -116,10 +116,9 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp
         path = trees[kind] / "deepspeed" / file
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     paths = {kind: f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n" for kind, made in trees.items()}
-    pieces = {kind: path + PLAIN_AND_OURS for kind, path in paths.items()}
+    pieces = {kind: paths[kind] + PLAIN_AND_OURS for kind in ("removed", "another")}
     pieces |= {"absent": paths["fitting"] + ABSENT + PLAIN_AND_OURS, "patches": paths["fitting"] + OTHER_PATCHES}
     found = run_in_forks("import torch", pieces)
-    assert found["fitting"] == "2\n2\n"
     for kind, error in (
         ("removed", "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook checkpoints.save_as_a_whole"),
         ("another", f"RuntimeError.* version 2, and deepspeed_ext {OURS} needs version 1.* install the fork"),

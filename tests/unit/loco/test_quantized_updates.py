@@ -34,13 +34,13 @@ SUMS = ("NNN", "NNI", "NII", "INI", "III")
 KEY = "paro_quantized_updates"
 JOBS = {
     "bf16, accumulation, groups, frozen": Job(
-        zero=SMALL, dtype="bf16", accumulation=3, groups=2, frozen=(1,), steps=8, optimizer="Adam"
+        zero=SMALL, dtype="bf16", accumulation=3, groups=2, frozen=(1,), steps=5, optimizer="Adam"
     ),
-    "LoCo": Job(zero={**SMALL, "zeropp_loco_param": {}}, optimizer="Adam", steps=8),
-    "fp16, overflow": Job(zero=SMALL, dtype="fp16", overflow=((1, 2), (4, 0)), steps=8),
-    "offload": Job(zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, optimizer="Adam", steps=8),
-    "overlap": Job(zero={**SMALL, "overlap_comm": True, "paro_overlap_updates": True}, steps=8, accumulation=2),
-    "no buckets": Job(steps=8, dtype="bf16", clipping=0.0),
+    "LoCo": Job(zero={**SMALL, "zeropp_loco_param": {}}, optimizer="Adam", steps=5),
+    "fp16, overflow": Job(zero=SMALL, dtype="fp16", overflow=((1, 2), (4, 0)), steps=6),
+    "offload": Job(zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, optimizer="Adam", steps=5),
+    "overlap": Job(zero={**SMALL, "overlap_comm": True, "paro_overlap_updates": True}, steps=5, accumulation=2),
+    "no buckets": Job(steps=5, dtype="bf16", clipping=0.0),
 }
 
 
@@ -137,7 +137,7 @@ def distance_to_masters(engine: Any) -> float:
     return worst
 
 
-IN_TURNS = [(job, DIFFERENCES[number % 2 :: 2]) for number, job in enumerate(JOBS)]
+IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOBS)]
 
 
 @pytest.mark.parametrize("job, names", [*IN_TURNS, *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies)
@@ -145,7 +145,7 @@ def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, job: str, names
     for found in ranks(4).run(close_case, JOBS[job], names):
         assert found.keys() == set(names)
         for name, seen in found.items():
-            assert seen.messages >= (3 if "overflow" in job else 5), name
+            assert seen.messages >= (3 if "overflow" in job else 4), name
             assert seen.as_decoded and seen.close and seen.equal, name
             assert seen.distance <= 1, name
 
@@ -155,19 +155,19 @@ def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
 
 
 EXACT = {
-    "bf16": Job(zero=SMALL, dtype="bf16", accumulation=2, groups=2, frozen=(1,), steps=6, optimizer="Adam"),
+    "bf16": Job(zero=SMALL, dtype="bf16", accumulation=2, groups=2, frozen=(1,), steps=4, optimizer="Adam"),
     "fp16, overlap": Job(
-        zero={**SMALL, "paro_overlap_updates": True}, dtype="fp16", overflow=((1, 2),), steps=6, optimizer="Adam"
+        zero={**SMALL, "paro_overlap_updates": True}, dtype="fp16", overflow=((1, 2),), steps=4, optimizer="Adam"
     ),
-    "offload": Job(zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, dtype="bf16", optimizer="Adam", steps=6),
+    "offload": Job(zero={**SMALL, "offload_optimizer": {"device": "cpu"}}, dtype="bf16", optimizer="Adam", steps=4),
 }
 
 
-@pytest.mark.parametrize("job, names", with_some(EXACT, ("NIG", "IIG", "IGG"), DIFFERENCES), ids=by_strategies)
+@pytest.mark.parametrize("job, names", with_some(EXACT, ("NIG", "IIG"), DIFFERENCES), ids=by_strategies)
 def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(exact_case, EXACT[job], names):
         for name, (same, messages) in found.items():
-            assert same and messages >= 5, (name, same, messages)
+            assert same and messages >= 3, (name, same, messages)
 
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
@@ -258,18 +258,20 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
         engine.load_checkpoint(folder, "some")
 
 
-@pytest.mark.parametrize("dtype", ["bf16", *deep("fp32")])
-def test_sums_come_back_in_few_bits(ranks: Any, dtype: str) -> None:
-    for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=6)):
+@pytest.mark.parametrize(
+    "dtype, names", [("bf16", SUMS[::2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
+)
+def test_sums_come_back_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
+    for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
         for name, (equal, apart) in found.items():
             assert equal, name
             assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
 
 
-def sums_case(job: Job) -> dict[str, tuple[bool, float]]:
+def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]:
     """Whether replicas are equal; how far weights are from those of a run without the key, of the largest one."""
     rows = {}
-    for name in SUMS:
+    for name in names:
         ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
         apart = (ours.weights - exact.weights).abs().max() / exact.weights.abs().max()
         rows[name] = training.replicas_equal(ours.weights), apart.item()

@@ -26,8 +26,8 @@ NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
 @pytest.mark.parametrize(
     "dtype, backend, names",
     [
-        *(("fp32", "gloo", NAMES), ("fp16", "gloo", ("NIG", "IIG")), ("fp32", "nccl", ("NGG", "INI"))),
-        *deep(("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
+        *(("fp32", "gloo", ("NNN", "NGG", "IIG")), ("fp16", "gloo", ("NIG",)), ("fp32", "nccl", ("INI",))),
+        *deep(("fp32", "gloo", NAMES), ("fp16", "gloo", NAMES), ("fp32", "nccl", NAMES)),
     ],
     ids=str,
 )
@@ -65,10 +65,12 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
 
 
 CROSSINGS = [("NIG", "IIG"), ("NIG", "NGG"), ("IIG", "GGG"), ("IIG", "NNG"), ("NNN", "NIG")]
-FEW = [(2, 1, CROSSINGS), (6, 2, CROSSINGS[:1])]
+FEW = [(2, 1, CROSSINGS[::2]), (6, 2, CROSSINGS[3:4])]
 
 
-@pytest.mark.parametrize("loads", [FEW, *deep([(6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "loads", [FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"]
+)
 def test_15_other_ranks_take_over_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
     saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
     for world, group, crossings in loads:
