@@ -7,7 +7,6 @@ leave fewer nodes in autograd's graph: if a tensor has three or more consumers, 
 order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set by hand.
 """
 
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -33,22 +32,10 @@ def exact(rows: list[Any]) -> None:
         assert row.replicas_equal and row.same_decisions, row
 
 
-NETWORKS = [
-    "Mixtures",
-    "ByKeyword",
-    "Tied",
-    "FrozenStem",
-    "TwoOutputs",
-    "Looped",
-    "Nested",
-    "Late",
-    "Lent",
-    "PartCalled",
-    "Collecting",
-    "EachCheckpointed",
-]
-IN_TURNS = [(name, number % 2 == 0) for number, name in enumerate(NETWORKS)]
-EACH_NETWORK = [*IN_TURNS[1:], *deep(*((name, not chunks) for name, chunks in IN_TURNS), IN_TURNS[0])]
+IN_CHUNKS = ["Tied", "TwoOutputs", "Nested", "Lent", "Collecting"]
+IN_LAYERS = ["ByKeyword", "FrozenStem", "Looped", "Late", "PartCalled", "EachCheckpointed"]
+IN_TURNS = [*((name, True) for name in IN_CHUNKS), *((name, False) for name in IN_LAYERS)]
+OTHERWISE = [*((name, not chunks) for name, chunks in IN_TURNS), ("Mixtures", True), ("Mixtures", False)]
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
@@ -67,7 +54,7 @@ def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
     assert len(calls) == 2 and calls[1] is inside
 
 
-@pytest.mark.parametrize("name, chunks", EACH_NETWORK)
+@pytest.mark.parametrize("name, chunks", [*IN_TURNS, *deep(*OTHERWISE)])
 def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None:
     job = job_of(getattr(mixtures, name))
     keys = CHUNKS if chunks else BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO
@@ -86,7 +73,7 @@ def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
     "layers, chunks",
     [(("III",), ("ING", "GNG")), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))],
 )
-def test_every_strategy(ranks: Any, layers: Sequence[str], chunks: Sequence[str]) -> None:
+def test_every_strategy(ranks: Any, layers: tuple[str, ...], chunks: tuple[str, ...]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2)
     variants = [training.placed(name, **keys) for names, keys in ((layers, AUTO), (chunks, CHUNKS)) for name in names]
     check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
@@ -149,14 +136,13 @@ def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
 @pytest.mark.parametrize(
     "more",
     [
+        {"boundary": "step", "zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True}},
+        {"boundary": "coalesce", "zero": {**SMALL, "contiguous_gradients": False, "allgather_sequential": True}},
         {
-            "boundary": "step",
             "backward": "loss",
             "groups": 2,
-            "zero": {**SMALL, "reduce_bucket_size": 10_000, "overlap_comm": True},
+            "zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300},
         },
-        {"boundary": "coalesce", "zero": {**SMALL, "contiguous_gradients": False, "allgather_sequential": True}},
-        {"zero": {**SMALL, "stage3_prefetch_bucket_size": 300, "stage3_max_reuse_distance": 300}},
         {"zero_init": "config", "zero": {**SMALL, "stage3_param_persistence_threshold": 50, "reduce_scatter": False}},
     ],
     ids=lambda more: str(more).replace("'", "")[:70],
