@@ -45,13 +45,13 @@ def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list
 def folded_case(ep: int, group: int, accumulation: int, names: tuple[str, ...]) -> list[Difference]:
     """Train a mixture whose attention is divided over two ranks."""
     zero = {"overlap_comm": True} if accumulation > 1 else {}
-    job = job_of("folded", ep, accumulation=accumulation, steps=3, clipping=0.1, zero=zero)
+    job = job_of("folded", ep, accumulation=accumulation, clipping=0.1, zero=zero)
     return training.compare(job, group, names, stage=3)
 
 
 def few_bits_case(kind: str, names: tuple[str, ...]) -> list[Difference]:
     """Differences of runs in few bits from those without."""
-    job = job_of(kind, 2, accumulation=2, steps=3)
+    job = job_of(kind, 2, accumulation=2)
     bits = {"zeropp_loco_param": {"bits": 8}, "paro_quantized_updates": {"bits": 8}}
     rows = []
     for name in names:
@@ -77,7 +77,7 @@ def resume_case(
     rows = []
     for name in names:
         keys = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
-        found = snapshots.resume(f"{folder}/{name}", job, keys, 2, 4)[1:]
+        found = snapshots.resume(f"{folder}/{name}", job, keys, 1, 2)[1:]
         # Tokens that this rank has sent are not saved.
         rows.append((name, *({key: one[key] for key in one if "tokens_per_expert" not in key} for one in found)))
     return rows

@@ -195,7 +195,7 @@ TwoOutputs = variant("TwoOutputs", outputs=2)  # layers return dictionaries
 Looped = variant("Looped", loops=2)  # layers are applied twice
 EachCheckpointed = variant("EachCheckpointed", mixture=Recomputed)
 Backwards = variant("Backwards", mixture=Reversed)
-Deep = variant("Deep", layer_count=6)
+Deep = variant("Deep", layer_count=3)
 
 
 class LateLayer(Layer):

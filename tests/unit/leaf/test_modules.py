@@ -6,13 +6,14 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from deepspeed import comm as dist
 from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from deepspeed_ext.__main__ import main
 from deepspeed_ext.leaf import modules, report
 from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budget, set_leaves
-from scripts import ROOT
 from tests.harness import mixtures, training
 from tests.harness.installed import since
 from tests.harness.logs import is_ours, logged
@@ -160,7 +160,7 @@ def test_lists_in_lists() -> None:
 
 
 def test_the_table_is_shown(ranks: Any) -> None:
-    by_budget, by_granularity, nothing, split = ranks(2).run(report_case)[0]
+    (by_budget, by_granularity, nothing, split), others = ranks(2).run(report_case)
     for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
         table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
         assert re.search(r"Layer +2 +1,936 +84 +23,232  as one", table), table
@@ -170,7 +170,6 @@ def test_the_table_is_shown(ranks: Any) -> None:
     assert len(warnings) == 1 and "the smallest granularity is 60 (Mixer layers.0.mixer)" in warnings[0]
     warnings = [line for level, line in split if level == "WARNING" and "mixtures of experts" in line]
     assert len(warnings) == 1 and "MixtureOfExperts layers.0.mixture" in warnings[0]
-    others = ranks(2).run(report_case)[1]
     assert not any(is_ours(line) for lines in others for level, line in lines)
 
 
@@ -235,27 +234,21 @@ def test_zero_changes_nothing(ranks: Any, off: Any) -> None:
     assert ranks(1).run(make, {"stage": 2, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer"]
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "maker.py").write_text(
         "import torch\nfrom tests.harness import mixtures\n"
         "def model(): return mixtures.Nested((13, 7))\ndef batch(): return (torch.randn(3, 13),)\n"
     )
-    command = [sys.executable, "-m", "deepspeed_ext", "leaf-modules", "--model", "maker:model"]
+    command = ["deepspeed_ext", "leaf-modules", "--model", "maker:model"]
     tight = ["--prefetch-bucket-size", "0", "--max-reuse-distance", "0", "--param-persistence-threshold", "0"]
-    out = subprocess.run(
-        [*command, "--batch", "maker:batch", *tight],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert out.returncode == 0, out.stderr
-    assert re.search(r"Pair +2 +500 +50 +6,000  as one", out.stdout), out.stdout
-    predicted = int(re.findall(r"at most (\d+) predicted", out.stdout)[0])
-    hooks, after = re.findall(r"hooks (\d+),", out.stdout), re.findall(r"(\d+) after", out.stdout)
-    assert predicted == 500 and hooks == after, out.stdout
-    assert "gathered at a time at most 500" in out.stdout, out.stdout
+    (out,) = ranks(1).run(command_case, str(tmp_path), [*command, "--batch", "maker:batch", *tight])
+    assert re.search(r"Pair +2 +500 +50 +6,000  as one", out), out
+    predicted = int(re.findall(r"at most (\d+) predicted", out)[0])
+    hooks, after = re.findall(r"hooks (\d+),", out), re.findall(r"(\d+) after", out)
+    assert predicted == 500 and hooks == after, out
+    assert "gathered at a time at most 500" in out, out
     refused = (
         (["--bytes", "7"], "needs 2,040, got 7"),
         (["--bytes", "7", "--threshold", "9"], "both choose leaf modules"),
@@ -264,10 +257,24 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     monkeypatch.syspath_prepend(tmp_path)
     for bad, message in refused:
-        monkeypatch.setattr(sys, "argv", ["deepspeed_ext", *command[3:], *bad])
+        monkeypatch.setattr(sys, "argv", [*command, *bad])
         with pytest.raises(SystemExit, match="2"):
             main()
         assert message in capsys.readouterr().err
+
+
+def command_case(folder: str, command: list[str]) -> str:
+    """What a command prints that is alone in its process, with the modules of a folder."""
+    dist.destroy_process_group()
+    alone = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE", "ADDR", "PORT"))}
+    with (
+        mock.patch.dict(os.environ, alone, clear=True),
+        mock.patch.object(sys, "path", [folder, *sys.path]),
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        main()
+    return printed.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -301,21 +308,19 @@ PUBLISHED = {
 
 
 @since(transformers="5.23")  # classes are those of a release
-def test_what_the_default_budget_takes_of_published_models(tmp_path: Path) -> None:
-    (tmp_path / "published.py").write_text(
-        "import torch, transformers\n"
-        "def make(name):\n"
-        "    config = getattr(transformers, name + 'TextConfig', None) or getattr(transformers, name + 'Config')\n"
-        "    with torch.device('meta'):\n"
-        "        return transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)\n"
-        "from deepspeed_ext.leaf.modules import Settings, choose, default_budget\n"
-        f"for name in {list(PUBLISHED)!r}:\n"
-        "    model = make(name)\n"
-        "    found = choose(model, Settings(default_budget(model, 10**9), 0, 10**9))\n"
-        "    print(name, *sorted({type(one.module).__name__ for one in found if one.kind.value == 'coarse'}))\n"
-    )
-    out = subprocess.run(
-        [sys.executable, "published.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280, check=True
-    )
-    taken = {line.split()[0]: line.split()[1:] for line in out.stdout.splitlines() if line.split()[0] in PUBLISHED}
-    assert taken == PUBLISHED
+def test_what_the_default_budget_takes_of_published_models(ranks: Any) -> None:
+    assert ranks(1).run(published_case) == [PUBLISHED]
+
+
+def published_case() -> dict[str, list[str]]:
+    """The classes that become units of the models in ``PUBLISHED``."""
+    import transformers
+
+    taken = {}
+    for name in PUBLISHED:
+        config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+        found = choose(model, Settings(default_budget(model, LIVE), 0, LIVE))
+        taken[name] = sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"})
+    return taken

@@ -20,7 +20,7 @@ from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import mixtures, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
 from tests.harness.tiers import deep
-from tests.harness.training import check
+from tests.harness.training import PARTITIONED, check
 
 BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do not
 
@@ -32,22 +32,10 @@ def exact(rows: list[Any]) -> None:
         assert row.replicas_equal and row.same_decisions, row
 
 
-NETWORKS = [
-    "Mixtures",
-    "ByKeyword",
-    "Tied",
-    "FrozenStem",
-    "TwoOutputs",
-    "Looped",
-    "Nested",
-    "Late",
-    "Lent",
-    "PartCalled",
-    "Collecting",
-    "EachCheckpointed",
-]
-IN_TURNS = [(name, number % 2 == 0) for number, name in enumerate(NETWORKS)]
-EACH_NETWORK = [*IN_TURNS, *deep(*((name, not chunks) for name, chunks in IN_TURNS))]
+IN_CHUNKS = ["Tied", "TwoOutputs", "Nested", "Lent", "Collecting"]
+IN_LAYERS = ["ByKeyword", "FrozenStem", "Looped", "Late", "PartCalled", "EachCheckpointed"]
+IN_TURNS = [*((name, True) for name in IN_CHUNKS), *((name, False) for name in IN_LAYERS)]
+OTHERWISE = [*((name, not chunks) for name, chunks in IN_TURNS), ("Mixtures", True), ("Mixtures", False)]
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
@@ -66,33 +54,34 @@ def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
     assert len(calls) == 2 and calls[1] is inside
 
 
-@pytest.mark.parametrize("name, chunks", EACH_NETWORK)
+@pytest.mark.parametrize("name, chunks", [*IN_TURNS, *deep(*OTHERWISE)])
 def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None:
-    job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
+    job = job_of(getattr(mixtures, name))
     keys = CHUNKS if chunks else BLOCKS if name in ("ByKeyword", "FrozenStem") else AUTO
     rows = ranks(2).run(training.against, job, [{"stage": 3, **keys}], {"stage": 3})[0]
     exact(rows) if name == "Nested" else check(rows, losses=1e-5)  # of losses of about 10
 
 
-@pytest.mark.parametrize("name", ["Mixtures", "Routed", *deep("Tied")])
+@pytest.mark.parametrize("name", ["Routed", *deep("Mixtures", "Tied")])
 def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
-    job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
+    job = job_of(getattr(mixtures, name), accumulation=2, steps=1)
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("keys", [AUTO, CHUNKS], ids=["layers", "chunks"])
-def test_every_strategy(ranks: Any, keys: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "layers, chunks",
+    [(("III",), ("ING", "GNG")), *deep((PARTITIONED[::2], PARTITIONED[1::2]), (PARTITIONED[1::2], ()))],
+)
+def test_every_strategy(ranks: Any, layers: tuple[str, ...], chunks: tuple[str, ...]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2)
-    strategies = ("INI", "IIG", "GIG", "GGG") if keys is AUTO else ("ING", "III", "IGG", "GNG")
-    variants = [training.placed(strategy, **keys) for strategy in strategies]
+    variants = [training.placed(name, **keys) for names, keys in ((layers, AUTO), (chunks, CHUNKS)) for name in names]
     check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
 
 
 def test_thresholds(ranks: Any) -> None:
-    job = job_of(mixtures.Mixtures, accumulation=2, steps=2)
-    thresholds = (1, 60, 84, 10**12)
-    variants = [{"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in thresholds]
+    job = job_of(mixtures.Mixtures)
+    variants = [{"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (1, 60)]
     rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
     check(rows)
     exact(rows[:1])  # makes no units
@@ -131,7 +120,7 @@ def full_case() -> set[bool]:
         found.add(any(bucket.elements > size for bucket in optimizer.ipg_buckets.values()))
 
     with mock.patch.object(Stage3Optimizer, "reduce_leaf", looked_at):
-        job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size})
+        job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size}, steps=1)
         training.train(job, training.placed("IGG", **AUTO))
     return found
 
@@ -140,9 +129,10 @@ def full_case() -> set[bool]:
 def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     job = job_of(mixtures.Routed, checkpointing=reentrant, accumulation=2, steps=2)
     variants = [training.placed("GGG", **AUTO), training.placed("IIG", **CHUNKS)]
-    check(ranks(4).run(training.against, job, variants, BY_HAND)[0])
+    check(ranks(2).run(training.against, job, variants, BY_HAND)[0])
 
 
+@pytest.mark.parametrize("world", [2, *deep(4)])
 @pytest.mark.parametrize(
     "more",
     [
@@ -157,17 +147,17 @@ def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     ],
     ids=lambda more: str(more).replace("'", "")[:70],
 )
-def test_with_what_else_may_be_set(ranks: Any, more: dict[str, Any]) -> None:
+def test_with_what_else_may_be_set(ranks: Any, world: int, more: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2, **more)
     variants = [training.placed("IIG", **AUTO), training.placed("GGG", **CHUNKS)]
     # Stock ZeRO-3 counts the gradients of coalesced micro-steps in another way; stage 2 does not.
-    check(ranks(4).run(training.against, job, variants, {"stage": 2 if more.get("boundary") == "coalesce" else 3})[0])
+    stock = {"stage": 2 if more.get("boundary") == "coalesce" else 3}
+    check(ranks(world).run(training.against, job, variants, stock)[0])
 
 
 @pytest.mark.parametrize("dtype", ["fp16", *deep("bf16")])
 def test_16_bits_and_overflow(ranks: Any, dtype: str) -> None:
-    overflow = [(3, 1)] if dtype == "fp16" else []
-    job = job_of(mixtures.Mixtures, accumulation=2, steps=2, dtype=dtype, overflow=overflow)
+    job = job_of(mixtures.Mixtures, dtype=dtype, overflow=[(0, 1)] if dtype == "fp16" else [])
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
     as_chunks = {"stage": 3, "leaf_module": {"classes": ["Mixer", "Expert"]}}
     half = {"stage3_leaf_bytes": CHUNKS["stage3_leaf_bytes"] // 2}
@@ -179,12 +169,12 @@ def test_offload(ranks: Any, device: str) -> None:
     offload = {device: {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2, zero={**SMALL, **offload})
     variants = [training.placed("GGG", **keys) for keys in (AUTO, CHUNKS)]
-    check(ranks(4).run(training.against, job, variants, {"stage": 3})[0])
+    check(ranks(2).run(training.against, job, variants, {"stage": 3})[0])
 
 
 @pytest.mark.parametrize("name", ["FrozenStem", *deep("ByKeyword", "Mixtures", "Looped")])
 def test_stage_3_trains_leaf_modules_after_frozen_inputs(ranks: Any, name: str) -> None:
-    job = job_of(getattr(mixtures, name), accumulation=2, steps=2)
+    job = job_of(getattr(mixtures, name))
     variants = [{"stage": 3, "stage3_module_granularity_threshold": 84}, BY_HAND]
     rows = ranks(2).run(training.against, job, variants, {"stage": 3})[0]
     check(rows, losses=1e-5, optimizer="DeepSpeedZeroOptimizer_Stage3")

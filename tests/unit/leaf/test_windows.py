@@ -40,6 +40,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "GptOss": SMALL | FIVE | {"sliding_window": 8},
 }
 IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+SOME = [("Mixtral", IMPLEMENTATIONS[::2]), ("DeepseekV3", ("batched_mm",)), ("GptOss", ("eager",))]
 
 
 def make_model(name: str, implementation: str = "eager") -> Any:
@@ -59,7 +60,7 @@ def two_experts(name: str) -> int:
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
-    """Train three steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
+    """Train two steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -75,7 +76,7 @@ def train(
     )
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         ids = torch.randint(MODELS[name]["vocab_size"], (1, 2 + 3 * dist.get_rank()), generator=generator)
         loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
         engine.backward(loss)
@@ -99,18 +100,18 @@ def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
 
 
 @since(transformers="5.0")  # the first to pack experts
-@pytest.mark.parametrize("name", ["Mixtral", "DeepseekV3", "GptOss", *deep("Qwen3Moe", "Olmoe")])
-def test_every_architecture_and_implementation(ranks: Any, name: str) -> None:
-    for implementation, losses, weights, windows in ranks(2).run(architecture_case, name)[0]:
+@pytest.mark.parametrize("name, implementations", [*SOME, *deep(*((name, IMPLEMENTATIONS) for name in MODELS))])
+def test_every_architecture_and_implementation(ranks: Any, name: str, implementations: tuple[str, ...]) -> None:
+    for implementation, losses, weights, windows in ranks(2).run(architecture_case, name, implementations)[0]:
         assert losses <= 2e-5 and weights <= 1e-5, (implementation, losses, weights)
         assert windows and all(len(some) >= 3 for some in windows), (implementation, windows)
 
 
-def architecture_case(name: str) -> list[tuple[str, float, float, Any]]:
+def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[str, float, float, Any]]:
     """With a budget of two experts: how far from stock, and the windows."""
     stock = train(name, {"stage": 3})
     rows = []
-    for implementation in IMPLEMENTATIONS:
+    for implementation in implementations:
         keys = {"stage": 3, "stage3_leaf_bytes": max(two_experts(name), least(name))}
         found = train(name, keys, implementation=implementation, look=windows_in)
         rows.append((implementation, *off(found, stock), found[2]))
@@ -138,20 +139,20 @@ def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], si
 @pytest.mark.parametrize(
     "world, size, names",
     [
-        (4, 2, ("INI", "III", "IIG", "GNG", "GGG")),
-        (3, 3, ("IIG", "GGG")),
-        *deep((4, 2, ("ING", "IGG", "GIG")), (4, 1, ("IIG", "GGG", "GNG"))),
+        (4, 2, ("INI", "GNG")),
+        (3, 3, ("IIG",)),
+        *deep((4, 2, ("ING", "III", "IIG", "IGG", "GIG", "GGG")), (4, 1, ("IIG", "GGG", "GNG")), (3, 3, ("GGG",))),
     ],
-    ids=["2x2", "1x3", "2x2, others", "4x1"],
 )
 def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str]) -> None:
     check(ranks(world).run(strategies_case, names, "Packed", {}, size)[0])
 
 
+@pytest.mark.parametrize("world", [2, *deep(4)])
 @pytest.mark.parametrize(
     "network, more",
     [
-        ("Packed", {"clipping": 0.05, "steps": 3, "zero": {**mixtures.SMALL, **OVERLAP}}),
+        ("Packed", {"clipping": 0.05, "zero": {**mixtures.SMALL, **OVERLAP}}),
         ("PackedFrozen", {"zero": {**mixtures.SMALL, "reduce_scatter": False}, "checkpointing": True}),
         ("Packed", {"zero": {**mixtures.SMALL, "stage3_param_persistence_threshold": 200}, "boundary": "step"}),
         ("Packed", {"zero_init": "config", "checkpointing": False}),
@@ -159,14 +160,14 @@ def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str])
     ],
     ids=lambda more: str(more).replace("'", "")[:50],
 )
-def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any]) -> None:
-    check(ranks(4).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
+def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
+    check(ranks(world).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
 
 
 @pytest.mark.parametrize("dtype, digits", [("fp16", 11), *deep(("bf16", 8))])
 def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
-    more = {"dtype": dtype, "optimizer": "SGD", "overflow": [(3, 1)] if dtype == "fp16" else [], "steps": 3}
-    for row in ranks(4).run(strategies_case, ("IIG", "GGG"), "Packed", more)[0]:
+    more = {"dtype": dtype, "optimizer": "SGD", "overflow": [(1, 1)] if dtype == "fp16" else []}
+    for row in ranks(2).run(strategies_case, ("IIG", "GGG"), "Packed", more)[0]:
         # Windows are summed in another order: a token's two experts, and what goes back to the router.
         assert max(row.weights, row.norms) <= 2.0 ** (1 - digits) and row.losses <= 10 * 2.0 ** (1 - digits), row
         assert row.replicas_equal and row.same_decisions, row
@@ -194,14 +195,14 @@ def measured_case() -> list[Any]:
         counted[hop] = counted.get(hop, 0) + arriving
         return start(group, received, sent, name)
 
-    job, rows = job_of(mixtures.Packed, accumulation=2), []
-    for strategy in ("IIG", "IGG", "GGG"):
+    job, rows = job_of(mixtures.Packed), []
+    for strategy in ("IIG", "GGG"):
         most, traffic = [], []
         for keys in (WINDOWS, {"leaf_module": {"classes": ["PackedMixture"]}}):
             engine, _ = training.make_engine(replace(job, zero=tight), training.placed(strategy, **keys))
             counted.clear()
             with mock.patch.object(collectives, "pairwise_all_to_all", count):
-                for x, y in (batch for batch, _ in zip(training.batches(job), range(4), strict=False)):
+                for x, y in (batch for batch, _ in zip(training.batches(job), range(2), strict=False)):
                     engine.backward(((engine(x) - y) ** 2).mean())
                     engine.step()
                 engine.optimizer.drain_parameters()
@@ -256,7 +257,7 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
 
 
 def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
-    for strategy, equal in ranks(4).run(given_up_case)[0].items():
+    for strategy, equal in ranks(2).run(given_up_case)[0].items():
         assert equal, strategy
 
 
@@ -287,7 +288,7 @@ def given_up_case() -> dict[str, bool]:
             with pytest.raises(Interrupted):
                 training.micro_step(engine, job, 0, *skipped)
             windowed.reduce = reduce
-        for number in range(4):
+        for number in range(2):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
         weights = training.whole_weights(model)

@@ -12,7 +12,6 @@ from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL
 
 SOME = ("NIG", "IIG")
-BOTH = pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
 
 
 def run(
@@ -20,7 +19,7 @@ def run(
     names: tuple[str, ...],
     world: int = 4,
     group: int = 1,
-    oracles: tuple[str, ...] = ("torch", "1"),
+    oracles: tuple[str, ...] = ("torch",),
     bound: float = 1e-6,
     norms: float = 1e-6,
     **pipe: Any,
@@ -35,22 +34,19 @@ def run(
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
     """How far each strategy is from each oracle."""
-    return pipelines.compare_pipelines(pipelines.Pipe(**{"zero": SMALL, **pipe}), names, group, oracles)
+    pipe = {"zero": SMALL, "steps": 2, "micro_batches": 2, **pipe}
+    return pipelines.compare_pipelines(pipelines.Pipe(**pipe), names, group, oracles)
 
 
 @pytest.mark.quick
-@BOTH
+@pytest.mark.parametrize("names", [("NNN", "NGG"), ("INI", "GGG"), *deep((REPLICATED,), (PARTITIONED,))])
 def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
-    run(ranks, names)
+    run(ranks, names, oracles=("torch", "1"), micro_batches=3)
 
 
 @pytest.mark.parametrize(
     "world, stages, group, names",
-    [
-        *((4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NIG", "IIG")), (6, 3, 1, ("NIG", "IIG"))),
-        *deep((8, 2, 2, ("NNG", "III"))),
-    ],
-    ids=["2x2", "2x4", "3x2", "2x4, others"],
+    [(8, 2, 2, ("NIG", "III")), (6, 3, 1, SOME), *deep((4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "IIG")))],
 )
 def test_stages_and_groups_of_other_sizes(
     ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
@@ -60,7 +56,7 @@ def test_stages_and_groups_of_other_sizes(
 
 @pytest.mark.parametrize("micro_batches", [1, *deep(2, 8)])
 def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
-    run(ranks, SOME, oracles=("torch",), micro_batches=micro_batches)
+    run(ranks, SOME, micro_batches=micro_batches)
 
 
 def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> None:
@@ -72,21 +68,19 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     [
         {"zero": {**SMALL, "overlap_comm": True}},
         {"zero": {**SMALL, "contiguous_gradients": False}, "two": 2},
-        {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters"},
-        {"zero": {}, "checkpointing": 1},
+        {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters", "checkpointing": 1},
         {"tied": False, "frozen": (3, 4), "checkpointing": -2},
-        {"optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}},
+        {"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}},
     ],
     ids=lambda pipe: " ".join([*pipe, *pipe.get("zero", ())]),
 )
 def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
-    names = ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME
-    run(ranks, names, oracles=("torch",), **pipe)
+    run(ranks, ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME, **pipe)
 
 
 @pytest.mark.parametrize(
     "experts, world, group, names",
-    [(2, 4, 1, ("NNG", "NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))],
+    [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))],
 )
 def test_mixtures_of_experts(ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]) -> None:
     run(ranks, names, world, group, oracles=("1",), experts=experts)
@@ -97,25 +91,25 @@ def test_mixtures_of_experts(ranks: Any, experts: int, world: int, group: int, n
 )
 def test_a_stage_that_has_nothing_to_train(ranks: Any, stages: int, frozen: tuple[int, ...], groups: int) -> None:
     # DeepSpeed's own fails there.
-    run(ranks, SOME, oracles=("torch",), stages=stages, tied=False, frozen=frozen, groups=groups)
+    run(ranks, SOME, stages=stages, tied=False, frozen=frozen, groups=groups)
 
 
 def test_units_of_parameters(ranks: Any) -> None:
-    run(ranks, ("IIG", "GGG"), oracles=("torch",), zero={**SMALL, "stage3_leaf_bytes": True})
+    run(ranks, ("IIG", "GGG"), zero={**SMALL, "stage3_leaf_bytes": True})
 
 
 def test_optimizer_offload(ranks: Any) -> None:
     zero = {**SMALL, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_force_ds_cpu_optimizer": False}
-    run(ranks, SOME, oracles=("torch",), optimizer="Adam", zero=zero, config=config)
+    run(ranks, SOME, optimizer="Adam", zero=zero, config=config)
 
 
 @pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
 def test_muon(ranks: Any, names: tuple[str, ...]) -> None:
     # The table is tied, and Adam's. Muon's iterations make more of what rounding leaves.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}
-    run(ranks, names, **muon)
-    run(ranks, names[-2:], tied=False, groups=2, clipping=0.0, frozen=(3,), **muon)
+    run(ranks, names[1:], **muon)
+    run(ranks, names[:2], tied=False, groups=2, clipping=0.0, frozen=(3,), **muon)
 
 
 @pytest.mark.parametrize("config", [{}, {"data_types": {"grad_accum_dtype": "fp32"}}], ids=["bf16", "fp32"])
@@ -132,9 +126,9 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> Non
 
 def overflow_case() -> list[tuple[str, bool]]:
     """Strategies, and whether they took the decisions of ZeRO-1 and its weights."""
-    pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], steps=4)
+    pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], micro_batches=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
-    assert stock.applied == [True, False, True, True]
+    assert stock.applied == [True, False, True]
     rows = []
     for name in SOME:
         ours = pipelines.train_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 1})
@@ -152,15 +146,15 @@ def test_compression_leaves_tied_weights_equal_on_all_stages(ranks: Any, kernels
 def loco_case() -> list[tuple[str, bool, float]]:
     """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
     rows, both = [], {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
+    pipes = {tied: pipelines.Pipe(micro_batches=2, tied=tied) for tied in (True, False)}
+    stock = {tied: pipelines.train_pipeline(pipe, {"stage": 1}) for tied, pipe in pipes.items()}
     for name, tied, compressed in (
-        *((name, True, {"zeropp_loco_param": {}}) for name in SOME),
-        *((name, False, both) for name in SOME),
+        ("NIG", True, {"zeropp_loco_param": {}}),
+        ("IIG", False, both),
         *((name, True, both) for name in ("NNI", "INI")),
     ):
-        pipe = pipelines.Pipe(steps=8, tied=tied)
-        stock = pipelines.train_pipeline(pipe, {"stage": 1})
-        ours = pipelines.train_pipeline(pipe, {"paro_strategy": name, "paro_group_size": 1, **compressed})
-        rows.append((name, ours.same, pipelines.apart(name, ours, stock).weights))
+        ours = pipelines.train_pipeline(pipes[tied], {"paro_strategy": name, "paro_group_size": 1, **compressed})
+        rows.append((name, ours.same, pipelines.apart(name, ours, stock[tied]).weights))
     return rows
 
 
@@ -175,7 +169,7 @@ def tensor_parallel_case() -> list[Any]:
 
     The layers are not really cut; activations between stages are, as DeepSpeed does it.
     """
-    pipe, topology = pipelines.Pipe(zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
+    pipe, topology = pipelines.Pipe(2, 2, 2, zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
     rows = []
     for name in SOME:
