@@ -39,6 +39,7 @@ def command(experiment: Experiment, report: Path) -> Sequence[str]:
     return [sys.executable, "-c", f"{begin}r = Report(Path({str(report)!r}))\n{PROGRAMS[experiment.name][0]}"]
 
 
+@pytest.mark.deep
 def test_failing_experiments_do_not_end_the_others(tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(ROOT)}
     experiments = [Experiment(name, "", 3.0 if name == "HANGS" else 60.0, "") for name in PROGRAMS]

@@ -41,7 +41,7 @@ def test_all_bits_are_equal(build: str, amount: float) -> None:
 
 
 @needs_a_compiler
-@pytest.mark.parametrize("step", [10007, *deep(1)])
+@pytest.mark.parametrize("step", deep(10007, 1))
 def test_arithmetic_is_right_for_every_number(step: int) -> None:
     printed = printed_by("tests.campaigns.kernels.numbers", "--step", str(step))
     assert printed.count(": 0 wrong\n") == 4, printed
@@ -67,11 +67,8 @@ def figures_of(text: str) -> dict[tuple[str, str], list[float]]:
     return {(operator, case): [float(figure) for figure in figures] for operator, case, *figures in rows}
 
 
-FIRST = next(number for number, fault in enumerate(FAULTS) if fault.file == "difference_cuda.cu")
-
-
 @needs_a_compiler
-@pytest.mark.parametrize("number", [FIRST, *deep(*(number for number in range(len(FAULTS)) if number != FIRST))])
+@pytest.mark.parametrize("number", deep(*range(len(FAULTS))))
 def test_a_fault_is_found(number: int) -> None:
     assert mutants.found(FAULTS[number], building.LIBRARIES)
 

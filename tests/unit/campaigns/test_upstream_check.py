@@ -38,6 +38,7 @@ def suite(tmp_path: Path) -> suites.Suite:
     return suites.Suite.of(tmp_path / "checkout", tmp_path / "work", limit=5.0, jobs=1)
 
 
+@pytest.mark.deep
 def test_hanging_and_dying_tests_end_no_other(suite: suites.Suite) -> None:
     tests, uncollected = suite.collect(["unit"])
     assert len(tests) == 6 and list(uncollected) == ["unit/test_bad.py"]

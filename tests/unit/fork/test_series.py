@@ -42,6 +42,7 @@ def test_a_fix_that_does_not_apply_is_named(archive: Path, copied: Path) -> None
     assert problems == [f"{second.path.name} does not apply", f"alone, {second.path.name} does not apply"]
 
 
+@pytest.mark.deep  # the check above applies it, too
 def test_the_whole_series_applies_to_a_fresh_base(archive: Path, tree: Path, tmp_path: Path) -> None:
     """The tree then has the package unchanged, and DeepSpeed as the patches in git make it."""
     assert series.series(argparse.Namespace(to=tmp_path / "series")) == 0

@@ -31,7 +31,7 @@ def gpu() -> None:
 
 @needs_nvcc
 @pytest.mark.parametrize("capability", ["8.0", *deep("9.0", "10.0", "12.0")])
-@pytest.mark.parametrize("source", nvcc.SOURCES)
+@pytest.mark.parametrize("source", [nvcc.SOURCES[0], *deep(*nvcc.SOURCES[1:])])
 def test_the_cuda_kernels_compile_without_local_memory(tmp_path: Path, source: str, capability: str) -> None:
     if not nvcc.knows(capability):
         pytest.skip(f"nvcc {nvcc.version()} does not know the architecture {capability}")

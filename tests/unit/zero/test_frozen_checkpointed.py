@@ -131,8 +131,7 @@ def checkpointed_case(
 @pytest.mark.parametrize(
     "use_reentrant, network, zero_init, names",
     [
-        (True, Checkpointed, "config", ("IIG", HOST)),
-        (False, Checkpointed, None, ("GNG",)),
+        (True, Checkpointed, "config", (HOST,)),
         (False, CheckpointedInside, None, ("IIG",)),
         *deep(
             *(
