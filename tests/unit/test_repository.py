@@ -24,9 +24,9 @@ def text_of(name: str) -> str:
 
 def test_hooks_are_the_static_checks() -> None:
     static = text_of("scripts/test").split('echo "==> ruff"')[1].split('echo "==> pytest"')[0]
-    commands = re.findall(r"^ *((?:ruff|mypy|lint-imports)\b.*)$", static, re.MULTILINE)
+    commands = re.findall(r"^ *((?:ruff|mypy|lint-imports)\b.*?)(?: &)?$", static, re.MULTILINE)
     hooks = re.findall(r"^ *entry: (.*)$", text_of(".pre-commit-config.yaml"), re.MULTILINE)
-    assert len(hooks) == 4 and hooks == commands
+    assert len(hooks) == 4 and sorted(hooks) == sorted(commands)
 
 
 def test_ci_runs_one_command_and_a_gpu_only_if_asked() -> None:
