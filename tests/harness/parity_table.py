@@ -292,9 +292,9 @@ def rows_of(kind: str, tier: str = "first") -> tuple[str, ...]:
 
 
 def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield kind, row and strategies of what a tier runs: in the first one one or two in turn, so that each pair of
-    values meets some; in the deep one all."""
-    for kind, every in (("N", 3), ("I, G", 8)):
+    """Yield kind, row and strategies of what a tier runs: in the first tier one or two, others in each row, so that
+    each pair of values meets some; in the deep tier all."""
+    for kind, every in (("N", 3), ("I, G", 8)):  # with p = N two: only half of these take all values
         for number, name in enumerate(rows_of(kind, tier)):
             yield kind, name, STRATEGIES[kind][number % every :: every] if tier == "first" else STRATEGIES[kind]
 

@@ -157,17 +157,17 @@ OPTIONS = {
 }
 
 
-def watch_cases(options: str, folder: str, number: int, group_size: int) -> dict[str, tuple[list[str], int, int]]:
+def watch_cases(options: str, folder: str, number: int, **more: Any) -> dict[str, tuple[list[str], int, int]]:
     """Watch so many of a set's strategies, evenly spread, and of another set others; see ``watch_case``."""
     strategies, first = OPTIONS[options].strategies, list(OPTIONS).index(options)
     names = [strategies[(first + at * len(strategies) // number) % len(strategies)] for at in range(number)]
-    return {name: watch_case(name, options, folder, group_size) for name in names}
+    return {name: watch_case(name, options, folder, **more) for name in names}
 
 
-def watch_case(name: str, options: str, folder: str, group_size: int = 2) -> tuple[list[str], int, int]:
+def watch_case(name: str, options: str, folder: str, **more: Any) -> tuple[list[str], int, int]:
     """Train; what has no order, and numbers of accesses and of pairs, as in ``Order``. See ``run_case``."""
     with device_with_streams() as order:
-        run_case(order, name, options, folder, group_size=group_size)
+        run_case(order, name, options, folder, **more)
     return [str(finding) for finding in order.findings], order.accesses, order.pairs
 
 

@@ -48,7 +48,7 @@ def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units", "LoCo"),))], ids=" ".join)
 def compared(request: pytest.FixtureRequest, folder: Path) -> str:
     """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
-    names = ("NIG", "IIG", "GGG") if "units" in request.param else ("NIG", "IIG")  # units have p = G here
+    names = ("NIG", "IIG", "GGG") if "units" in request.param else ("NIG", "IIG")  # units with neither of the two
     sets = ("--only", *request.param, "--strategies", *names)
     program, extensions = ("-m", "tests.campaigns.bits"), str(WORK / "torch_extensions")
     run(HERE, folder, *program, "--write", "digests.json", "--save", "saved", *sets)

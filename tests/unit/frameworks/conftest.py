@@ -38,6 +38,6 @@ def frameworks() -> Iterator[rank_pools.RankPool]:
 
 
 @pytest.fixture
-def group(request: pytest.FixtureRequest, frameworks: rank_pools.RankPool) -> rank_pools.RankPool:
-    """Ranks: in the first tier one group of 2, in the deep one two groups."""
+def group(request: pytest.FixtureRequest, frameworks: rank_pools.RankPool) -> rank_pools.Ranks:
+    """Ranks in groups of 2: one group in the first tier, two in the deep tier."""
     return frameworks(4 if request.node.get_closest_marker("deep") else 2)

@@ -137,7 +137,8 @@ print("refused")
 @pytest.fixture(scope="module")
 def outputs() -> dict[str, str]:
     pieces = {"states": STATES, "once": ONCE, "decorated": DECORATED, "parent": PARENT, "on top": ON_TOP}
-    return run_in_forks(FIRST, {name: PRELUDE + code for name, code in {**pieces, "reloaded": RELOADED}.items()})
+    pieces["reloaded"] = RELOADED
+    return run_in_forks(FIRST, {name: PRELUDE + code for name, code in pieces.items()})
 
 
 @pytest.mark.quick

@@ -175,7 +175,8 @@ def test_nothing_is_left(start: Start, tmp_path: Path, how: str, number: int | N
     assert not any(alive(pid) for pid in pids) and not namespaces(process.pid)
 
 
-@pytest.mark.parametrize("launcher", deep("deepspeed", "torchrun"))
+@pytest.mark.deep
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_launchers_start_the_ranks(start: Start, launcher: str) -> None:
     process = start(SHOW, "--launcher", launcher)
     out, err = process.communicate(timeout=280)

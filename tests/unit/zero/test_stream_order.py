@@ -176,6 +176,7 @@ def test_each_wait_is_in_one_list() -> None:
     assert len(FOUND) >= 15
 
 
+PIPELINES = tuple(name for name, one in stream_cases.OPTIONS.items() if one.pipe is not None)
 # Ranks, group size, and steps (0: as many as the options say) of trainings, the cheapest first.
 TRAININGS = ((2, 1, 1), (2, 2, 1), (2, 1, 0), (4, 2, 1))
 
@@ -184,7 +185,7 @@ TRAININGS = ((2, 1, 1), (2, 2, 1), (2, 1, 0), (4, 2, 1))
 def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, place: str) -> None:
     """By the smallest training that finds it."""
     name, options = FOUND[place]
-    for world, group, steps in [(4, 1, 1)] if options.startswith("pipeline") else TRAININGS:
+    for world, group, steps in [(4, 1, 1)] if options in PIPELINES else TRAININGS:
         if any(ranks(world).run(stream_cases.leave_out, place, name, options, str(tmp_path), group, steps)):
             return
     pytest.fail(f"nothing is found without {place}")
@@ -194,27 +195,28 @@ SETS = {name: one.strategies for name, one in stream_cases.OPTIONS.items() if no
 # tests/unit/device/test_training.py watches these in the first tier.
 ON_DEVICE = ("offload", "offload, LoCo", "in few bits, offload", "parameters on the host", "parameters and offload")
 ON_DEVICE += ("parameters, in few bits", "parameters, pageable", "windows")
-APART = ("defaults", *ON_DEVICE, *(one for one in SETS if one.startswith("pipeline")))
+ON_FOUR_RANKS = ("defaults", *PIPELINES)
 
 
 @pytest.mark.parametrize(
-    "options, number, world, group_size",
+    "options, number, of_two",
     [
-        ("defaults", 3, 4, 2),
-        *((one, 1, 2, 1 + number % 2) for number, one in enumerate(SETS) if one not in APART),
-        *((one, 1, 4, 1) for one in SETS if one.startswith("pipeline")),
-        *deep(*((one, len(names), 4, 1 if one.startswith("pipeline") else 2) for one, names in SETS.items())),
+        *((one, 3 if one == "defaults" else 1, {}) for one in ON_FOUR_RANKS),
+        # On two ranks, in one group or in two.
+        *((one, 1, {"group_size": 1 + at % 2}) for at, one in enumerate(SETS) if one not in ON_DEVICE + ON_FOUR_RANKS),
+        *deep(*((one, len(names), {}) for one, names in SETS.items())),
     ],
 )
 def test_nothing_is_used_before_it_is_complete(
-    ranks: Any, kernels: bool, tmp_path: Path, options: str, number: int, world: int, group_size: int
+    ranks: Any, kernels: bool, tmp_path: Path, options: str, number: int, of_two: dict[str, int]
 ) -> None:
     """With so many strategies of a set, other ones of each set."""
-    for cases in ranks(world).run(stream_cases.watch_cases, options, str(tmp_path), number, group_size):
+    world = 2 if of_two else 4
+    for cases in ranks(world).run(stream_cases.watch_cases, options, str(tmp_path), number, **of_two):
         assert len(cases) == number
         for name, (findings, accesses, pairs) in cases.items():
             assert not findings, name
-            assert accesses > 400 and pairs > 30, (name, accesses, pairs)
+            assert accesses > 200 * world and pairs > 15 * world, (name, accesses, pairs)
 
 
 @pytest.mark.parametrize("name", ["III", "GGG"])
