@@ -54,7 +54,7 @@ def add_package(tree: Path) -> None:
     for name, source in package().items():
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source, tree / name)
-        git(tree, "add", name)
+    git(tree, "add", *package())
     git(tree, "commit", "--quiet", "--message", _MESSAGE.format(version=__version__), date=_DATE)
 
 

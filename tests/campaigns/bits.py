@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.harness import ranks
+
 WORLD = 4
 SAVED = ("defaults", "LoCo", "in few bits", "Muon", "experts")  # sets of options with checkpoints to resume from
 
@@ -29,13 +31,25 @@ def digest(tensors: list[Any]) -> str:
     return hashlib.sha256(b"".join(tensor.contiguous().numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Within this context, let torch use deterministic algorithms only."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@_deterministic()
 def trained(options: str, names: Sequence[str]) -> dict[str, str]:
     """Train strategies with a set of options; a digest of losses, norms and weights for each."""
     import torch
 
     from tests.harness import pipelines, stream_cases, training
 
-    torch.use_deterministic_algorithms(True)
     given, found = stream_cases.OPTIONS[options], {}
     for name in names:
         if given.pipe is not None:
@@ -48,13 +62,11 @@ def trained(options: str, names: Sequence[str]) -> dict[str, str]:
     return found
 
 
+@_deterministic()
 def resumed(options: str, names: Sequence[str], folder: str, load: bool) -> dict[str, str]:
     """Digests of two steps each, after a checkpoint of each strategy that is saved now, or loaded."""
-    import torch
-
     from tests.harness import stream_cases, training
 
-    torch.use_deterministic_algorithms(True)
     found = {}
     for name in names:
         job, place = stream_cases.job_of(options, name), str(Path(folder, options, name))
@@ -88,29 +100,24 @@ def quietly(pool: Any, case: Any, *arguments: Any) -> list[dict[str, str]]:
     return answers
 
 
-def digests(arguments: argparse.Namespace) -> dict[str, Any]:
+def digests(arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
     """All of them, of every rank, by the names of their cases."""
-    from tests.harness import ranks
-
-    ranks.prepare_environment()
-    pool, found = ranks.RankPool(), dict[str, Any]()
     from tests.campaigns import bits  # by the name that ranks know this module by
 
-    try:
-        for options, names in cases(arguments.only, arguments.strategies):
-            answers = quietly(pool, bits.trained, options, tuple(names))
-            found |= {f"{options}: {name}": [one[name] for one in answers] for name in names}
-            print(f"{len(found):4} {options}", file=sys.stderr, flush=True)
-            folder = arguments.load or arguments.save
-            if options in SAVED and folder:
-                answers = quietly(pool, bits.resumed, options, tuple(names), folder, bool(arguments.load))
-                found |= {f"{options}, resumed: {name}": [one[name] for one in answers] for name in names}
-    finally:
-        pool.close()
+    found = dict[str, Any]()
+    for options, names in cases(arguments.only, arguments.strategies):
+        answers = quietly(pool, bits.trained, options, tuple(names))
+        found |= {f"{options}: {name}": [one[name] for one in answers] for name in names}
+        print(f"{len(found):4} {options}", file=sys.stderr, flush=True)
+        folder = arguments.load or arguments.save
+        if options in SAVED and folder:
+            answers = quietly(pool, bits.resumed, options, tuple(names), folder, bool(arguments.load))
+            found |= {f"{options}, resumed: {name}": [one[name] for one in answers] for name in names}
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
+    """Run the command, with the words of a command line, and on a pool of ranks that is there, if they are given."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=Path, help="the file to write digests to")
@@ -119,8 +126,10 @@ def main() -> None:
     parser.add_argument("--load", default="", help="folder with checkpoints of another commit")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets of options")
     parser.add_argument("--strategies", nargs="*", default=(), help="strategies")
-    arguments = parser.parse_args()
-    found = digests(arguments)
+    arguments = parser.parse_args(words)
+    if pool is None:
+        ranks.prepare_environment()
+    found = digests(arguments, pool or ranks.RankPool())
     if arguments.write:
         arguments.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return

@@ -25,6 +25,7 @@ This runs inside rank processes.
 """
 
 import contextlib
+import functools
 import itertools
 import threading
 import weakref
@@ -38,7 +39,6 @@ from deepspeed.accelerator import real_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from deepspeed_ext.comm.background import THREAD
@@ -268,29 +268,31 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        schema = func._schema
         if func.namespace == "c10d":
             return outputs
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
-        known: set[int] = set()
-        arguments = {argument.name: argument for argument in schema.arguments}
-        given = {**dict(zip(arguments, args, strict=False)), **(kwargs or {})}
-        for argument, value in ((arguments[name], value) for name, value in given.items()):
-            tensors = _tensors(value)
-            known.update(tensor.untyped_storage()._cdata for tensor in tensors)
-            if argument.alias_info is None:
-                reads += tensors
-            elif argument.alias_info.is_write:
-                writes += tensors
-        name = schema.name.partition("::")[2]
+        name, uses = _arguments(func)
+        given = {**dict(zip(uses, args, strict=False)), **(kwargs or {})}
+        tensors: dict[str, list[Tensor]] = {"read": [], "written": [], "seen": []}
+        for argument, value in given.items():
+            tensors[uses[argument]] += _tensors(value)
+        known = {tensor.untyped_storage()._cdata for some in tensors.values() for tensor in some}
         if name == "lift_fresh":  # torch.tensor, on the stream that is current, of numbers of the host
             known.clear()
         made = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in known]
-        if made or writes or name in ASKS_DEVICE:  # else it is a view
-            filled, read = [] if name in _UNWRITTEN else made, [] if name in _UNREAD else reads
-            self._order.operate(name, read, writes + filled, made, bool(given.get("non_blocking")))
+        if made or tensors["written"] or name in ASKS_DEVICE:  # else it is a view
+            filled, read = [] if name in _UNWRITTEN else made, [] if name in _UNREAD else tensors["read"]
+            self._order.operate(name, read, tensors["written"] + filled, made, bool(given.get("non_blocking")))
         return outputs
+
+
+@functools.cache
+def _arguments(operator: Any) -> tuple[str, dict[str, str]]:
+    """Return the name of an operator, and by argument, whether it is read, written, or only seen, as by a view."""
+    uses = {
+        argument.name: "read" if argument.alias_info is None else "written" if argument.alias_info.is_write else "seen"
+        for argument in operator._schema.arguments
+    }
+    return operator._schema.name.partition("::")[2], uses
 
 
 class StreamAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -381,4 +383,7 @@ def asking(order: Order) -> Iterator[None]:
 
 
 def _tensors(nested: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nested) if isinstance(leaf, Tensor)]
+    """Return the tensors in an argument: itself, or those in lists of lists."""
+    if isinstance(nested, (list, tuple)):
+        return [tensor for one in nested for tensor in _tensors(one)]
+    return [nested] if isinstance(nested, Tensor) else []

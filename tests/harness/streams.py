@@ -6,6 +6,7 @@ Each stream has a vector clock; see Note [How order is checked] in ``stream_orde
 (``Order.left_out``) orders nothing, but data arrive all the same.
 """
 
+import functools
 import sys
 import time
 from dataclasses import dataclass, field
@@ -111,16 +112,20 @@ def merge(clock: Clock, other: Clock) -> None:
             clock[stream] = number
 
 
+@functools.cache
+def _named(path: str) -> str:
+    """Return a file's path in its package if places in it are named."""
+    package = next((one for one in ("/deepspeed_ext/", "/deepspeed/", "/tests/") if one in path), "")
+    return path.rpartition(package)[2] if package and not path.endswith(_SIMULATION) else ""
+
+
 def place_of_call() -> str:
     """Return the innermost places of a call, in DeepSpeed, in ours and in tests."""
     places: list[str] = []
     frame: Any = sys._getframe(2)
     while frame is not None and len(places) < _FRAMES:
-        path = frame.f_code.co_filename
-        for package in ("/deepspeed_ext/", "/deepspeed/", "/tests/"):
-            if package in path and not path.endswith(_SIMULATION):
-                places.append(f"{path.rpartition(package)[2]}:{frame.f_lineno}")
-                break
+        if path := _named(frame.f_code.co_filename):
+            places.append(f"{path}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(places)
 

@@ -111,7 +111,18 @@ FOUND = {
 }
 
 
-@pytest.mark.parametrize("what", FOUND)
+# Others show these too, but for the fault that was found.
+LATER = (
+    "a gate reads",
+    "parameters in the graph",
+    "saves were taken",
+    "sums in 16 bits",
+    "with round_robin_gradients",
+)
+FIRST = [what for what in FOUND if not what.startswith(LATER)]
+
+
+@pytest.mark.parametrize("what", [*FIRST, *deep(*(what for what in FOUND if what not in FIRST))])
 def test_found_faults_stay_fixed(ranks: Any, kernels: bool, what: str) -> None:
     assert campaign.problems_of(ranks, FOUND[what]) == []
 

@@ -47,6 +47,7 @@ def test_code_is_changed_within_functions(tmp_path: Path, name: str) -> None:
     assert [str(one).partition("  ->  ")[2] for one in changes(path)] == CHANGED[name]
 
 
+@pytest.mark.deep
 def test_changes_are_drawn_from_all_rooms_and_parse() -> None:
     found = drawn(240, seed=1)
     of_cli = [drawn(240, seed, ("cli",)) for seed in (1, 1, 2)]

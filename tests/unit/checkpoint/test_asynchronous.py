@@ -39,11 +39,10 @@ OUTER = {"paro_outer_optimizer": {"steps": 2}}
 # (strategy, model, dtype, keys of zero_optimization, optimizer)
 ROWS = [
     ("IIG", "network", "fp32", EVERYTHING, "Muon"),
-    ("III", "network", "bf16", OUTER, "Adam"),
-    ("NII", "network", "fp16", OFFLOAD, "Adam"),
     ("NIG", "pipeline", "bf16", {}, "Adam"),
 ]
 DEEP = [(name, "network", "bf16", OFFLOAD, "Adam") for name in ALL]
+DEEP += [("III", "network", "bf16", OUTER, "Adam"), ("NII", "network", "fp16", OFFLOAD, "Adam")]
 DEEP += [("NIG", "network", "fp32", EVERYTHING, "Muon"), ("IIG", "network", "bf16", FEW_BITS, "Adam")]
 DEEP += [(name, model, "bf16", {}, "Muon") for name in ("NNN", "III", "GNG") for model in ("network", "experts")]
 DEEP += [("NGG", "network", "fp32", EVERYTHING, "Adam"), ("NNI", "network", "fp32", OUTER, "Adam")]

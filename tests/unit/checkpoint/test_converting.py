@@ -23,8 +23,7 @@ from tests.harness.tiers import deep
 RUNS = [
     ("IIG + LoCo", "NIG + LoCo", 1),
     ("NIG + own order", "GGG", 2),
-    ("2", "III", 2),
-    *deep(("NIG + Muon", "III + Muon", 2)),
+    *deep(("2", "III", 2), ("NIG + Muon", "III + Muon", 2)),
 ]
 
 

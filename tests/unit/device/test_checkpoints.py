@@ -25,7 +25,7 @@ RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
 
 @pytest.mark.parametrize(
     "optimizer, zero, names, from_device",
-    [*((*one, names[:1], way) for *one, names, way in RESUMED), *deep(*RESUMED)],
+    [*((*one, names[:1], way) for *one, names, way in RESUMED[1::2]), *deep(*RESUMED)],
     ids=str,
 )
 def test_a_resumed_run_is_the_uninterrupted_one_on_both(

@@ -12,7 +12,15 @@ from tests.harness.tiers import deep
 from tests.harness.training import Job
 
 EVERY = {options: given.strategies for options, given in cases.OPTIONS.items()}
-LATER = ("pinned", "LoCo, pageable")  # others in the first tier have what these have
+LATER = (
+    "pinned",
+    "pageable",
+    "overflow",
+    "LoCo, pageable",
+    "parameters, cached",
+    "outer",
+    "Muon, pinned",
+)  # others in the first tier have what these have
 SOME = {"on the device": ("NIG", "GGG"), "parameters": ("IGG",), "parameters, in few bits": ("ING",)}
 SOME |= {"outer": ("NII",), "outer, pinned": ("INI",), "Muon": ("NIG",), "Muon, pinned": ("GNG",)}
 

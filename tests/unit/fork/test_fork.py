@@ -10,6 +10,7 @@ import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ from deepspeed_ext.version import __version__ as OURS
 from scripts import ROOT
 from scripts.fork import patched_tree, series
 from scripts.fork.deepspeed_source import WORK, importable
+from tests.campaigns import bits
 from tests.harness.forked import run_in_forks
 from tests.harness.tiers import deep
 
@@ -46,14 +48,14 @@ def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units", "LoCo"),))], ids=" ".join)
-def compared(request: pytest.FixtureRequest, folder: Path) -> str:
+def compared(request: pytest.FixtureRequest, folder: Path, ranks: Any) -> str:
     """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
     names = ("NIG", "IIG", "GGG") if "units" in request.param else ("NIG", "IIG")  # units with neither of the two
     sets = ("--only", *request.param, "--strategies", *names)
-    program, extensions = ("-m", "tests.campaigns.bits"), str(WORK / "torch_extensions")
-    run(HERE, folder, *program, "--write", "digests.json", "--save", "saved", *sets)
-    theirs = ("--compare", "digests.json", "--load", "saved")
-    return run(FORK, folder, *program, *theirs, *sets, TORCH_EXTENSIONS_DIR=extensions)
+    written, saved = str(folder / "digests.json"), str(folder / "saved")
+    bits.main(["--write", written, "--save", saved, *sets], ranks)
+    theirs = ("-m", "tests.campaigns.bits", "--compare", written, "--load", saved)
+    return run(FORK, folder, *theirs, *sets, TORCH_EXTENSIONS_DIR=str(WORK / "torch_extensions"))
 
 
 def test_weights_are_equal_to_the_bit(compared: str) -> None:
@@ -61,15 +63,30 @@ def test_weights_are_equal_to_the_bit(compared: str) -> None:
     assert re.search(r"^[1-9]\d* cases, all bits equal$", compared, re.MULTILINE), compared
 
 
+# The report; and again with one patch less and one more than there are hooks.
+REPORTS = """
+from dataclasses import replace
+from deepspeed_ext import __main__ as command
+from deepspeed_ext.integration import patches, seams
+command.main()
+target, signature = "deepspeed.runtime.utils:see_memory_usage", "(message, force=False)"
+more = replace(patches.REPLACED[0], target=target, signature=signature, replace=seams.lazily("deepspeed_ext.x:y"))
+patches.PATCHES = patches.REPLACED = (*patches.REPLACED[:-1], more)
+print("with others:", command.patch_problems())
+"""
+
+
 def test_the_wheel_has_the_package_and_patches_no_symbol(folder: Path) -> None:
     (wheel,), expected = (folder / "dist").glob("*.whl"), patched_tree.package()
     with zipfile.ZipFile(wheel) as content:
         assert {name for name in content.namelist() if name.startswith("deepspeed_ext/")} == set(expected)
         assert all(content.read(name) == path.read_bytes() for name, path in expected.items())
-    out = run(FORK, folder, "-m", "deepspeed_ext")
+    out, _, others = run(FORK, folder, "-c", REPORTS).partition("with others:")
     assert f"deepspeed     {metadata.version('deepspeed')}+ext.{OURS}\n" in out
     assert "this DeepSpeed is a fork with hooks (version 1): none of its symbols is patched at run time" in out
     assert out.count("  hooked ") > 20 and "  applied      deepspeed." not in out and "all as expected" in out
+    assert "deepspeed.runtime.utils.see_memory_usage: without its hook x.y" in others
+    assert "no patch corresponds to the hook pipeline.setup.partition_layers at deepspeed.run" in others
 
 
 @pytest.mark.deep
@@ -90,15 +107,6 @@ from deepspeed.runtime.config import DeepSpeedConfig
 for zero in ({"stage": 2}, {"paro_strategy": "NIG", "paro_group_size": 1}):
     print(int(DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero}).zero_config.stage))
 """
-# One patch less and one more than there are hooks.
-OTHER_PATCHES = """
-from dataclasses import replace
-from deepspeed_ext.integration import patches, seams
-target, signature = "deepspeed.runtime.utils:see_memory_usage", "(message, force=False)"
-more = replace(patches.REPLACED[0], target=target, signature=signature, replace=seams.lazily("deepspeed_ext.x:y"))
-patches.PATCHES = patches.REPLACED = (*patches.REPLACED[:-1], more)
-print(__import__("deepspeed_ext.__main__").__main__.patch_problems())
-"""
 ABSENT = """
 sys.modules["deepspeed_ext"] = None
 sys.meta_path[:] = [finder for finder in sys.meta_path if "deepspeed_ext" not in type(finder).__module__]
@@ -107,7 +115,7 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "deepspeed_ext" not in
 
 def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp_path: Path) -> None:
     """Plain configurations work nevertheless, as they do where the package is not installed."""
-    trees = {"fitting": tree}
+    trees = {"absent": tree}
     for kind, file, old, new in (
         ("removed", "runtime/engine.py", '    @hook("checkpoints.save_as_a_whole")\n', ""),
         ("another", "deepspeed_ext_hooks.py", "VERSION = 1", "VERSION = 2"),
@@ -116,9 +124,10 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp
         shutil.copytree(tree, trees[kind], symlinks=True, ignore=shutil.ignore_patterns(".git", "tests"))
         path = trees[kind] / "deepspeed" / file
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
-    paths = {kind: f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n" for kind, made in trees.items()}
-    pieces = {kind: paths[kind] + PLAIN_AND_OURS for kind in ("removed", "another")}
-    pieces |= {"absent": paths["fitting"] + ABSENT + PLAIN_AND_OURS, "patches": paths["fitting"] + OTHER_PATCHES}
+    pieces = {}
+    for kind, made in trees.items():
+        found_first = f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n"
+        pieces[kind] = found_first + (ABSENT if kind == "absent" else "") + PLAIN_AND_OURS
     found = run_in_forks("import torch", pieces)
     for kind, error in (
         ("removed", "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook checkpoints.save_as_a_whole"),
@@ -126,5 +135,3 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp
         ("absent", "DeepSpeedConfigError .* paro_strategy, paro_group_size, which needs the package deepspeed_ext"),
     ):
         assert re.match(f"2\nraised {error}", found[kind]), found[kind]
-    assert "deepspeed.runtime.utils.see_memory_usage: without its hook x.y" in found["patches"]
-    assert "no patch corresponds to the hook pipeline.setup.partition_layers at deepspeed.run" in found["patches"]

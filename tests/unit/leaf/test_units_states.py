@@ -78,9 +78,13 @@ def persistent_case() -> list[list[bool]]:
 @pytest.mark.parametrize(
     "world, network, strategy, keys",
     [
-        (2, "Mixtures", "IIG", CHUNKS),
         (4, "Packed", "IIG", WINDOWS),
-        *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO), (4, "Packed", "GGG", WINDOWS)),
+        *deep(
+            (2, "Mixtures", "IIG", CHUNKS),
+            (4, "Mixtures", "IIG", CHUNKS),
+            (4, "Mixtures", "GGG", AUTO),
+            (4, "Packed", "GGG", WINDOWS),
+        ),
     ],
 )
 def test_checkpoints_know_neither_units_nor_windows(

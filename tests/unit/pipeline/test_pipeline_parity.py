@@ -67,10 +67,10 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     "pipe",
     [
         {"zero": {**SMALL, "overlap_comm": True}},
-        {"zero": {**SMALL, "contiguous_gradients": False}, "two": 2},
+        *deep({"zero": {**SMALL, "contiguous_gradients": False}, "two": 2}),
         {"zero": {**SMALL, "round_robin_gradients": True}, "groups": 2, "method": "parameters", "checkpointing": 1},
         {"tied": False, "frozen": (3, 4), "checkpointing": -2},
-        {"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}},
+        *deep({"zero": {}, "optimizer": "Adam", "clipping": 0.0, "config": {"wall_clock_breakdown": True}}),
     ],
     ids=lambda pipe: " ".join([*pipe, *pipe.get("zero", ())]),
 )

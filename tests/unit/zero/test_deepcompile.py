@@ -22,7 +22,7 @@ class Run(NamedTuple):
     apart: float  # weights, from those of stock, relative
 
 
-CASES = [("autotp", ("NIG",)), ("autosp", ("NNI",)), *deep(("autotp", ("NGG",)), ("autosp", ("NNG",)))]
+CASES = [("autotp", ("NIG",)), *deep(("autosp", ("NNI",)), ("autotp", ("NGG",)), ("autosp", ("NNG",)))]
 
 
 @pytest.mark.parametrize("compiled, names", CASES)

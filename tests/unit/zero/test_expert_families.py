@@ -44,9 +44,8 @@ RESTING = {"zero": {"overlap_comm": True}, "accumulation": 3, "skipped": [(n, 1)
 @pytest.mark.parametrize(
     "world, ep, group, names, job, bounds",
     [
-        (4, 1, 2, ("NNN",), X2, {}),
         (6, 2, 2, ("NNI",), X2, {}),
-        (8, 4, 2, ("NIG",), X2, {}),
+        *deep((4, 1, 2, ("NNN",), X2, {}), (8, 4, 2, ("NIG",), X2, {})),
         (4, 2, 2, ("NNG",), {"groups": 2, "frozen": (1,), "optimizer": "Adam", "accumulation": 2}, {}),
         (4, 2, 2, ("NII", "NGG"), RESTING, {}),
         (4, 2, 2, ("NIG",), {"zero": {"round_robin_gradients": True}, "clipping": 0.0}, {}),
@@ -87,8 +86,8 @@ def test_moe_layers_with_parameters_sharded(
     "ep, group, names, job, bounds",
     [
         (2, 2, ("NIG",), X2, {}),
-        (2, 2, ("IIG", "GNG"), X2, {}),
-        (2, 2, ("GGG",), {**X2, "dtype": "bf16"}, BF16),
+        (2, 2, ("IIG",), X2, {}),
+        *deep((2, 2, ("GGG",), {**X2, "dtype": "bf16"}, BF16)),
         *deep(*((ep, 2, names, X2, {}) for ep in (2, 4) for names in (REPLICATED, PARTITIONED))),
         *deep((2, 4, PARTITIONED, X2, {}), (2, 2, ("III", "IIG"), {"dtype": "bf16"}, BF16)),
         *deep((2, 2, ("III", "IIG", "GGG"), {**OVERFLOW, "clipping": 0.0}, FP16)),
@@ -278,8 +277,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     [
         ("MoE", 2, False, "Muon", ("NIG",)),
         ("AutoEP", 4, True, "Adam", ("IGG",)),
-        ("folded", 2, False, "Adam", ("IIG",)),
-        *deep(("folded", 4, True, "Adam", ("NIG", "INI", "IIG"))),
+        *deep(("folded", 2, False, "Adam", ("IIG",)), ("folded", 4, True, "Adam", ("NIG", "INI", "IIG"))),
         *deep(*((kind, 4, True, "Adam", ("NNN", "III", "ING", "IGG")) for kind in ("MoE", "AutoEP"))),
         *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
     ],

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 
 from tests.harness.fake_wire import JOB, Wire, enter_virtual_world, train_over
+from tests.harness.tiers import deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
+
+EVERY = (*REPLICATED, *PARTITIONED)
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("name", [*REPLICATED, *PARTITIONED])
+@pytest.mark.parametrize("name", [*EVERY[::3], *deep(*(name for name in EVERY if name not in EVERY[::3]))])
 def test_late_results_are_waited_for(ranks: Any, kernels: bool, name: str) -> None:
     assert ranks(1).run(wired_case, name) == [[]]
 

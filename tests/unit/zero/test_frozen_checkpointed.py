@@ -131,7 +131,6 @@ def checkpointed_case(
 @pytest.mark.parametrize(
     "use_reentrant, network, zero_init, names",
     [
-        (True, Checkpointed, "config", (HOST,)),
         (False, CheckpointedInside, None, ("IIG",)),
         *deep(
             *(

@@ -48,7 +48,7 @@ def another_size_case() -> list[str]:
 @pytest.mark.parametrize(
     "dtype, optimizer, names",
     [
-        ("fp32", "SGD", ("NIG", "III", "GNG")),
+        ("fp32", "SGD", ("NIG", "GNG")),
         ("bf16", "Muon", ("IIG",)),
         *deep(("fp32", "SGD", ("NNG", *PARAMETER_PATHS)), ("bf16", "SGD", PARTITIONED)),
     ],
