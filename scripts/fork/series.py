@@ -64,10 +64,10 @@ def wheel(work: Path) -> Path:
 
     tree, wheels = patched_tree.applied(work / "tree", True), work / "dist"
     shutil.rmtree(wheels, ignore_errors=True)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    # A build imports torch, and with it the package that is installed.
+    # What pip would call, which starts setup.py three times. It imports torch, and with that the installed package.
+    backend = f"from setuptools.build_meta import __legacy__; __legacy__.build_wheel({str(wheels.resolve())!r})"
     added = {"DS_BUILD_STRING": f"+ext.{__version__}", "DEEPSPEED_EXT_DISABLE": "1"}
-    run([*pip, "--no-build-isolation", "--wheel-dir", str(wheels), str(tree)], env=os.environ | added)
+    run([sys.executable, "-c", backend], cwd=tree, env=os.environ | added)
     (built,) = wheels.glob("*.whl")
     return built
 
