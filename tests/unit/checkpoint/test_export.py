@@ -121,7 +121,11 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
 
 @pytest.mark.parametrize(
     "kind, names",
-    [("MoE", ("NIG",)), ("AutoEP", ("NIG", "IIG")), *deep(("MoE", REPLICATED), ("AutoEP", PARTITIONED))],
+    [
+        ("MoE", ("NIG",)),
+        ("AutoEP", ("IIG",)),
+        *deep(("AutoEP", ("NIG",)), ("MoE", REPLICATED), ("AutoEP", PARTITIONED)),
+    ],
     ids=by_strategies,
 )
 def test_experts_have_the_names_of_a_whole_model(

@@ -35,7 +35,7 @@ def grown(*worlds: int) -> list[dict[str, Any]]:
 
 
 def test_messages_do_not_grow_and_bytes_match_the_formulas() -> None:
-    few, many = grown(64, 256)
+    few, many = grown(64, 128)
     states = ModelStates.of(NUMEL)
     for name in METHODS:
         for kind in ("intra", "inter"):

@@ -88,7 +88,8 @@ def tensor_case(ours: dict[str, Any], stock: dict[str, Any]) -> Row:
     return loops.compare(*configs, group=groups._get_data_parallel_group, parts=2, finish=look)
 
 
-@pytest.mark.parametrize("strategy", ["IIG", *deep("NIG")])
+@pytest.mark.deep
+@pytest.mark.parametrize("strategy", ["IIG", "NIG"])
 def test_ulysses_by_an_mpu(frameworks: Any, strategy: str) -> None:
     rows = frameworks(4).run(ulysses_case, placed(strategy), stock(strategy))
     check(rows, strategy)

@@ -261,7 +261,7 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
 
 
 @pytest.mark.parametrize(
-    "dtype, names", [("bf16", SUMS[::2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
+    "dtype, names", [("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
 )
 def test_sums_come_back_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):

@@ -62,16 +62,16 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     return waits
 
 
+FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+
+
 @pytest.mark.parametrize(
     "dtype, config, zero, names",
     [
         ("fp16", {}, {}, ("NIG", "IIG")),
         # The scale of torch's scaler is on the device; each message in four bits needs it.
-        (
-            "fp32",
-            {"torch_autocast": {"enabled": True, "dtype": "float16"}},
-            {"zeropp_loco_param": {}},
-            ("IIG",),
+        *deep(
+            ("fp32", {"torch_autocast": {"enabled": True, "dtype": "float16"}}, {"zeropp_loco_param": {}}, ("IIG",))
         ),
         *deep(("fp16", {}, {}, (*REPLICATED, *PARTITIONED))),
     ],

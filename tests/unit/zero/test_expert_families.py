@@ -120,7 +120,7 @@ def test_experts_folded_into_tensor_parallel_ranks(
 
 @pytest.mark.parametrize(
     "kind, names",
-    [("MoE", ("NIG",)), ("AutoEP", ("III",)), *deep(("MoE", ("NNN", "NII", "NIG")), ("AutoEP", ("NIG", "IGG")))],
+    [("MoE", ("NIG",)), *deep(("MoE", ("NNN", "NII")), ("AutoEP", ("NIG", "III", "IGG")))],
     ids=by_strategies,
 )
 def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) -> None:
@@ -199,7 +199,6 @@ def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...
 @pytest.mark.parametrize(
     "world, ep, group, names, job",
     [
-        (4, 2, 4, ("NIG",), {"accumulation": 2}),
         (4, 2, 2, ("IIG",), {"clipping": 0.1, "groups": 2}),
         *deep((4, 2, 4, ("NIG", "III", "GNG"), {"accumulation": 3})),
         *deep((8, 2, 4, PARTITIONED + REPLICATED, {}), (4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),

@@ -164,8 +164,9 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("NIG",), *deep((("NII", "NNN"),), (("IIG", "III", "GNG"),))], ids=by_strategies)
+@pytest.mark.parametrize("names", [("NIG", "NII", "NNN"), ("IIG", "III", "GNG")], ids=by_strategies)
 @has_mallinfo
+@pytest.mark.deep
 def test_muon_takes_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
     """The momentum of this step until it is known to be applied, in fp32, and rounds of a matrix for each owner."""
     cluster = GroupSizes(4, 2)
@@ -240,7 +241,8 @@ def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, 
     return rows[1:]
 
 
-@pytest.mark.parametrize("names", [("IIG",), *deep((("NNN", "NIG", "III"),))], ids=by_strategies)
+@pytest.mark.parametrize("names", [("NNN", "NIG"), ("III", "IIG")], ids=by_strategies)
+@pytest.mark.deep
 def test_updates_in_few_bits_leave_nothing_but_errors_of_sums(ranks: Any, kernels: bool, names: Any) -> None:
     cases = [*((name, {}) for name in names), ("NIG", {"round_robin_gradients": True})]  # flat, without stripes
     cluster, numel, sent = GroupSizes(4, 2), 8 * LAYER, Compression(updates=UpdateSettings())

@@ -39,7 +39,7 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "boundaries of the user": ({"boundary": "user", "accumulation": 2}, ("NIG",), REPLICATED),
     "boundaries in step": ({"boundary": "step", "accumulation": 2}, (), REPLICATED[3:]),
     "offload": ({"zero": OFFLOAD, "optimizer": "Adam"}, ("NII",), REPLICATED),
-    "sharded": (_MIXED, ("IIG", "GGG"), PARTITIONED),
+    "sharded": (_MIXED, ("IIG",), PARTITIONED),
     # Ranks that gather together run the same modules.
     "sharded, other orders": ({**_ORDERS, "sizes": networks.SQUARE, "groups": 2}, (), PARTITIONED[:5]),
     "sharded, LoCo": ({**_RESTING, "zero": LOCO}, ("IGG",), PARTITIONED),

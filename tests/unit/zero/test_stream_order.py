@@ -202,7 +202,7 @@ ON_FOUR_RANKS = ("defaults", *PIPELINES)
 @pytest.mark.parametrize(
     "options, number, of_two",
     [
-        *((one, 3 if one == "defaults" else 1, {}) for one in ON_FOUR_RANKS),
+        *((one, 2 if one == "defaults" else 1, {}) for one in ON_FOUR_RANKS),
         # On two ranks, in one group or in two.
         *((one, 1, {"group_size": 1 + at % 2}) for at, one in enumerate(SETS) if one not in ON_DEVICE + ON_FOUR_RANKS),
         *deep(*((one, len(names), {}) for one, names in SETS.items())),
