@@ -163,6 +163,6 @@ def test_report_command(imported: subprocess.CompletedProcess[str]) -> None:
     assert f"deepspeed     {metadata.version('deepspeed')}\n" in imported.stdout
     assert "symbols of DeepSpeed (supported >=0.19.8,<0.20, tested 0.19.8)" in imported.stdout
     assert re.search("(applied|hooked) +deepspeed.runtime.config.get_zero_config", imported.stdout)
-    assert "not imported" not in imported.stdout
+    assert "not imported" not in imported.stdout and "ours override\n  all as expected\n" in imported.stdout
     assert "groups of 6 data-parallel rank(s): 3 x 2" in imported.stdout
     assert "[[0, 2, 4], [1, 3, 5]]" in imported.stdout

@@ -119,8 +119,9 @@ def test_faults_of_the_file_stop_no_run(ranks: Any, tmp_path: Path) -> None:
     for path, content in zip(broken, ('{"strategy": "NI', '{"decisions": [{"strategy": "NIG"}]}', "[]"), strict=True):
         path.write_text(content)
     (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
     # Below a file, in the place of a folder, and with the longest name, with which a temporary file cannot be named.
-    impossible = [tmp_path / "file" / "below" / "decision.json", tmp_path, tmp_path / ("x" * 255)]
+    impossible = [tmp_path / "file" / "below" / "decision.json", tmp_path / "folder", tmp_path / ("x" * 255)]
     before = sorted(tmp_path.iterdir())
     found = ranks(2).run(engines_case, [({"paro_decision_file": str(path)}, {}) for path in broken + impossible])[0]
     for path, (_, lines) in zip(broken, found[:3], strict=True):
