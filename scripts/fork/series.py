@@ -64,7 +64,7 @@ def wheel(work: Path) -> Path:
 
     tree, wheels = patched_tree.applied(work / "tree", True), work / "dist"
     shutil.rmtree(wheels, ignore_errors=True)
-    # What pip would call, which starts setup.py three times. It imports torch, and with that the installed package.
+    # Without pip, which runs setup.py three times. It imports torch, and with torch the installed package.
     backend = f"from setuptools.build_meta import __legacy__; __legacy__.build_wheel({str(wheels.resolve())!r})"
     added = {"DS_BUILD_STRING": f"+ext.{__version__}", "DEEPSPEED_EXT_DISABLE": "1"}
     run([sys.executable, "-c", backend], cwd=tree, env=os.environ | added)

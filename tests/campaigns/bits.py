@@ -117,7 +117,12 @@ def digests(arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
-    """Run the command, with the words of a command line, and on a pool of ranks that is there, if they are given."""
+    """Run the command.
+
+    Args:
+        words: the command line; None for that of the process.
+        pool: a ``RankPool`` to run on; None for a new one.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", type=Path, help="the file to write digests to")
@@ -127,9 +132,11 @@ def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
     parser.add_argument("--only", nargs="*", default=(), help="names of sets of options")
     parser.add_argument("--strategies", nargs="*", default=(), help="strategies")
     arguments = parser.parse_args(words)
-    if pool is None:
-        ranks.prepare_environment()
-    found = digests(arguments, pool or ranks.RankPool())
+    with contextlib.ExitStack() as stack:
+        if pool is None:
+            ranks.prepare_environment()
+            pool = stack.enter_context(contextlib.closing(ranks.RankPool()))
+        found = digests(arguments, pool)
     if arguments.write:
         arguments.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return

@@ -107,7 +107,7 @@ def _replaces(access: Access, other: Access) -> bool:
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    for stream, number in tuple(other.items()):  # a copy: autograd, or what writes a save, may put operations on it
+    for stream, number in tuple(other.items()):  # a copy: threads of autograd and of saves change it
         if clock.get(stream, 0) < number:
             clock[stream] = number
 

@@ -141,8 +141,8 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 
 # The model of the tests is not really cut by tensor parallelism, but converters take it to be. DeepSpeed's
 # zero_to_fp32 reads zip archives only.
-LATER = ("fp32 accumulation", "round robin", "persistent parameters")  # in the deep tier
 EXCEPTIONS: dict[str, list[Any]] = {"tensor parallel": [{}, {}], "not zip": [{}, {}, {}]}
+LATER = ("fp32 accumulation", "round robin", "persistent parameters")  # in the deep tier
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
 from tests.harness.forked import run_in_forks
+from tests.harness.tiers import deep
 
 GROUP, NUMEL = 8, 7_352_576  # ranks in a group; parameters of a model of 8 layers
 METHODS = ("NIG", "III")
@@ -34,8 +35,9 @@ def grown(*worlds: int) -> list[dict[str, Any]]:
     return [{row["method"]: row for row in json.loads(found[name].splitlines()[-1])} for name in options]
 
 
-def test_messages_do_not_grow_and_bytes_match_the_formulas() -> None:
-    few, many = grown(64, 128)
+@pytest.mark.parametrize("world", [128, *deep(256)])
+def test_messages_do_not_grow_and_bytes_match_the_formulas(world: int) -> None:
+    few, many = grown(64, world)
     states = ModelStates.of(NUMEL)
     for name in METHODS:
         for kind in ("intra", "inter"):

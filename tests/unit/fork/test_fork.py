@@ -126,8 +126,8 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     pieces = {}
     for kind, made in trees.items():
-        found_first = f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n"
-        pieces[kind] = found_first + (ABSENT if kind == "absent" else "") + PLAIN_AND_OURS
+        first = f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n"
+        pieces[kind] = first + (ABSENT if kind == "absent" else "") + PLAIN_AND_OURS
     found = run_in_forks("import torch", pieces)
     for kind, error in (
         ("removed", "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook checkpoints.save_as_a_whole"),

@@ -62,9 +62,6 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     return waits
 
 
-FP16_AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
-
-
 @pytest.mark.parametrize(
     "dtype, config, zero, names",
     [

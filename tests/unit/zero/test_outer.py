@@ -40,7 +40,7 @@ FP16 = replace(JOB, dtype="fp16", overflow=((3, 1),))
 OFFLOAD = replace(ADAM, zero={**SMALL, "offload_optimizer": {"device": "cpu"}})
 EXACT = 2e-6
 # Ranks, group size, strategies, what is trained, the section, how far it may be from fp32 and all bits. The first tier
-# has one strategy of each.
+# has one strategy of every second one.
 CASES = [
     (4, 2, ("INI", "NNI", "NII", "III"), JOB, {"steps": 2}, EXACT),
     (4, 2, ("NII", "INI"), JOB, {"steps": 2, "nesterov": False, "lr": 1.0}, EXACT),
@@ -63,8 +63,7 @@ CASES = [
 ]
 CASES = [
     *((n, m, names[:1], *rest) for n, m, names, *rest in CASES[::2]),
-    *deep(*((n, m, names[:1], *rest) for n, m, names, *rest in CASES[1::2])),
-    *deep(*(case for case in CASES if len(case[2]) > 1)),
+    *deep(*(case for number, case in enumerate(CASES) if number % 2 or len(case[2]) > 1)),
     *deep((4, 4, ("NII", "III"), ODD, {"steps": 2}, EXACT), (4, 2, ("NNI", "III"), JOB, {**OUTER, "bits": 16}, 0.01)),
     *deep((4, 2, ALL, replace(OFFLOAD, dtype="bf16"), OUTER, 0.2)),
 ]

@@ -182,8 +182,14 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
         *deep((("IGG",), RETURNING, {"overlap_comm": False})),
         # Two dtypes are sent.
         *deep((("IGG",), {**REORDERING, "config": AUTOCAST}, {"reduce_bucket_size": 300, "overlap_comm": False})),
-        *deep((("IGG",), {**REORDERING, "groups": 2, "checkpointing": True}, {"reduce_bucket_size": 1000})),
-        *deep((("INI", "III", "IIG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
+        *deep(
+            (
+                ("IGG",),
+                {**REORDERING, "groups": 2, "checkpointing": True},
+                {"reduce_bucket_size": 1000, "overlap_comm": True},
+            ),
+        ),
+        *deep((("INI", "III", "IIG", "IGG"), WANDERING, {}), (("IGG",), REORDERING, {"reduce_bucket_size": 2000})),
     ],
     ids=by_strategies,
 )

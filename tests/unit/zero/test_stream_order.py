@@ -15,8 +15,8 @@ from tests.harness.left_out_waits import sites
 from tests.harness.stream_order import device_with_streams
 from tests.harness.tiers import deep
 
-# By call, see ``left_out_waits.sites``: what finds it, as a strategy, one of ``stream_cases.OPTIONS``, and the first
-# one of ``TRAININGS``, if that is not 0.
+# By call (see ``left_out_waits.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that find it, and the
+# index of the first training in ``TRAININGS`` that does, if it is not 0.
 FOUND: dict[str, tuple[Any, ...]] = {
     "comm/transfer_queue.py:StreamEvent.__init__:record": ("IIG", "plain"),
     "comm/transfer_queue.py:StreamEvent.wait:wait_event": ("IIG", "plain"),
@@ -185,8 +185,8 @@ TRAININGS = ((2, 1, 1), (2, 2, 1), (2, 1, 0), (4, 2, 1))
 @pytest.mark.parametrize("place", FOUND)
 def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, place: str) -> None:
     """By the smallest training that finds it."""
-    name, options, *first = FOUND[place]
-    for world, group, steps in [(4, 1, 1)] if options in PIPELINES else TRAININGS[sum(first) :]:
+    name, options, first = (*FOUND[place], 0)[:3]
+    for world, group, steps in [(4, 1, 1)] if options in PIPELINES else TRAININGS[first:]:
         if any(ranks(world).run(stream_cases.leave_out, place, name, options, str(tmp_path), group, steps)):
             return
     pytest.fail(f"nothing is found without {place}")
