@@ -23,10 +23,14 @@ def lazily(target: str) -> Callable[..., Callable[..., Any]]:
 
     def replace(original: Callable[..., Any], require: Callable[[], None] | None = None) -> Callable[..., Any]:
         known = {} if require is None else {"require": require}
+        behavior: Callable[..., Any] | None = None
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
-            return getattr(importlib.import_module(module), name)(original, *args, **kwargs, **known)
+            nonlocal behavior
+            if behavior is None:  # looked up once: ZeRO-3's prefetching calls one of these for each parameter
+                behavior = getattr(importlib.import_module(module), name)
+            return behavior(original, *args, **kwargs, **known)
 
         return replacement
 

@@ -63,8 +63,10 @@ def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, b
             yield from ((SHARD, fault, {"load_module_only": True}) for fault in FAULTS)
 
 
-@pytest.mark.parametrize("universal", [False, True])
-@pytest.mark.parametrize("name", ["NIG", "IIG", *deep("III")])
+@pytest.mark.parametrize(
+    "name, universal",
+    [("IIG", False), ("NIG", True), *deep(*((name, one) for name in ("NIG", "IIG", "III") for one in (False, True)))],
+)
 def test_a_damaged_file_is_named_before_a_load_changes_anything(
     ranks: Any, tmp_path: Path, name: str, universal: bool
 ) -> None:
@@ -320,8 +322,8 @@ def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
 # the first one, then the second, whatever the file latest is.
 KILLS = [
     (Kill("IIG", True, 2, call="torch.save", aside=False), 0),
-    (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
     *deep(
+        (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
         (Kill("IIG", True, 0, call="replace", aside=False), 1),
         (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
         (Kill("IIG", True, 0, call="torch.save", number=1, aside=False), 0),

@@ -61,7 +61,7 @@ NIG = {"zero_optimization": {"paro_strategy": "NIG", "paro_group_size": 1}}
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to be in, with configurations and a script; the command sets no handlers of signals."""
-    for name, more in {"a": {}, "nig": NIG, "seed": {"seed": 1}}.items():
+    for name, more in {"a": {}, "nig": NIG}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps({**PLAIN, **more}))
     (tmp_path / "train.py").write_text(SCRIPT)
     monkeypatch.chdir(tmp_path)
@@ -88,30 +88,25 @@ def compare(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]
     return run
 
 
-def test_a_script_under_three_configurations(
+def test_a_script_under_two_configurations(
     compare: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The same losses under a strategy, others with another seed."""
     (folder / "launch.py").write_text(LAUNCHER)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--launch", f"{sys.executable} launch.py"]
     options += ["--json", "all.json", "--", "train.py", "--config", "{config}"]
-    assert compare("a.json", "nig.json", "seed.json", *options) == 1
+    assert compare("a.json", "nig.json", *options) == 0
     said = capfd.readouterr()
-    head, _, titles, a, b, c, _, of_b, of_c = said.out.splitlines()
+    head, _, titles, a, b, _, of_b = said.out.splitlines()
     assert head.startswith("2 rank(s) of cpu, float32, DeepSpeed ") and "s per step" in titles
-    assert [row.split()[:3] for row in (a, b, c)] == [
-        ["A", "a.json", "ZeRO-2"],
-        ["B", "nig.json", "NIG"],
-        ["C", "seed.json", "ZeRO-2"],
-    ]
-    assert "losses agree (largest difference " in of_b and "but losses do not agree" in of_c
+    assert [row.split()[:3] for row in (a, b)] == [["A", "a.json", "ZeRO-2"], ["B", "nig.json", "NIG"]]
+    assert "losses agree (largest difference " in of_b
     written = json.loads((folder / "all.json").read_text())
-    assert [one["problem"] == "" for one in written["comparisons"]] == [True, False] and not written["losses_agree"]
-    assert written["comparisons"][0]["loss_difference"] < 1e-6 < 1e-2 < written["comparisons"][1]["loss_difference"]
-    assert [len(turn["seconds"]) for one in written["configs"] for turn in one["turns"]] == [2, 2, 2]
+    assert [one["problem"] for one in written["comparisons"]] == [""] and written["losses_agree"]
+    assert written["comparisons"][0]["loss_difference"] < 1e-6
+    assert [len(turn["seconds"]) for one in written["configs"] for turn in one["turns"]] == [2, 2]
     kept = {path.name for path in (folder / "deepspeed_compare").iterdir()}
-    assert kept == {f"1-{letter}{kind}" for letter in "ABC" for kind in (".json", f"-{platform.node()}.log")}
+    assert kept == {f"1-{letter}{kind}" for letter in "AB" for kind in (".json", f"-{platform.node()}.log")}
     assert said.err == ""  # no bar where stderr is no terminal
 
 

@@ -33,16 +33,14 @@ def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: st
 WATCHED = [
     ("offload", ("IGG",)),
     ("offload, LoCo", ("IIG",)),
-    ("in few bits, offload", ("NIG",)),
     ("windows", ("IIG",)),
     ("parameters on the host", ("IIG",)),
     ("parameters and offload", ("IGG",)),
-    ("parameters, in few bits", ("IIG",)),
-    ("parameters, pageable", ("IIG",)),
     ("saves aside", ("NIG", "IIG")),
     *deep(
         *((one, ("NIG", "IGG")) for one in ("offload", "offload, LoCo")),
-        *((one, ("ING",)) for one in ("in few bits, offload", "parameters on the host")),
+        *((one, ("ING",)) for one in ("in few bits, offload", "parameters on the host", "parameters, in few bits")),
+        *((one, ("IIG",)) for one in ("in few bits, offload", "parameters, in few bits", "parameters, pageable")),
         ("saves aside", ("NIG", "IIG", "NNI", "III", "GGG")),
         ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),
@@ -64,9 +62,7 @@ def test_the_host_waits_for_what_it_reads(run_on_device: Any, tmp_path: Path, op
 SHAPES = ("NIG", "NNI", "IIG", "GGG")
 
 
-@pytest.mark.parametrize(
-    "pinned, names", [(True, ("NIG",)), (False, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))]
-)
+@pytest.mark.parametrize("pinned, names", [(True, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))])
 def test_states_are_on_the_host_between_offload_and_reload(run_on_device: Any, pinned: bool, names: Any) -> None:
     for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
@@ -85,7 +81,7 @@ ACTIVATIONS = 10_000  # bytes, with their gradients
 SLICED = ("ING", "IIG", "IGG")
 
 
-@pytest.mark.parametrize("frozen, names", [(0, ("IIG",)), (1, ("IGG",)), *deep(*((one, SLICED) for one in range(2)))])
+@pytest.mark.parametrize("frozen, names", [(1, ("IIG",)), *deep(*((one, SLICED) for one in range(2)))])
 def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}

@@ -113,13 +113,24 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "deepspeed_ext" not in
 """
 
 
-def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp_path: Path) -> None:
+CHANGES = {
+    "removed": ("runtime/engine.py", '    @hook("checkpoints.save_as_a_whole")\n', ""),
+    "another": ("deepspeed_ext_hooks.py", "VERSION = 1", "VERSION = 2"),
+}
+ERRORS = {
+    "removed": "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook checkpoints.save_as_a_whole",
+    "another": f"RuntimeError.* version 2, and deepspeed_ext {OURS} needs version 1.* install the fork",
+    "absent": "DeepSpeedConfigError .* paro_strategy, paro_group_size, which needs the package deepspeed_ext",
+}
+
+
+@pytest.mark.parametrize("kinds", [("absent", "removed"), *deep((("another",),))], ids=" ".join)
+def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(
+    tree: Path, tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
     """Plain configurations work nevertheless, as they do where the package is not installed."""
-    trees = {"absent": tree}
-    for kind, file, old, new in (
-        ("removed", "runtime/engine.py", '    @hook("checkpoints.save_as_a_whole")\n', ""),
-        ("another", "deepspeed_ext_hooks.py", "VERSION = 1", "VERSION = 2"),
-    ):
+    trees = {"absent": tree} if "absent" in kinds else {}
+    for kind, (file, old, new) in ((kind, CHANGES[kind]) for kind in kinds if kind in CHANGES):
         trees[kind] = tmp_path / kind / "tree"
         shutil.copytree(tree, trees[kind], symlinks=True, ignore=shutil.ignore_patterns(".git", "tests"))
         path = trees[kind] / "deepspeed" / file
@@ -129,9 +140,5 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(tree: Path, tmp
         first = f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n"
         pieces[kind] = first + (ABSENT if kind == "absent" else "") + PLAIN_AND_OURS
     found = run_in_forks("import torch", pieces)
-    for kind, error in (
-        ("removed", "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook checkpoints.save_as_a_whole"),
-        ("another", f"RuntimeError.* version 2, and deepspeed_ext {OURS} needs version 1.* install the fork"),
-        ("absent", "DeepSpeedConfigError .* paro_strategy, paro_group_size, which needs the package deepspeed_ext"),
-    ):
-        assert re.match(f"2\nraised {error}", found[kind]), found[kind]
+    for kind in kinds:
+        assert re.match(f"2\nraised {ERRORS[kind]}", found[kind]), found[kind]

@@ -112,10 +112,8 @@ def test_bytes_within_and_between_groups(
 @pytest.mark.parametrize(
     "world, accumulation, loco, updates, names",
     [
-        (4, 2, None, {}, ("NII",)),
-        (4, 1, {}, {}, ("III",)),
+        (4, 2, {}, {}, ("III",)),
         (6, 1, None, {"bits": 8, "block_size": 64}, ("NNN", "IGG")),
-        (4, 1, {}, None, ("NIG",)),
         *deep(*((4, 2, loco, updates, HELD) for loco, updates in ((None, {}), ({}, {}), ({}, None)))),
         *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
     ],

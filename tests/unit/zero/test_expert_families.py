@@ -67,7 +67,7 @@ def test_parity_of_moe_layers(
 @pytest.mark.parametrize(
     "ep, group, job, names",
     [
-        (2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, ("III", "GIG")),
+        (2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, ("III",)),
         *deep((2, 2, {"accumulation": 2, "optimizer": "Adam", "groups": 2}, PARTITIONED)),
         *deep((4, 2, {"accumulation": 3}, PARTITIONED), (2, 2, {"optimizer": "Muon", "accumulation": 2}, PARTITIONED)),
     ],
@@ -274,7 +274,6 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
 @pytest.mark.parametrize(
     "kind, ep, compressed, optimizer, names",
     [
-        ("MoE", 2, False, "Muon", ("NIG",)),
         ("AutoEP", 4, True, "Adam", ("IGG",)),
         *deep(("folded", 2, False, "Adam", ("IIG",)), ("folded", 4, True, "Adam", ("NIG", "INI", "IIG"))),
         *deep(*((kind, 4, True, "Adam", ("NNN", "III", "ING", "IGG")) for kind in ("MoE", "AutoEP"))),

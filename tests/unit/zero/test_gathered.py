@@ -172,7 +172,6 @@ AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
 @pytest.mark.parametrize(
     "names, zero, alone",
     [
-        (("GIG",), {}, False),
         (("GGG",), {"stage3_param_persistence_threshold": 20}, False),
         (("IIG",), {}, True),  # with p = I a group needs no other
         *deep((PARTITIONED, {}, False), (("ING", "IGG"), {}, True), (PARTITIONED, UNITS, False)),

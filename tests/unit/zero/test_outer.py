@@ -193,8 +193,7 @@ PLAIN, STREAMING = {"steps": 3}, {"steps": 4, "fragments": 2, "delay": 1}
     "world, group, bits, outer, dtype, names",
     [
         (4, 2, 16, STREAMING, "bf16", ("NNI",)),
-        (4, 2, 4, PLAIN, "fp32", ("NII",)),
-        *deep((4, 2, 8, PLAIN, "fp16", ("INI",))),
+        *deep((4, 2, 4, PLAIN, "fp32", ("NII",)), (4, 2, 8, PLAIN, "fp16", ("INI",))),
         *deep((6, 2, 4, STREAMING, "fp32", ("NII",)), (4, 2, 32, PLAIN, "fp32", ALL)),
         *deep((4, 1, 8, STREAMING, "bf16", ALL), (6, 3, 16, PLAIN, "fp32", ALL)),
         *deep((8, 2, 4, STREAMING, "fp16", ALL)),

@@ -29,14 +29,14 @@ _ORDERS: dict[str, Any] = {"network": networks.Wandering, "accumulation": 2}
 _RESTING: dict[str, Any] = {**_MIXED, "network": None, "skipped": ((3, 1), (5, 0)), "accumulation": 2}
 # What is trained, with which strategies in the first tier, and with which in the deep one.
 JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
-    "groups": ({"accumulation": 3, "groups": 2}, ("NNG",), REPLICATED),
+    "groups": ({"accumulation": 3, "groups": 2}, (), REPLICATED),
     "fp32 sums": ({"dtype": "bf16", "frozen": (1,), "config": FP32_SUMS}, (), REPLICATED),
     "overflow": ({"dtype": "fp16", "overflow": ((1, 2), (2, 0)), "accumulation": 2}, (), REPLICATED),
-    "LoCo": ({"zero": LOCO, "optimizer": "Adam", "groups": 2}, ("NII",), REPLICATED),
+    "LoCo": ({"zero": LOCO, "optimizer": "Adam", "groups": 2}, (), REPLICATED),
     "other orders": ({**_ORDERS, "sizes": (29, 29, 29, 29)}, (), REPLICATED[:-1]),
     "first layers last": ({"skipped": ((1, 0), (2, 2), (3, 1)), "accumulation": 2}, ("NIG",), REPLICATED),
     "an unused layer": ({"skipped": ((0, 2), (1, 2), (2, 2))}, (), REPLICATED),
-    "boundaries of the user": ({"boundary": "user", "accumulation": 2}, ("NIG",), REPLICATED),
+    "boundaries of the user": ({"boundary": "user", "accumulation": 2}, (), REPLICATED),
     "boundaries in step": ({"boundary": "step", "accumulation": 2}, (), REPLICATED[3:]),
     "offload": ({"zero": OFFLOAD, "optimizer": "Adam"}, ("NII",), REPLICATED),
     "sharded": (_MIXED, ("IIG",), PARTITIONED),
