@@ -50,7 +50,7 @@ setup(
     package_dir={"deepspeed_ext.csrc.loco": "csrc/loco"},
     package_data={
         "deepspeed_ext": ["py.typed"],
-        "deepspeed_ext.report": ["assets/*"],
+        "deepspeed_ext.tools.report": ["assets/*"],
         "deepspeed_ext.csrc.loco": ["*.h", "*.cpp", "*.cu"],
     },
     install_requires=[f"deepspeed{DEEPSPEED}", "torch>=2.10", "packaging", "ninja"],

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m deepspeed_ext``: see ``cli/main.py``."""
 
-from deepspeed_ext.cli import main as cli
 from deepspeed_ext.integration import fork, hooks, patcher, patches
+from deepspeed_ext.tools import main as cli
 
 _EXPECTED = ("applied", "hooked", "as expected")
 

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from deepspeed_ext.compare.launching import RunFailed, free_port, tail
-from deepspeed_ext.compare.launching import exit_on_signals as exit_on_signals
 from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.compare.launching import RunFailed, free_port, tail
+from deepspeed_ext.tools.compare.launching import exit_on_signals as exit_on_signals
 from scripts import ROOT
 
 _BAR = re.compile(rb"\w+: +\d+%\|.*\]")  # what tqdm draws

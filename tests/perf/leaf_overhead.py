@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from deepspeed_ext.compare.launching import RunFailed
+from deepspeed_ext.tools.compare.launching import RunFailed
 from scripts.emulation.launching import exit_on_signals, launch, start_rank
 from tests.perf.lib import records
 

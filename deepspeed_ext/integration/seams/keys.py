@@ -45,11 +45,11 @@ def leave_removed_keys_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
 def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lambda: None) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from deepspeed_ext.compare.turn import current
         from deepspeed_ext.config.keys import SECTION, our_keys
+        from deepspeed_ext.integration import plugins
 
-        if (turn := current()) is not None and isinstance(config, dict):
-            turn.put_into(config)
+        if isinstance(config, dict):
+            plugins.configure(config)
         try:
             init(self, config, mpu, mesh_device)
         except Exception:

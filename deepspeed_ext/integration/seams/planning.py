@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when an engine knows its model: a strategy is decided on, and its steps begin to be measured."""
+"""What happens when an engine knows its model: a strategy is decided on, and plugins are told."""
 
 import functools
 from collections.abc import Callable
@@ -15,24 +15,14 @@ if TYPE_CHECKING:
 def decide_on_a_strategy(configure: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(configure)
     def _configure_distributed_model(self: "Engine", model: "nn.Module") -> None:
-        from deepspeed_ext.compare.turn import current
         from deepspeed_ext.config.section import undecided
+        from deepspeed_ext.integration import plugins
 
-        if (turn := current()) is not None:
-            from deepspeed_ext.compare.measuring import watch
-
-            watch(self, turn)
         if undecided(self._config):
             from deepspeed_ext.planner.fastest import decide_for
 
             decide_for(self, model)
         configure(self, model)
-        from deepspeed_ext.config.report import ReportSettings
-
-        settings = ReportSettings.asked_for(self._config.zero_config)
-        if settings is not None:
-            from deepspeed_ext.report.reporter import report_on
-
-            report_on(self, settings)
+        plugins.engine_ready(self)
 
     return _configure_distributed_model

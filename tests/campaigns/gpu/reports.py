@@ -20,10 +20,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from deepspeed_ext.__main__ import patch_problems
-from deepspeed_ext.cli.doctor import TITLES
 from deepspeed_ext.clocks import DeviceClock, make_clock
-from deepspeed_ext.doctor.command import run as examine
-from deepspeed_ext.doctor.place import Options
+from deepspeed_ext.tools.doctor.cli import TITLES
+from deepspeed_ext.tools.doctor.command import run as examine
+from deepspeed_ext.tools.doctor.place import Options
 from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.report import measures
-from deepspeed_ext.report.hooks import recorded_by
-from deepspeed_ext.report.recorder import Recorder
-from deepspeed_ext.report.recording import BETWEEN, WITHIN, hop_of
+from deepspeed_ext.tools.report import measures
+from deepspeed_ext.tools.report.hooks import recorded_by
+from deepspeed_ext.tools.report.recorder import Recorder
+from deepspeed_ext.tools.report.recording import BETWEEN, WITHIN, hop_of
 from tests.perf.lib.measurements import OverlapMeasurement
 from tests.perf.lib.records import Row, spread
 from tests.perf.lib.turns import over_ranks

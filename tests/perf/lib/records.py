@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_ext
-from deepspeed_ext.compare.spread import Ratio, ratio
+from deepspeed_ext.tools.compare.spread import Ratio, ratio
 from tests.perf.lib.settings import UNLIMITED, rate_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -245,7 +245,7 @@ def read(file: str) -> list[Row]:
 
 
 def speed(row: Row, other: Row) -> Ratio:
-    """Return how many times as fast a method is as another, with the interval of ``deepspeed_ext.compare``.
+    """Return how many times as fast a method is as another, with the interval of ``deepspeed_ext.tools.compare``.
 
     Rounds count that both have.
     """

@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from deepspeed_ext.checkpoint import saving
-from deepspeed_ext.cli import main
+from deepspeed_ext.tools import main
 from tests.harness import snapshots, training
 from tests.harness.tiers import deep
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext import __main__
-from deepspeed_ext.cli import compare as command
+from deepspeed_ext.tools.compare import cli as command
 from scripts.emulation.launching import environment, free_port
 
 SCRIPT = """

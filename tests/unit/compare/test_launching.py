@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from deepspeed_ext.compare import launching
-from deepspeed_ext.compare.launching import Launcher, RunFailed, environment, run
-from deepspeed_ext.compare.turn import VARIABLE, Turn
+from deepspeed_ext.tools.compare import launching
+from deepspeed_ext.tools.compare.launching import Launcher, RunFailed, environment, run
+from deepspeed_ext.tools.compare.turn import VARIABLE, Turn
 
 TURN = Turn(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
 CONFIG = Path("/configs/a.json")

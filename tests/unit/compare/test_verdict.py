@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.compare.spread import difference, ratio
-from deepspeed_ext.compare.verdict import Comparison, Contestant, compare, table
+from deepspeed_ext.tools.compare.spread import difference, ratio
+from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
 
 pytestmark = pytest.mark.quick
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.doctor import clocks, compiler, environment, groups, links, memory, pinned, versions
-from deepspeed_ext.doctor import kernels as self_test
-from deepspeed_ext.doctor.check import Check
-from deepspeed_ext.doctor.findings import Finding, Level, ranks_text
-from deepspeed_ext.doctor.place import Options, Place
+from deepspeed_ext.tools.doctor import clocks, compiler, environment, groups, links, memory, pinned, versions
+from deepspeed_ext.tools.doctor import kernels as self_test
+from deepspeed_ext.tools.doctor.check import Check
+from deepspeed_ext.tools.doctor.findings import Finding, Level, ranks_text
+from deepspeed_ext.tools.doctor.place import Options, Place
 
 pytestmark = pytest.mark.quick
 

@@ -7,11 +7,11 @@ from itertools import combinations
 
 import pytest
 
-from deepspeed_ext.doctor import pairs
-from deepspeed_ext.doctor.findings import Level
-from deepspeed_ext.doctor.outliers import find
-from deepspeed_ext.doctor.place import Place
-from deepspeed_ext.doctor.rounds import between, inside, some, tournament
+from deepspeed_ext.tools.doctor import pairs
+from deepspeed_ext.tools.doctor.findings import Level
+from deepspeed_ext.tools.doctor.outliers import find
+from deepspeed_ext.tools.doctor.place import Place
+from deepspeed_ext.tools.doctor.rounds import between, inside, some, tournament
 
 pytestmark = pytest.mark.quick
 

@@ -15,17 +15,17 @@ from deepspeed import comm as dist
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
-from deepspeed_ext.cli.doctor import TITLES, add_arguments
-from deepspeed_ext.doctor import pairs
-from deepspeed_ext.doctor.check import Check
-from deepspeed_ext.doctor.checks import TOGETHER
-from deepspeed_ext.doctor.command import _examine, run
-from deepspeed_ext.doctor.findings import Finding, Level, Section, worst
-from deepspeed_ext.doctor.meeting import CannotMeet, Meeting, meet
-from deepspeed_ext.doctor.place import Options, Place
-from deepspeed_ext.doctor.process_group import check_of
-from deepspeed_ext.doctor.runner import Runner
 from deepspeed_ext.planner import probe
+from deepspeed_ext.tools.doctor import pairs
+from deepspeed_ext.tools.doctor.check import Check
+from deepspeed_ext.tools.doctor.checks import TOGETHER
+from deepspeed_ext.tools.doctor.cli import TITLES, add_arguments
+from deepspeed_ext.tools.doctor.command import _examine, run
+from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, worst
+from deepspeed_ext.tools.doctor.meeting import CannotMeet, Meeting, meet
+from deepspeed_ext.tools.doctor.place import Options, Place
+from deepspeed_ext.tools.doctor.process_group import check_of
+from deepspeed_ext.tools.doctor.runner import Runner
 from scripts.emulation.launching import free_port
 
 QUICK = 2.0  # seconds of a limit
@@ -167,7 +167,7 @@ def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytes
 
 @pytest.mark.quick
 def test_the_report_is_aligned_and_colored_on_a_terminal_only() -> None:
-    from deepspeed_ext.doctor.printer import text
+    from deepspeed_ext.tools.doctor.printer import text
 
     findings = (Finding("one", Level.OK, "fine"), Finding("longer", Level.WRONG, "word " * 30, "Do it.", ("plot",)))
     sections = [Section("title", findings, {})]

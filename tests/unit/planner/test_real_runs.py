@@ -11,9 +11,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.estimate import estimate_paro_model_states_mem_needs
 from deepspeed_ext.planner.saves import Contents, Family
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from deepspeed_ext.tools.plan.estimate import estimate_paro_model_states_mem_needs
 from tests.harness import training
 from tests.harness.tiers import deep
 

@@ -19,9 +19,9 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_ext import clocks
-from deepspeed_ext.report.made import _made, write
-from deepspeed_ext.report.page import render
-from deepspeed_ext.report.trace import chrome_trace
+from deepspeed_ext.tools.report.made import _made, write
+from deepspeed_ext.tools.report.page import render
+from deepspeed_ext.tools.report.trace import chrome_trace
 from tests.harness import reports
 
 pytestmark = pytest.mark.quick

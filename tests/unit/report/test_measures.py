@@ -4,8 +4,8 @@
 
 import pytest
 
-from deepspeed_ext.report import measures
-from deepspeed_ext.report.recording import (
+from deepspeed_ext.tools.report import measures
+from deepspeed_ext.tools.report.recording import (
     BACKWARD,
     BETWEEN,
     FORWARD,

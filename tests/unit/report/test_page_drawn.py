@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.report.page import render
+from deepspeed_ext.tools.report.page import render
 from tests.harness import browser, reports
 
 pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium: apt install chromium")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.cli.main import main
 from deepspeed_ext.config.implied_stage import imply_stage_of_raw
 from deepspeed_ext.config.report import VARIABLE, ReportSettings
 from deepspeed_ext.config.section import ParoZeroConfig, parse_section
+from deepspeed_ext.tools.main import main
 
 SCRIPT = """
 import json, os, sys

@@ -15,7 +15,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.config.report import VARIABLE, ReportSettings
 from deepspeed_ext.planner import probe
-from deepspeed_ext.report.reporter import report_on
+from deepspeed_ext.tools.report.reporter import report_on
 from tests.harness import pipelines, stream_cases
 from tests.harness.reported import AFTER, LINKS, STEPS, links_given
 from tests.harness.tiers import deep

@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed.comm.torch import TorchBackend
 
-from deepspeed_ext.report import told
-from deepspeed_ext.report.operations import OPERATIONS
+from deepspeed_ext.tools.report import told
+from deepspeed_ext.tools.report.operations import OPERATIONS
 
 pytestmark = pytest.mark.quick
 

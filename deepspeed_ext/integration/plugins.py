@@ -1,0 +1,39 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Extension points for tools, discovered through the entry-point group ``deepspeed_ext.plugins``.
+
+An entry point names a module or an object. Either of its functions may be missing::
+
+    def configure(config: dict[str, Any]) -> None: ...  # a configuration, before DeepSpeed reads it; may be changed
+    def engine_ready(engine: DeepSpeedEngine) -> None: ...  # its model and its strategy are known
+
+Both run on every rank, in the order of the entry points' names. What they raise ends the construction of the engine.
+"""
+
+import functools
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_ext.deepspeed_types import Engine
+
+GROUP = "deepspeed_ext.plugins"
+
+
+@functools.cache  # to search all installed packages takes milliseconds
+def _plugins() -> list[Any]:
+    return [entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)]
+
+
+def configure(config: dict[str, Any]) -> None:
+    """Call ``configure`` of each plugin with a configuration that DeepSpeed is about to read."""
+    for plugin in _plugins():
+        if hasattr(plugin, "configure"):
+            plugin.configure(config)
+
+
+def engine_ready(engine: "Engine") -> None:
+    """Call ``engine_ready`` of each plugin with an engine that has its model, and not yet its optimizer."""
+    for plugin in _plugins():
+        if hasattr(plugin, "engine_ready"):
+            plugin.engine_ready(engine)

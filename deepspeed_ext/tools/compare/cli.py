@@ -1,0 +1,245 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""``python -m deepspeed_ext compare`` runs a script under several configurations in turns: which is faster."""
+
+import argparse
+import json
+import math
+import platform
+import random
+import string
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import hjson
+
+from deepspeed_ext.progress import bar
+from deepspeed_ext.tools.arguments import new_file, number
+from deepspeed_ext.tools.compare.launching import (
+    LAUNCHERS,
+    MODULE,
+    PLACEHOLDER,
+    Launcher,
+    RunFailed,
+    environment,
+    exit_on_signals,
+    run,
+    tail,
+)
+from deepspeed_ext.tools.compare.turn import AUTO, UNFINISHED, VARIABLE, Turn
+from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
+
+NAME = "compare"
+SEPARATOR = "--"  # before the script
+_EARLY = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")  # read before a configuration is parsed
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``compare``; what follows ``--`` is the script's."""
+    some = number(int)
+    parser.usage = f"%(prog)s A.json B.json [options] {SEPARATOR} script.py [arguments, with {PLACEHOLDER}]"
+    parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations; A is the first one")
+    turns = parser.add_argument_group("turns")
+    turns.add_argument("--rounds", type=some, default=3, help="turns of each configuration (default: 3)")
+    turns.add_argument("--steps", type=some, default=10, help="optimizer steps to time in a turn (default: 10)")
+    turns.add_argument("--warm-up", type=some, default=3, help="optimizer steps before them (default: 3)")
+    order = "in each round as given, or shuffled (default: given)"
+    turns.add_argument("--order", choices=("given", "random"), default="given", help=order)
+    turns.add_argument("--seed", type=int, default=0, help="of --order random (default: 0)")
+    limit = "seconds that a turn may take (default: 3600)"
+    turns.add_argument("--timeout", type=number(float), default=3600.0, metavar="S", help=limit)
+    launch = parser.add_argument_group("how the script is launched")
+    launch.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help="(default: deepspeed)")
+    launch.add_argument("--ranks", type=some, dest="turn_ranks", help="on each node (default: one for each device)")
+    hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
+    launch.add_argument("--hostfile", metavar="FILE", help=hosts)
+    prefix = 'what to put before the script instead, such as "torchrun --nnodes 4 ..." on each node'
+    launch.add_argument("--launch", metavar="PREFIX", help=prefix)
+    output = parser.add_argument_group("output")
+    bound = "largest relative difference of losses (default: 1e-05 in fp32, 0.005 in fp16, 0.02 in bf16)"
+    output.add_argument("--loss-bound", type=number(float, zero=True), metavar="X", help=bound)
+    output.add_argument("--ignore-losses", action="store_true", help="exit with 0 whatever the losses are")
+    output.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
+    logs = "for logs and reports of turns (default: deepspeed_compare)"
+    output.add_argument("--folder", type=Path, default=Path("deepspeed_compare"), help=logs)
+
+
+def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
+    """Run all turns and print the verdict; return the exit status: 1 where losses differ or a turn failed.
+
+    Args:
+        arguments: of ``add_arguments``.
+        script: its path, or -m and a module, and its arguments.
+
+    Raises:
+        ValueError: nothing could be run.
+    """
+    contents = _check(arguments, script)
+    folder = arguments.folder.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--folder {folder} cannot be made: {error}.") from error
+    exit_on_signals()
+    reports: list[list[dict[str, Any]]] = [[] for _ in contents]
+    with bar(arguments.rounds * len(contents), "turns", "turn") as shown:
+        for round_, index in _order(arguments):
+            letter = string.ascii_uppercase[index]
+            shown.set_postfix_str(letter)
+            try:
+                reports[index].append(_take_turn(arguments, script, folder, round_, index, contents[index]))
+            except RunFailed as failure:
+                print(f"{failure}\n\n{letter} ({arguments.configs[index]}) failed in round {round_}.", file=sys.stderr)
+                return 1
+            shown.update()
+    return _conclude(arguments, reports)
+
+
+def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the content of each configuration.
+
+    Raises:
+        ValueError: an argument contradicts another, or names what is not there.
+    """
+    placeholder = any(PLACEHOLDER in word for word in script)
+    if len(arguments.configs) not in range(2, len(string.ascii_uppercase) + 1):
+        raise ValueError(f"expected two configurations or more, got {len(arguments.configs)}.")
+    if list(script) in ([], [MODULE]):
+        raise ValueError(f"expected the script after {SEPARATOR}, such as {SEPARATOR} train.py --config {PLACEHOLDER}")
+    if arguments.launch is None and script[0] != MODULE and not Path(script[0]).is_file():
+        raise ValueError(
+            f"there is no script {script[0]}. After {SEPARATOR} its path comes first, then its arguments."
+        )
+    if arguments.hostfile and not Path(arguments.hostfile).is_file():
+        raise ValueError(f"there is no --hostfile {arguments.hostfile}.")
+    chosen = {"--ranks": arguments.turn_ranks, "--hostfile": arguments.hostfile}
+    if arguments.launch is not None and any(chosen.values()):
+        raise ValueError(f"--launch is the whole prefix; leave out {' and '.join(k for k, v in chosen.items() if v)}.")
+    if arguments.hostfile and arguments.launcher != LAUNCHERS[0]:
+        raise ValueError("--hostfile is read by DeepSpeed's runner; with torchrun use --launch on each node.")
+    contents = [_read(path) for path in arguments.configs]
+    if not placeholder:
+        for path, content in zip(arguments.configs, contents, strict=True):
+            _require_replaceable(path, content)
+    return contents
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(hjson.dumpsJSON(hjson.loads(path.read_text())))  # what DeepSpeed reads
+    except OSError as error:
+        raise ValueError(f"the configuration {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:
+        raise ValueError(f"the configuration {path} is no JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"the configuration {path} must be a dictionary, got {type(content).__name__}.")
+    return content
+
+
+def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
+    """Refuse what cannot be put into the configuration that a script passes.
+
+    Raises:
+        ValueError: it has such a key or value.
+    """
+    use = f"Write {PLACEHOLDER} where the script takes the path of its configuration."
+    if early := [key for key in _EARLY if key in content]:
+        raise ValueError(f"{path} has {early[0]}, which DeepSpeed reads before anything can be replaced. {use}")
+    if any(AUTO in section.values() for section in content.values() if isinstance(section, dict)):
+        raise ValueError(f'{path} has a value "{AUTO}", which a framework replaces in its own configuration. {use}')
+
+
+def _order(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
+    """Yield the number of the round, from 1, and the index of the configuration, the same on all nodes."""
+    shuffled = random.Random(arguments.seed)
+    for round_ in range(1, arguments.rounds + 1):
+        indices = list(range(len(arguments.configs)))
+        if arguments.order == "random":
+            shuffled.shuffle(indices)
+        yield from ((round_, index) for index in indices)
+
+
+def _take_turn(
+    arguments: argparse.Namespace,
+    script: Sequence[str],
+    folder: Path,
+    round_: int,
+    index: int,
+    content: dict[str, Any],
+) -> dict[str, Any]:
+    """Run the script once, and return what its ranks report.
+
+    Raises:
+        RunFailed: it failed, or took too few steps.
+    """
+    stem = f"{round_}-{string.ascii_uppercase[index]}"
+    # With a prefix, there is a command on each node, maybe with one folder for all.
+    node = "" if arguments.launch is None else f"-{platform.node()}"
+    report, log = folder / f"{stem}.json", folder / f"{stem}{node}.log"
+    report.unlink(missing_ok=True)  # of an earlier comparison
+    replaced = None if any(PLACEHOLDER in word for word in script) else content
+    turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
+    launcher = Launcher(arguments.launcher, arguments.turn_ranks, arguments.hostfile, arguments.launch)
+    command = launcher.command(script, arguments.configs[index].absolute())
+    with environment(turn) as env:
+        run(command, env, log, arguments.timeout)
+    if not report.is_file():
+        raise RunFailed(
+            f"{tail(log)}\n\nthe script ended without a report in {report}: no DeepSpeed engine was made where "
+            f"deepspeed_ext is active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the "
+            f"first node does not have that folder (--folder on a file system that all nodes share).\nwhole log: {log}"
+        )
+    found: dict[str, Any] = json.loads(report.read_text())
+    if UNFINISHED in found:
+        raise RunFailed(
+            f"{tail(log)}\n\nthe script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps "
+            f"= {arguments.warm_up + arguments.steps}.\nwhole log: {log}"
+        )
+    return found
+
+
+def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]) -> int:
+    """Print and write the verdict; return the exit status."""
+    contestants = [
+        Contestant(string.ascii_uppercase[index], path.name, reports[index])
+        for index, path in enumerate(arguments.configs)
+    ]
+    first, *others = contestants
+    comparisons = [compare(first, other, arguments.loss_bound) for other in others]
+    what = first.first
+    print(
+        f"{what['ranks']} rank(s) of {what['device']}, {what['dtype']}, DeepSpeed {what['versions']['deepspeed']}; "
+        f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
+    )
+    print(table(contestants, comparisons), "", *(found.sentence for found in comparisons), sep="\n")
+    if arguments.json:
+        document = _document(arguments, contestants, comparisons)
+        arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
+    return int(any(found.problem for found in comparisons) and not arguments.ignore_losses)
+
+
+def _document(
+    arguments: argparse.Namespace, contestants: Sequence[Contestant], comparisons: Sequence[Comparison]
+) -> dict[str, Any]:
+    options = {name: getattr(arguments, name) for name in ("rounds", "steps", "warm_up", "order", "seed")}
+    return {
+        **options,
+        "configs": [
+            {"letter": one.letter, "file": one.file, "turns": [_finite(report) for report in one.reports]}
+            for one in contestants
+        ],
+        "comparisons": [one.as_dict() for one in comparisons],
+        "losses_agree": not any(one.problem for one in comparisons),
+    }
+
+
+def _finite(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report with None for losses that are not finite, which JSON does not have."""
+    losses = {
+        name: [None if one is None or not math.isfinite(one) else one for one in values]
+        for name, values in report.items()
+        if name.startswith("losses")
+    }
+    return {**report, **losses}

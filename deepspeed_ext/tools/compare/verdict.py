@@ -1,0 +1,211 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""What the reports of all turns say: a table, a sentence for each configuration, and whether losses agree. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from statistics import median
+from typing import Any
+
+from deepspeed_ext.tools.compare.spread import LEVEL, Ratio, difference, ratio
+
+# Largest relative difference of losses that counts as rounding, by the dtype of the model: about 100 units of fp32 in
+# the last place, which training makes more of from step to step, and a few of 16 bits.
+BOUNDS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+GB = 1e9
+_TITLES = (
+    "",
+    "strategy",
+    "s per step",
+    "min..max",
+    "samples/s",
+    "times as fast",
+    "losses differ by",
+    "peak GB",
+    "parameters GB",
+    "optimizer GB",
+)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A configuration, with the reports of its turns.
+
+    Attributes:
+        letter: A for the first, and so on.
+        file: name of the configuration's file.
+        reports: of ``measuring.py``, one of each round.
+    """
+
+    letter: str
+    file: str
+    reports: Sequence[Mapping[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """The letter, the file and the strategy."""
+        return f"{self.letter} ({self.file}, {self.first['strategy']})"
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """The report of the first round."""
+        return self.reports[0]
+
+    @property
+    def seconds(self) -> list[list[float]]:
+        """Seconds of each step in each round."""
+        return [list(report["seconds"]) for report in self.reports]
+
+    @property
+    def seconds_per_sample(self) -> list[list[float]]:
+        """The same, over the samples of a step."""
+        return [[one / self.first["samples"] for one in some] for some in self.seconds]
+
+    @property
+    def median(self) -> float:
+        """The median of all steps' seconds."""
+        return median(chain(*self.seconds))
+
+    def most(self, key: str) -> float:
+        """Return the largest of the reports' values, in GB."""
+        return float(max(report[key] for report in self.reports)) / GB
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A configuration against the first one.
+
+    Attributes:
+        first, other: the two.
+        speed: how many times as fast the other one is, for each sample.
+        loss: the largest relative difference of their losses; None if these cannot be compared.
+        bound: what that may be.
+        problem: why losses do not agree; empty if they do.
+    """
+
+    first: Contestant
+    other: Contestant
+    speed: Ratio
+    loss: float | None
+    bound: float
+    problem: str
+
+    @property
+    def sentence(self) -> str:
+        """The verdict."""
+        of_losses = f"losses agree (largest difference {_shown(self.loss)}, bound {self.bound:g})"
+        if self.problem:
+            of_losses = f"but losses do not agree: {self.problem}"
+        return f"{self._of_speed()}; {of_losses}."
+
+    def _of_speed(self) -> str:
+        same = self.first.first["samples"] == self.other.first["samples"]
+        seconds = [one.median if same else one.median / one.first["samples"] for one in (self.other, self.first)]
+        figures = f"{seconds[0]:.3g} s instead of {seconds[1]:.3g} s per {'step' if same else 'sample'}"
+        speed = self.speed
+        if not speed.shows_a_difference:
+            return (
+                f"No difference in speed is shown between {self.other.name} and {self.first.name}: {speed.value:.3g} "
+                f"times as fast, {_interval(speed.low, speed.high)}, {figures}"
+            )
+        if speed.value > 1:
+            how, times, interval = "is {} times as fast as", speed.value, _interval(speed.low, speed.high)
+        else:
+            how, times, interval = (
+                "takes {} times as long as",
+                1 / speed.value,
+                _interval(1 / speed.high, 1 / speed.low),
+            )
+        return f"{self.other.name} {how.format(f'{times:.3g}')} {self.first.name}: {figures}, {interval}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values; a difference that is not finite is None."""
+        finite = self.loss is not None and math.isfinite(self.loss)
+        return {
+            "first": self.first.letter,
+            "other": self.other.letter,
+            "times_as_fast": self.speed.value,
+            "interval": [self.speed.low, self.speed.high],
+            "loss_difference": self.loss if finite else None,
+            "loss_bound": self.bound,
+            "problem": self.problem,
+            "sentence": self.sentence,
+        }
+
+
+def compare(first: Contestant, other: Contestant, bound: float | None = None) -> Comparison:
+    """Compare a configuration with the first one.
+
+    Args:
+        first, other: their reports, of as many rounds.
+        bound: largest relative difference of losses; by default that of the coarser dtype of ``BOUNDS``.
+    """
+    if bound is None:
+        bound = max(BOUNDS.get(one.first["dtype"], max(BOUNDS.values())) for one in (first, other))
+    speed = ratio(other.seconds_per_sample, first.seconds_per_sample)
+    problem = _incomparable(first, other)
+    loss = None
+    if not problem:
+        pairs = zip(first.reports, other.reports, strict=True)
+        loss = max(difference(mine["losses"], theirs["losses"]) for mine, theirs in pairs)
+        if loss > bound:
+            problem = f"the largest relative difference is {loss:.1e}, the bound {bound:g}"
+            problem += _spread_of_own(first, other, bound)
+    return Comparison(first, other, speed, loss, bound, problem)
+
+
+def _incomparable(first: Contestant, other: Contestant) -> str:
+    """Return why losses cannot be compared; empty if they can."""
+    for one in (first, other):
+        if any(None in report["losses"] for report in one.reports):
+            return f"{one.letter} gave none to engine.backward"
+    if first.first["samples"] != other.first["samples"]:
+        return (
+            f"a step of {first.letter} has {first.first['samples']} samples, one of {other.letter} "
+            f"{other.first['samples']}"
+        )
+    return ""
+
+
+def _spread_of_own(first: Contestant, other: Contestant, bound: float) -> str:
+    """Return a clause about a configuration whose own rounds differ: no verdict on the other one."""
+    for one in (first, other):
+        own = max(difference(one.first["losses"], report["losses"]) for report in one.reports)
+        if own > bound:
+            return f", and two runs of {one.letter} differ by {own:.1e}: set the same seed in each run"
+    return ""
+
+
+def table(contestants: Sequence[Contestant], comparisons: Sequence[Comparison]) -> str:
+    """Return a row for each configuration; memory is that of the rank with the most."""
+    rows: list[tuple[str, ...]] = [_TITLES]
+    for one, found in zip(contestants, [None, *comparisons], strict=True):
+        every = list(chain(*one.seconds))
+        relative = ("1", "") if found is None else (_with_interval(found.speed), _shown(found.loss))
+        rows.append(
+            (
+                f"{one.letter} {one.file}",
+                one.first["strategy"],
+                f"{one.median:.4g}",
+                f"{min(every):.4g}..{max(every):.4g}",
+                f"{one.first['samples'] / one.median:.4g}",
+                *relative,
+                *(f"{one.most(key):.3g}" for key in ("peak_bytes", "parameter_bytes", "optimizer_bytes")),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def _interval(low: float, high: float) -> str:
+    return f"{LEVEL:.0%} interval {low:.3g} to {high:.3g}"
+
+
+def _with_interval(speed: Ratio) -> str:
+    return f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})"
+
+
+def _shown(loss: float | None) -> str:
+    return "not comparable" if loss is None else f"{loss:.1e}" if loss else "0"

@@ -1,0 +1,164 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line.
+
+Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
+one, ``plan`` what each strategy costs, ``report`` where a step's time goes, and ``doctor`` what is wrong with nodes.
+``compare`` runs a script under several configurations, ``convert`` makes a universal checkpoint, and ``zero-order``
+puts an ordinary one into ZeRO's order.
+"""
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+
+from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
+from deepspeed_ext.config.keys import LEAF_BYTES, THRESHOLD
+from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.compare import cli as comparing
+from deepspeed_ext.tools.doctor import cli as examining
+from deepspeed_ext.tools.plan import cli as planning
+from deepspeed_ext.tools.report import cli as reporting
+from deepspeed_ext.version import __version__
+
+
+def report_versions() -> None:
+    """Print the versions that matter."""
+    import deepspeed
+    import torch
+
+    print(f"deepspeed_ext {__version__}")
+    print(f"deepspeed     {deepspeed.__version__}")
+    print(f"torch         {torch.__version__}")
+    print(f"python        {platform.python_version()}")
+
+
+def report_groups(ranks: int | None, group_size: int | None) -> None:
+    """Print the groups that would be formed; by default, for the ranks in the launcher's environment."""
+    ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    m = group_size or default_group_size(range(ranks), ranks_per_node())
+    sizes = GroupSizes(ranks, m)
+    print(f"\ngroups of {ranks} data-parallel rank(s): {sizes.groups} x {m}")
+    print(f"  within groups   {[intra_ranks(range(ranks), m, first) for first in range(0, ranks, m)]}")
+    print(f"  between groups  {[inter_ranks(range(ranks), m, first) for first in range(m)]}")
+
+
+def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``leaf-modules``, without importing DeepSpeed yet."""
+    parser.add_argument(
+        "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
+    )
+    parser.add_argument("--bytes", type=int, help=f"{LEAF_BYTES} (default: true, a budget without a number)")
+    parser.add_argument("--threshold", type=int, help=f"{THRESHOLD} instead")
+    for key in ("max_live_parameters", "prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
+        parser.add_argument(f"--{key.replace('_', '-')}", dest=f"stage3_{key}", type=int, help=f"stage3_{key}")
+    parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``convert``: those of DeepSpeed's converter, without importing DeepSpeed yet."""
+    parser.add_argument("--input_folder", required=True, help="the checkpoint, D/TAG")
+    parser.add_argument("--output_folder", required=True, help="the universal checkpoint to be made")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that read shards")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that merge them")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="keep what is read of shards")
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="check no patterns of parameters")
+    parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
+
+
+def add_zero_order_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``zero-order``."""
+    parser.add_argument("--folder", required=True, help="the checkpoint, D/TAG, which no run saves to meanwhile")
+
+
+def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
+    """Run a command, of ``report`` what comes before its script; return the exit status."""
+    if arguments.command == comparing.NAME:
+        return comparing.run_command(arguments, script)
+    if arguments.command == "plan":
+        planning.run(arguments)
+        return 0
+    if arguments.command == reporting.NAME:
+        reporting.prepare(arguments, script, arguments.local_rank)
+        return 0
+    if arguments.command == "convert":
+        from deepspeed_ext.checkpoint.to_universal import convert
+
+        convert(arguments)
+        return 0
+    if arguments.command == "zero-order":
+        from deepspeed_ext.checkpoint.folder import CheckpointError
+        from deepspeed_ext.checkpoint.in_order import put_in_zeros_order
+
+        try:
+            print(put_in_zeros_order(arguments.folder))
+        except CheckpointError as error:
+            raise ValueError(str(error)) from error
+        return 0
+    from deepspeed_ext.tools import leaf as leaf_command
+
+    leaf_command.run(arguments)
+    return 0
+
+
+def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Return our arguments, and those after ``--``, which are a script's: argparse would look for options there."""
+    if not {comparing.NAME, reporting.NAME} & set(words) or comparing.SEPARATOR not in words:
+        return words, ()
+    where = words.index(comparing.SEPARATOR)
+    return words[:where], words[where + 1 :]
+
+
+def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
+    """Run a command, or print the report.
+
+    Args:
+        report_patches: prints which of DeepSpeed's symbols are patched, or have a hook.
+        patch_problems: returns what of that is not as expected.
+    """
+    parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
+    # Their names must differ from those of all commands' arguments, since defaults of those would replace these.
+    ranks, size = "report_ranks", "report_group_size"
+    parser.add_argument("--ranks", dest=ranks, type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
+    parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's; it sets LOCAL_RANK, too
+    commands = parser.add_subparsers(dest="command", title="commands")
+    leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
+    add_leaf_arguments(leaves)
+    add_convert_arguments(commands.add_parser("convert", help="make a universal checkpoint of an ordinary one"))
+    add_zero_order_arguments(
+        commands.add_parser("zero-order", help="put a checkpoint's optimizer states into ZeRO's order")
+    )
+    planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
+    reporting.add_arguments(
+        commands.add_parser(reporting.NAME, help="run a script, and show where its steps' time goes")
+    )
+    examining.add_arguments(commands.add_parser("doctor", help="what is wrong with the nodes of a launch"))
+    comparing.add_arguments(
+        commands.add_parser(comparing.NAME, help="run a script under several configurations in turns: which is faster")
+    )
+    ours, script = _split(sys.argv[1:])
+    arguments = parser.parse_args(ours)
+    given = arguments.report_ranks, arguments.report_group_size
+    if arguments.command:
+        if given != (None, None):
+            parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
+        if arguments.command == "doctor":
+            sys.exit(examining.run(arguments, patch_problems))
+        try:
+            status = _run(arguments, script)
+        except ValueError as error:
+            parser.exit(2, f"{error}\n")
+        if arguments.command == reporting.NAME:
+            reporting.run(script[0])  # not above, since a ValueError of the script is no refusal of ours
+        if status:
+            parser.exit(status)
+        return
+    report_versions()
+    report_patches()
+    try:
+        report_groups(*given)
+    except ValueError as error:
+        parser.exit(2, f"\n{error}\n")
