@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext``: see ``cli/main.py``."""
+"""``python -m deepspeed_ext``: see ``tools/main.py``."""
 
 from deepspeed_ext.integration import fork, hooks, patcher, patches
 from deepspeed_ext.tools import main as cli

@@ -166,7 +166,7 @@ def module_sources(name: str, module: str) -> str:
     path = program if program.is_file() else path.with_suffix(".py")
     assert path.is_file(), f"{name}: there is no module {module}"
     if module == "deepspeed_ext":
-        return "".join(one.read_text(encoding="utf-8") for one in (ROOT / "deepspeed_ext" / "cli").glob("*.py"))
+        return "".join(one.read_text(encoding="utf-8") for one in (ROOT / "deepspeed_ext" / "tools").rglob("*.py"))
     return sources_of(path)
 
 

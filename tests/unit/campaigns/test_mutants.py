@@ -50,9 +50,9 @@ def test_code_is_changed_within_functions(tmp_path: Path, name: str) -> None:
 @pytest.mark.deep
 def test_changes_are_drawn_from_all_rooms_and_parse() -> None:
     found = drawn(240, seed=1)
-    of_cli = [drawn(240, seed, ("cli",)) for seed in (1, 1, 2)]
+    of_cli = [drawn(240, seed, ("tools",)) for seed in (1, 1, 2)]
     assert len(found) >= 240 and set(of_cli[0]) <= set(found) and of_cli[0] == of_cli[1] != of_cli[2]
-    assert {one.room for one in found} >= {"zero", "csrc", "cli", "strategy.py"}
+    assert {one.room for one in found} >= {"zero", "csrc", "tools", "strategy.py"}
     for one in found[:80]:
         text = (ROOT / one.path).read_bytes()
         assert one.applied(text) != text

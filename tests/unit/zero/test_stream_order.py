@@ -102,10 +102,10 @@ OF_HOST = {
     "comm/background.py": _THREAD,
     "comm/host_channel.py": _GLOO,
     "comm/pairwise.py": _GLOO,
-    "compare/": "for processes",
-    "doctor/": _MEASURES,
+    "tools/compare/": "for processes",
+    "tools/doctor/": _MEASURES,
     "planner/probe.py": _MEASURES,
-    "report/recorder.py": "the wait of whoever has the handle; tests/unit/report finds it",
+    "tools/report/recorder.py": "the wait of whoever has the handle; tests/unit/report finds it",
 }
 # By call: why no case can find it.
 UNFOUND = {
