@@ -21,19 +21,53 @@ GROUP = "deepspeed_ext.plugins"
 
 
 @functools.cache  # to search all installed packages takes milliseconds
+def _plugins() -> dict[str, Any]:
+    return {entry.name: entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
+
+
+def require(name: str, key: str) -> None:
+    """Check that a plugin is installed that a key needs.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if name not in _plugins():
+        raise ValueError(
+            f"{key} needs the plugin {name!r}: expected an entry point of this name in the group {GROUP}, found "
+            f"{sorted(_plugins())}. Install deepspeed_ext again (an editable installation as well), or remove the key."
+        )
+
+
+def configure(config: dict[str, Any]) -> None: ...  # a configuration, before DeepSpeed reads it; may be changed
+    def engine_ready(engine: DeepSpeedEngine) -> None: ...  # its model and its strategy are known
+
+Both run on every rank, in the order of the entry points' names. What they raise ends the construction of the engine.
+"""
+
+import functools
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed_ext.deepspeed_types import Engine
+
+GROUP = "deepspeed_ext.plugins"
+
+
+@functools.cache  # to search all installed packages takes milliseconds
 def _plugins() -> list[Any]:
     return [entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)]
 
 
 def configure(config: dict[str, Any]) -> None:
     """Call ``configure`` of each plugin with a configuration that DeepSpeed is about to read."""
-    for plugin in _plugins():
+    for plugin in _plugins().values():
         if hasattr(plugin, "configure"):
             plugin.configure(config)
 
 
 def engine_ready(engine: "Engine") -> None:
     """Call ``engine_ready`` of each plugin with an engine that has its model, and not yet its optimizer."""
-    for plugin in _plugins():
+    for plugin in _plugins().values():
         if hasattr(plugin, "engine_ready"):
             plugin.engine_ready(engine)

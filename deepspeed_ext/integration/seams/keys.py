@@ -45,7 +45,7 @@ def leave_removed_keys_to_us(reject: Callable[..., Any]) -> Callable[..., Any]:
 def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lambda: None) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from deepspeed_ext.config.keys import SECTION, our_keys
+        from deepspeed_ext.config.keys import REPORT, SECTION, our_keys
         from deepspeed_ext.integration import plugins
 
         if isinstance(config, dict):
@@ -61,5 +61,7 @@ def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lamb
             from deepspeed_ext.config.check import check_config
 
             check_config(self, mpu, mesh_device)
+            if getattr(self.zero_config, REPORT, None) is not None:
+                plugins.require("report", f"{SECTION}.{REPORT}")
 
     return __init__
