@@ -26,7 +26,7 @@ def _plugins() -> dict[str, Any]:
 
 
 def require(name: str, key: str) -> None:
-    """Check that a plugin is installed that a key needs.
+    """Check that the plugin of a key is installed.
 
     Raises:
         ValueError: it is not.
@@ -36,27 +36,6 @@ def require(name: str, key: str) -> None:
             f"{key} needs the plugin {name!r}: expected an entry point of this name in the group {GROUP}, found "
             f"{sorted(_plugins())}. Install deepspeed_ext again (an editable installation as well), or remove the key."
         )
-
-
-def configure(config: dict[str, Any]) -> None: ...  # a configuration, before DeepSpeed reads it; may be changed
-    def engine_ready(engine: DeepSpeedEngine) -> None: ...  # its model and its strategy are known
-
-Both run on every rank, in the order of the entry points' names. What they raise ends the construction of the engine.
-"""
-
-import functools
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from deepspeed_ext.deepspeed_types import Engine
-
-GROUP = "deepspeed_ext.plugins"
-
-
-@functools.cache  # to search all installed packages takes milliseconds
-def _plugins() -> list[Any]:
-    return [entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)]
 
 
 def configure(config: dict[str, Any]) -> None:

@@ -320,8 +320,7 @@ def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]
 
 
 def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
-    """Judge each method that has a bound, by the ratio of losses with its interval of ``tools/compare``, in which seeds
-    are rounds."""
+    """Judge each method that has a bound, by ``tools/compare``'s ratio of losses with its interval; rounds are seeds."""
     for (optimizer, groups, name), cell in cells(study, runs).items():
         method, each = study.methods[name], cell.differences(cell.against)
         if method.bound is None or not each:
