@@ -1,26 +1,34 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a check has found, and how ranks are named in it. Pure."""
+"""Findings of the checks, and the report that shows them. Pure."""
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import IntEnum
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value", bound=Hashable)
 
+WIDTH = 110
+_WORD = 7  # columns of the level's word and the space after it
+_BAR = 30
+
 
 class Level(IntEnum):
-    """How bad it is; a greater value is worse."""
+    """Severity of a finding; a greater value is worse."""
 
     OK = 0
-    LOOK = 1  # it works, and is slower or other than one may think
-    WRONG = 2  # training fails by it, or is much slower than it has to be
+    LOOK = 1  # it works, but is slower than it has to be, or behaves unexpectedly
+    WRONG = 2  # training fails, or is much slower than it has to be
 
     @property
     def word(self) -> str:
-        """Return what is printed."""
+        """Return the word in the report."""
         return self.name.lower()
+
+
+_COLORS = {Level.OK: "32", Level.LOOK: "33", Level.WRONG: "31"}  # green, yellow, red
 
 
 @dataclass(frozen=True)
@@ -28,10 +36,10 @@ class Finding:
     """A line of the report.
 
     Attributes:
-        subject: what was looked at.
-        level: how bad it is.
-        found: what was found.
-        advice: what to do; empty if nothing.
+        subject: the thing that was examined.
+        level: severity.
+        found: the observation.
+        advice: what the user should do; empty if nothing.
         details: further lines, such as a plot.
     """
 
@@ -41,16 +49,6 @@ class Finding:
     advice: str = ""
     details: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "subject": self.subject,
-            "level": self.level.word,
-            "found": self.found,
-            "advice": self.advice,
-            "details": list(self.details),
-        }
-
 
 @dataclass(frozen=True)
 class Section:
@@ -58,8 +56,8 @@ class Section:
 
     Attributes:
         title: name of the check.
-        findings: in order.
-        measured: what each rank answered, by rank, as plain values.
+        findings: in the order in which they are printed.
+        measured: the answer of each rank, as plain values.
     """
 
     title: str
@@ -67,17 +65,54 @@ class Section:
     measured: Mapping[int, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "title": self.title,
-            "findings": [finding.as_dict() for finding in self.findings],
-            "measured": {str(rank): answer for rank, answer in self.measured.items()},
-        }
+        """Return plain values for JSON."""
+        findings = [asdict(finding) | {"level": finding.level.word} for finding in self.findings]
+        measured = {str(rank): answer for rank, answer in self.measured.items()}
+        return {"title": self.title, "findings": findings, "measured": measured}
 
 
 def worst(sections: Iterable[Section]) -> Level:
     """Return the worst level of all findings."""
     return max((finding.level for section in sections for finding in section.findings), default=Level.OK)
+
+
+def report_text(sections: Sequence[Section], color: bool = False, width: int = WIDTH) -> str:
+    """Return the report.
+
+    Args:
+        sections: all findings.
+        color: whether to color the levels, for a terminal.
+        width: columns of a line.
+    """
+    findings = [finding for section in sections for finding in section.findings]
+    columns = max((len(finding.subject) for finding in findings), default=0)
+    lines: list[str] = []
+    for section in sections:
+        lines += ["", section.title]
+        for finding in section.findings:
+            lines += _finding_lines(finding, columns, color, width)
+    counts = ", ".join(f"{sum(finding.level == level for finding in findings)} {level.word}" for level in Level)
+    lines += ["", f"{_level_text(worst(sections), color).strip()}: {counts}"]
+    return "\n".join(lines[1:])
+
+
+def _finding_lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
+    indent = 2 + _WORD + columns + 2
+    first, *rest = textwrap.wrap(finding.found, width - indent, break_on_hyphens=False) or [""]
+    lines = [f"  {_level_text(finding.level, color)}{finding.subject.ljust(columns)}  {first}".rstrip()]
+    lines += [" " * indent + line for line in (*rest, *finding.details)]
+    advice = textwrap.wrap(finding.advice, width - indent - 3, break_on_hyphens=False)
+    return lines + [f"{' ' * indent}{'   ' if number else '-> '}{line}" for number, line in enumerate(advice)]
+
+
+def _level_text(level: Level, color: bool) -> str:
+    word = level.word.ljust(_WORD)
+    return f"\033[{_COLORS[level]}m{word}\033[0m" if color else word
+
+
+def bar(value: float, largest: float) -> str:
+    """Return a padded bar of ``value``; that of ``largest`` fills the column."""
+    return ("#" * max(1, round(_BAR * value / largest))).ljust(_BAR)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
@@ -95,10 +130,10 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     """Return the ranks that have each value; the most frequent value first."""
-    found: dict[_Value, list[int]] = {}
+    ranks: dict[_Value, list[int]] = {}
     for rank, value in sorted(values.items()):
-        found.setdefault(value, []).append(rank)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        ranks.setdefault(value, []).append(rank)
+    return dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
 
 
 def bytes_text(nbytes: float) -> str:
@@ -111,7 +146,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def rate_text(rate: float) -> str:
-    """Return bytes per second as ``11.9 MB/s``; units of 10^3, as networks have them."""
+    """Return bytes per second as ``11.9 MB/s``, in the powers of 1000 that networks use."""
     for unit in ("B/s", "KB/s", "MB/s"):
         if rate < 999.5:
             return f"{rate:.3g} {unit}"
