@@ -60,31 +60,20 @@ def variables(**of_last: str) -> list[dict[str, Any]]:
     ]
 
 
-# What is a fault as the value of a variable, and what is none.
+# A harmful value of a variable and a harmless one, if these are not 1 and 0.
 VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "8"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("1", "0"),
-    "NCCL_BLOCKING_WAIT": ("1", "0"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "0"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", ""),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "INFO"),
-    "NCCL_P2P_DISABLE": ("1", "0"),
-    "NCCL_P2P_LEVEL": ("LOC", "SYS"),
-    "NCCL_SHM_DISABLE": ("1", "0"),
-    "NCCL_IB_DISABLE": ("1", "0"),
     "NCCL_NET": ("Socket", "IB"),
-    "NCCL_NET_GDR_LEVEL": ("LOC", "SYS"),
-    "NCCL_ALGO": ("Ring", ""),
-    "NCCL_PROTO": ("Simple", ""),
-    "NCCL_SOCKET_IFNAME": ("lo", "eth0"),
-    "GLOO_SOCKET_IFNAME": ("lo", "eth0"),
-    "DEEPSPEED_EXT_DISABLE": ("1", "0"),
+    **dict.fromkeys(("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL"), ("LOC", "SYS")),
+    **dict.fromkeys(("NCCL_ALGO", "NCCL_PROTO", "PYTORCH_NO_CUDA_MEMORY_CACHING"), ("Ring", "")),
+    **dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), ("lo", "eth0")),
 }
 
 
 @pytest.mark.parametrize("name", [row.name for row in environment.HARMFUL])
 def test_a_bad_variable(name: str) -> None:
-    value, harmless = VARIABLES[name]
+    value, harmless = VARIABLES.get(name, ("1", "0"))
     found = environment.judge(dict(enumerate(variables(**{name: value}))), launch())
     assert any(one.subject == name and f"{value} on rank 3: " in one.found and one.advice for one in found)
     for one in environment.judge(dict(enumerate(variables(**{name: harmless}))), launch()):
@@ -103,6 +92,34 @@ def test_variables_that_differ_and_threads() -> None:
     assert not bad(environment.ENVIRONMENT, few, launch())
     found = bad(environment.ENVIRONMENT, few, launch(offload_optimizer=True))
     assert found["OMP_NUM_THREADS"].advice == "Set OMP_NUM_THREADS=32."
+
+
+def nccl(
+    version: str = "2.29.7", hosts: str = "aabbccdd", size: int | None = None, **given: str
+) -> dict[str, Finding]:
+    """Findings about NCCL, by subject; each letter is the host of a rank."""
+    findings = environment.nccl_findings([*map(int, version.split("."))], given, launch([*hosts], group_size=size))
+    return {finding.subject: finding for finding in findings}
+
+
+def test_settings_of_nccl() -> None:
+    assert not nccl(hosts="a") and set(nccl(hosts="aa")) == {"NCCL_CTA_POLICY"}
+    usual = nccl(NCCL_CROSS_NIC="0")
+    assert set(usual) == {"NCCL_CTA_POLICY", "PAT", "port failover", "NCCL_CROSS_NIC"}
+    assert all(finding.level == Level.OK for finding in usual.values()), "nothing is wrong with the defaults"
+    assert "2 steps for small messages, not the 3 of a ring; collectives over all" in usual["PAT"].found
+    assert usual["port failover"].found.startswith("off: ") and usual["NCCL_CTA_POLICY"].found.startswith("default: ")
+    assert "collectives over all" not in nccl(hosts="abcd")["PAT"].found, "ZeRO's have one rank per node, too"
+    assert "several ranks of a node" in nccl(size=1)["PAT"].found and nccl(size=1)["PAT"].level == Level.LOOK
+    assert "disabled" in nccl(NCCL_PAT_ENABLE="0")["PAT"].found and "2.23" in nccl("2.21.5")["PAT"].found
+    for quiet in (nccl(hosts="aabb"), nccl(NCCL_ALGO="Ring"), nccl(size=3), nccl(size=1, NCCL_PAT_ENABLE="1")):
+        assert "PAT" not in quiet
+    given = {"NCCL_CTA_POLICY": "ZERO", "NCCL_IB_RESILIENCY_PORT_FAILOVER": "1", "NCCL_CROSS_NIC": "1"}
+    new, old = nccl("2.29.7", **given), nccl("2.21.5", **given)
+    assert "ordinary buffers" in new["NCCL_CTA_POLICY"].found and "over another one" in new["port failover"].found
+    assert "may cross the rails" in new["NCCL_CROSS_NIC"].found
+    assert "ignores it" in old["NCCL_CTA_POLICY"].found and "ignores it" in old["port failover"].found
+    assert set(nccl("2.21.5")) == {"PAT"} and "few SMs" in nccl(NCCL_CTA_POLICY="1")["NCCL_CTA_POLICY"].found
 
 
 def test_a_missing_compiler() -> None:

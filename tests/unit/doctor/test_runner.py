@@ -48,13 +48,9 @@ def failing_case() -> tuple[list[Any], bool]:
 
     rank = dist.get_rank()
 
-    def raises(launch: Launch) -> None:
-        if launch.rank == 1:
-            raise OSError("no such disk")
-
-    def fails(launch: Launch) -> None:
-        if launch.rank == 0:
-            raise RuntimeError("a link is down")
+    def fail(launch: Launch, number: int, error: Exception) -> None:
+        if launch.rank == number:
+            raise error
 
     def make(title: str, examine: Any, together: bool = False, judge: Any = None, seconds: float = 60) -> Check:
         listed = lambda answers, launch: [Finding(title, Level.OK, ", ".join(map(str, sorted(answers))))]  # noqa: E731
@@ -62,12 +58,12 @@ def failing_case() -> tuple[list[Any], bool]:
 
     checks = [
         make("good", lambda launch: launch.rank),
-        make("raises", raises),
+        make("raises", lambda launch: fail(launch, 1, OSError("no such disk"))),
         make("hangs", lambda launch: time.sleep(60 if launch.rank == 2 else 0), seconds=0),
         make("bad judge", lambda launch: None, judge=lambda answers, launch: {}[7]),
         replace(links.PROCESS_GROUPS, least_seconds=60),
         make("together", lambda launch: dist.barrier(), together=True),
-        make("fails together", fails, together=True),
+        make("fails together", lambda launch: fail(launch, 0, RuntimeError("a link is down")), together=True),
         make("left out", lambda launch: dist.barrier(), together=True),
     ]
     store, options = PrefixStore("doctor", _get_default_store()), Options(timeout=QUICK, group_size=1)
