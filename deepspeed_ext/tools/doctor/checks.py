@@ -19,13 +19,11 @@ from deepspeed_ext.model_bytes import ADAM_BYTES
 from deepspeed_ext.planner.cost import BUCKET, Model, predict
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket, parse_strategy
-from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options
-from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, ranks_text, rate_text
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch, Options
+from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, judged, ranks_text, rate_text
 from deepspeed_ext.version import __version__
 
-Answers = Mapping[int, Any]
 _SHOWN = 4  # groups, hosts, or problems that are listed
-
 _DRIVER = Path("/proc/driver/nvidia/version")
 _HARMLESS = ("python", "driver", "device")  # may differ, which only makes ranks wait for the slowest one
 
@@ -37,13 +35,8 @@ def _examine_versions(launch: Launch) -> dict[str, Any]:
 
     from deepspeed_ext.clocks import device_name
 
-    versions = {
-        "deepspeed_ext": __version__,
-        "deepspeed": deepspeed.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": device_name(),
-    }
+    versions = {"deepspeed_ext": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    versions |= {"python": platform.python_version(), "device": device_name()}
     if get_accelerator().device_name() == "cuda":
         match = re.search(r"Kernel Module\D*?\s(\d+[\d.]*)", _DRIVER.read_text() if _DRIVER.exists() else "")
         versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": match[1] if match else "unknown"}
@@ -54,23 +47,17 @@ def _judge_versions(answers: Answers, launch: Launch) -> list[Finding]:
     findings = []
     for name in dict.fromkeys(name for answer in answers.values() for name in answer["versions"]):
         values = by_value({rank: answer["versions"].get(name, "none") for rank, answer in answers.items()})
-        text = "; ".join(f"{value}: {ranks_text(ranks)}" for value, ranks in values.items())
-        if len(values) == 1:
-            findings.append(Finding(name, Level.OK, next(iter(values))))
-        elif name in _HARMLESS:
-            advice = "Ranks wait for the slowest one: better have the same everywhere."
-            findings.append(Finding(name, Level.LOOK, text, advice))
-        else:
-            findings.append(Finding(name, Level.WRONG, text, "Install the same version on every node."))
-    patches = by_value({rank: tuple(answer["patches"]) for rank, answer in answers.items()})
-    for problems, ranks in patches.items():
-        if problems:
-            more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-            text = f"{ranks_text(ranks)}: {'; '.join(problems[:_SHOWN])}{more}"
-            advice = "Our keys are refused there. See python -m deepspeed_ext on that host."
-            findings.append(Finding("patches", Level.WRONG, text, advice))
-        elif len(patches) == 1:
-            findings.append(Finding("patches", Level.OK, "as expected"))
+        text = "; ".join(f"{value}: {ranks_text(ranks)}" for value, ranks in values.items() if len(values) > 1)
+        level, advice = Level.WRONG, "Install the same version on every node."
+        if name in _HARMLESS:
+            level, advice = Level.LOOK, "Ranks wait for the slowest one: better have the same everywhere."
+        findings.append(judged(name, text, advice, next(iter(values)), level))
+    for problems, ranks in by_value({rank: tuple(answer["patches"]) for rank, answer in answers.items()}).items():
+        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        text = f"{ranks_text(ranks)}: {'; '.join(problems[:_SHOWN])}{more}" if problems else ""
+        advice = "Our keys are refused there. See python -m deepspeed_ext on that host."
+        if problems or len(ranks) == len(answers):
+            findings.append(judged("patches", text, advice, "as expected", Level.WRONG))
     return findings
 
 
@@ -96,33 +83,29 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
         advice = "Set zero_optimization.paro_group_size, and --group-size."
         return [*findings, Finding("groups", Level.WRONG, text, advice)]
     try:
-        return [*findings, _groups_finding(GroupSizes(launch.world, size), hosts, launch)]
+        return [*findings, _groups_finding(GroupSizes(launch.world, size), list(hosts), launch)]
     except ValueError as error:
         return [*findings, Finding("groups", Level.WRONG, str(error))]
 
 
 def _hosts_finding(hosts: Mapping[str, list[int]]) -> Finding:
-    counts = by_value({number: len(ranks) for number, ranks in enumerate(hosts.values())})
-    usual = next(iter(counts))
-    if len(counts) == 1:
-        return Finding("hosts", Level.OK, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")
+    usual = statistics.mode(len(ranks) for ranks in hosts.values())
     others = {host: ranks for host, ranks in hosts.items() if len(ranks) != usual}
-    text = f"most hosts hold {usual} rank(s), but others another number: {_hosts_text(others)}"
+    text = f"most hosts hold {usual} rank(s), but others another number: {_hosts_text(others)}" if others else ""
     advice = "Start as many ranks on every node, or set paro_group_size to a divisor of all these numbers."
-    return Finding("hosts", Level.LOOK, text, advice)
+    return judged("hosts", text, advice, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")
 
 
-def _groups_finding(sizes: GroupSizes, hosts: Mapping[str, list[int]], launch: Launch) -> Finding:
+def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Finding:
     m, ranks = sizes.group_size, range(sizes.ranks)
     groups = [list(ranks[first : first + m]) for first in range(0, sizes.ranks, m)]
-    text = f"{sizes.groups} of {m}: {', '.join(map(ranks_text, groups[:_SHOWN]))}"
-    text += ", ..." if len(groups) > _SHOWN else ""
+    more = ", ..." if len(groups) > _SHOWN else ""
+    text = f"{sizes.groups} of {m}: {', '.join(map(ranks_text, groups[:_SHOWN]))}{more}"
     spanning = [group for group in groups if len({launch.hosts[rank] for rank in group}) > 1]
-    numbers = list(hosts)
     if spanning:
-        where = "; ".join(f"{ranks_text(group)} on {launch.hosts_text(group)}" for group in spanning[:_SHOWN])
+        where = "; ".join(launch.located(group) for group in spanning[:_SHOWN])
         text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {where}"
-    if crossings(ranks, m, [numbers.index(host) for host in launch.hosts]):
+    if crossings(ranks, m, [hosts.index(host) for host in launch.hosts]):
         return Finding("groups", Level.WRONG, text, _FILL)
     if spanning:
         advice = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
@@ -130,8 +113,7 @@ def _groups_finding(sizes: GroupSizes, hosts: Mapping[str, list[int]], launch: L
     if m == 1:
         text += ": I means N, so NIG and IIG are ZeRO-1"
         return Finding("groups", Level.LOOK, text, 'See "groups of one rank" in troubleshooting.md.')
-    if sizes.groups == 1:
-        text += ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3"
+    text += ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3" if sizes.groups == 1 else ""
     return Finding("groups", Level.OK, text)
 
 
@@ -174,9 +156,9 @@ def _free_host_memory() -> int:
 
     free = int(psutil.virtual_memory().available)
     try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else min(free, max(0, int(limit) - int(used)))
-    except (OSError, ValueError):  # no limit, or control groups of version 1
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        return min(free, max(0, limit - used))
+    except (OSError, ValueError):  # no limit, which is "max", or control groups of version 1
         return free
 
 
@@ -198,10 +180,11 @@ def needed_bytes(options: Options, sizes: GroupSizes) -> tuple[float, float]:
 
 def _judge_memory(answers: Answers, launch: Launch) -> list[Finding]:
     options, sizes = launch.options, launch.group_sizes()
-    needs = None if options.params is None or sizes is None else needed_bytes(options, sizes)
-    findings = [_states_finding(answers, launch, needs[0] if needs else None)]
-    if needs and options.offload_optimizer:
-        findings.append(_host_finding(answers, launch, *needs))
+    on_device, on_host = needed_bytes(options, sizes) if sizes and options.params is not None else (None, None)
+    findings = [_states_finding(answers, launch, on_device)]
+    if on_device is not None and on_host is not None and options.offload_optimizer:
+        on_devices = all(answer["device"] is not None for answer in answers.values())
+        findings.append(_host_finding(answers, launch, on_host, on_host if on_devices else on_host + on_device))
     return [*findings, _shared_finding(answers, launch), _locked_finding(answers), _disk_finding(answers)]
 
 
@@ -211,29 +194,27 @@ def _states_finding(answers: Answers, launch: Launch, need: float | None) -> Fin
         rank: answer["host"] / launch.hosts.count(launch.hosts[rank]) if answer["device"] is None else answer["device"]
         for rank, answer in answers.items()
     }
-    least = min(free.values())
+    least, options = min(free.values()), launch.options
     text = f"{least / 1e9:.1f} to {max(free.values()) / 1e9:.1f} GB free for each rank"
-    if launch.options.params is None:
+    if options.params is None:
         text += ", not compared with a model: give --params and --strategy"
         return Finding("for model states", Level.OK, text)
     if need is None:
         return Finding("for model states", Level.LOOK, text, "The groups have to be right first.")
-    text = f"{launch.options.strategy} of {launch.options.params / 1e9:.3g} B parameters needs {need / 1e9:.1f} GB"
+    text = f"{options.strategy} of {options.params / 1e9:.3g} B parameters needs {need / 1e9:.1f} GB a rank; free"
     short = [rank for rank, nbytes in free.items() if nbytes < need]
     if short:
-        text += f" a rank; free: {min(free[rank] for rank in short) / 1e9:.1f} GB ({ranks_text(short)})"
+        text += f": {min(free[rank] for rank in short) / 1e9:.1f} GB ({ranks_text(short)})"
         advice = "Shard more finely (python -m deepspeed_ext plan --memory-gb), use more ranks, or end what else runs."
         return Finding("for model states", Level.WRONG, text, advice)
     scarcest = [rank for rank, nbytes in free.items() if nbytes <= 1.05 * least]
-    text += f" a rank; free at least: {least / 1e9:.1f} GB ({ranks_text(scarcest)})"
-    if need > (1 - _RESERVE) * least:
-        return Finding("for model states", Level.LOOK, text, f"Less than {_RESERVE:.0%} is left for activations.")
-    return Finding("for model states", Level.OK, text)
+    text += f" at least: {least / 1e9:.1f} GB ({ranks_text(scarcest)})"
+    advice = f"Less than {_RESERVE:.0%} is left for activations."
+    return judged("for model states", text if need > (1 - _RESERVE) * least else "", advice, text)
 
 
-def _host_finding(answers: Answers, launch: Launch, on_device: float, on_host: float) -> Finding:
-    """Judge whether offloaded optimizer states fit the hosts."""
-    need = on_host + (on_device if any(answer["device"] is None for answer in answers.values()) else 0.0)
+def _host_finding(answers: Answers, launch: Launch, offloaded: float, need: float) -> Finding:
+    """Judge whether the bytes that each rank needs on its host, among them the offloaded ones, fit."""
     for host, ranks in launch.ranks_of_hosts().items():
         total = need * len(ranks)
         free = min((answers[rank]["host"] for rank in ranks if rank in answers), default=total)
@@ -241,33 +222,27 @@ def _host_finding(answers: Answers, launch: Launch, on_device: float, on_host: f
             text = f"{host} has {free / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {total / 1e9:.1f} GB"
             advice = "Use more nodes, or keep optimizer states on the devices."
             return Finding("host memory", Level.WRONG, text, advice)
-    return Finding("host memory", Level.OK, f"optimizer states take {on_host / 1e9:.1f} GB a rank")
+    return Finding("host memory", Level.OK, f"optimizer states take {offloaded / 1e9:.1f} GB a rank")
 
 
 def _shared_finding(answers: Answers, launch: Launch) -> Finding:
-    short = {
-        host: min(answers[rank]["shm"] for rank in ranks if rank in answers)
-        for host, ranks in launch.ranks_of_hosts().items()
-        if len(ranks) > 1 and any(answers[rank]["shm"] < _SHARED * len(ranks) for rank in ranks if rank in answers)
-    }
-    if not short:
-        least = min(answer["shm"] for answer in answers.values())
-        return Finding("/dev/shm", Level.OK, f"{bytes_text(least)} free at least")
-    text = ", ".join(f"{host} has {bytes_text(nbytes)} free" for host, nbytes in list(short.items())[:_SHOWN])
+    free = {rank: answer["shm"] for rank, answer in answers.items()}
+    counts = {rank: launch.hosts.count(launch.hosts[rank]) for rank in free}
+    short = [rank for rank, nbytes in free.items() if counts[rank] > 1 and nbytes < _SHARED * counts[rank]]
+    hosts = {launch.hosts[rank]: bytes_text(free[rank]) for rank in short}
+    text = ", ".join(f"{host} has {nbytes} free" for host, nbytes in list(hosts.items())[:_SHOWN])
     text += ": NCCL, workers of data loaders, and DeepSpeed on a CPU put what ranks of a host share there"
     advice = "Make it larger (docker run --shm-size=16g, or mount -o remount,size=)."
-    return Finding("/dev/shm", Level.LOOK, text, advice)
+    return judged("/dev/shm", text if short else "", advice, f"{bytes_text(min(free.values()))} free at least")
 
 
 def _locked_finding(answers: Answers) -> Finding:
     limits = {rank: answer["locked"] for rank, answer in answers.items() if answer["device"] is not None}
-    short = [rank for rank, limit in limits.items() if 0 <= limit < _LOCKED]
-    if not short:
-        return Finding("locked memory", Level.OK, "RLIMIT_MEMLOCK is high enough")
-    text = f"RLIMIT_MEMLOCK is {bytes_text(min(limits[rank] for rank in short))} on {ranks_text(short)}: "
+    short = {rank: limit for rank, limit in limits.items() if 0 <= limit < _LOCKED}
+    text = f"RLIMIT_MEMLOCK is {bytes_text(min(short.values(), default=0))} on {ranks_text(short)}: "
     text += "InfiniBand registers memory under it, and fails beyond"
     advice = "Raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)."
-    return Finding("locked memory", Level.LOOK, text, advice)
+    return judged("locked memory", text if short else "", advice, "RLIMIT_MEMLOCK is high enough")
 
 
 def _disk_finding(answers: Answers) -> Finding:
@@ -276,12 +251,11 @@ def _disk_finding(answers: Answers) -> Finding:
         text = f"{ranks_text(closed)} may not write to {answers[closed[0]]['build']}, where operators are compiled"
         return Finding("build folder", Level.LOOK, text, "Set TORCH_EXTENSIONS_DIR to a folder of yours.")
     rank, answer = min(answers.items(), key=lambda item: item[1]["disk"])
-    text = f"{bytes_text(answer['disk'])} free for {answer['build']}"
-    if answer["disk"] >= _BUILD:
-        return Finding("build folder", Level.OK, text)
-    text += f" ({ranks_text([rank])}), where operators are compiled at first use"
+    fine = f"{bytes_text(answer['disk'])} free for {answer['build']}"
+    text = f"{fine} ({ranks_text([rank])}), where operators are compiled at first use"
     level = Level.WRONG if answer["disk"] < _LEAST_BUILD else Level.LOOK
-    return Finding("build folder", level, text, "Free some, or set TORCH_EXTENSIONS_DIR to another disk.")
+    advice = "Free some, or set TORCH_EXTENSIONS_DIR to another disk."
+    return judged("build folder", text if answer["disk"] < _BUILD else "", advice, fine, level)
 
 
 MEMORY = Check("memory and disks", _examine_memory, _judge_memory)
@@ -302,20 +276,16 @@ def _examine_pinned(launch: Launch) -> dict[str, float] | None:
     host = device.pin_memory(torch.ones(_COPIED // 4))
     on_device = torch.empty_like(host, device=device.current_device_name())
 
-    def rate(copy: Callable[[], Any]) -> float:
-        seconds = []
-        for _ in range(_REPEATS):
-            device.synchronize()
-            begin = time.perf_counter()
-            copy()
-            device.synchronize()
-            seconds.append(time.perf_counter() - begin)
-        return _COPIED / min(seconds)
+    def seconds(copy: Callable[[], Any]) -> float:
+        device.synchronize()
+        begin = time.perf_counter()
+        copy()
+        device.synchronize()
+        return time.perf_counter() - begin
 
-    return {
-        "to the device": rate(lambda: on_device.copy_(host, non_blocking=True)),
-        "from the device": rate(lambda: host.copy_(on_device, non_blocking=True)),
-    }
+    copies = {"to the device": lambda: on_device.copy_(host, non_blocking=True)}
+    copies["from the device"] = lambda: host.copy_(on_device, non_blocking=True)
+    return {way: _COPIED / min(seconds(copy) for _ in range(_REPEATS)) for way, copy in copies.items()}
 
 
 def _judge_pinned(answers: Answers, launch: Launch) -> list[Finding]:
@@ -324,15 +294,13 @@ def _judge_pinned(answers: Answers, launch: Launch) -> list[Finding]:
         return [Finding("copies", Level.OK, "ranks compute on the host: nothing is copied")]
     findings = []
     for way in next(iter(copied.values())):
-        rates = {rank: answer[way] for rank, answer in copied.items()}
-        median = statistics.median(rates.values())
-        slow = {rank: rate for rank, rate in rates.items() if rate < _SLOW * median}
-        if slow:
-            text = f"{ranks_text(slow)} copy at {rate_text(min(slow.values()))}, the median is {rate_text(median)}"
-            advice = "Look at the PCIe link of these devices (nvidia-smi -q: link width), and whether ranks run near "
-            findings.append(Finding(way, Level.LOOK, text, advice + "them (NUMA)."))
-        else:
-            findings.append(Finding(way, Level.OK, f"{rate_text(median)} in the median of all ranks"))
+        usual = statistics.median(answer[way] for answer in copied.values())
+        slow = {rank: answer[way] for rank, answer in copied.items() if answer[way] < _SLOW * usual}
+        text = f"{ranks_text(slow)} copy at {rate_text(min(slow.values(), default=0))}, "
+        text += f"the median is {rate_text(usual)}"
+        advice = "Look at the PCIe link of these devices (nvidia-smi -q: link width), and whether ranks run near them "
+        fine = f"{rate_text(usual)} in the median of all ranks"
+        findings.append(judged(way, text if slow else "", advice + "(NUMA).", fine))
     return findings
 
 
@@ -355,9 +323,8 @@ def _examine_compiler(launch: Launch) -> dict[str, Any]:
 
     from deepspeed_ext.op_builder import LocoBuilder
 
-    compiler = os.environ.get("CXX", "c++").split()
+    compiler, version = os.environ.get("CXX", "c++").split(), None
     tools = {"c++": shutil.which(compiler[0]) or "" if compiler else "", "ninja": shutil.which("ninja") or ""}
-    version = None
     if torch.version.cuda is not None and torch.cuda.is_available():
         from torch.utils.cpp_extension import CUDA_HOME
 
@@ -375,20 +342,15 @@ def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
     for tool in dict.fromkeys(name for answer in answers.values() for name in answer["tools"]):
         paths = by_value({rank: answer["tools"].get(tool, "") for rank, answer in answers.items()})
         missing = paths.pop("", [])
-        if missing:
-            text = f"not found on {ranks_text(missing)} ({launch.hosts_text(missing, _SHOWN)}): {_WITHOUT}"
-            findings.append(Finding(tool, Level.LOOK, text, _INSTALL[tool]))
-        else:
-            findings.append(Finding(tool, Level.OK, ", ".join(paths)))
-    others = [
-        rank
-        for rank, answer in answers.items()
-        if answer["nvcc"] and answer["nvcc"].split(".")[0] != answer["torch"].split(".")[0]
-    ]
+        hosts = ", ".join(list(dict.fromkeys(launch.hosts[rank] for rank in missing))[:_SHOWN])
+        text = f"not found on {ranks_text(missing)} ({hosts}): {_WITHOUT}"
+        findings.append(judged(tool, text if missing else "", _INSTALL[tool], ", ".join(paths)))
+    major = {rank: [answer[name].split(".")[0] for name in ("nvcc", "torch")] for rank, answer in answers.items()}
+    others = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
     if others:
-        answer = answers[others[0]]
-        text = f"CUDA {answer['nvcc']} on {ranks_text(others)}, torch was built with {answer['torch']}: "
-        findings.append(Finding("version of nvcc", Level.LOOK, text + "it compiles nothing then", _INSTALL["nvcc"]))
+        nvcc, torch = answers[others[0]]["nvcc"], answers[others[0]]["torch"]
+        text = f"CUDA {nvcc} on {ranks_text(others)}, torch was built with {torch}: it compiles nothing then"
+        findings.append(Finding("version of nvcc", Level.LOOK, text, _INSTALL["nvcc"]))
     if all(answer["built"] for answer in answers.values()):
         findings.append(Finding("LoCo's kernels", Level.OK, "built ahead of time"))
     return findings

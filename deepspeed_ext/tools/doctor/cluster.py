@@ -9,7 +9,7 @@ the store as well, so a rank that hangs in a collective, or has died, does not b
 import json
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.doctor.findings import Finding, by_value, ranks_text
 
+Answers = Mapping[int, Any]  # of each rank that answered
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MARGIN = 10.0  # seconds that other ranks wait longer than rank 0, which reports the missing ones
 
@@ -93,9 +94,9 @@ class Launch:
         except ValueError:
             return None
 
-    def hosts_text(self, ranks: Collection[int], shown: int | None = None) -> str:
-        """Return the names of the hosts of these ranks, or of the first few of them."""
-        return ", ".join(list(dict.fromkeys(self.hosts[rank] for rank in ranks))[:shown])
+    def located(self, ranks: Collection[int]) -> str:
+        """Return ranks and their hosts as ``ranks 0-3 on node1, node2``."""
+        return f"{ranks_text(ranks)} on {', '.join(dict.fromkeys(self.hosts[rank] for rank in sorted(ranks)))}"
 
     def team_text(self, ranks: Sequence[int]) -> str:
         """Return a team as ``node1 (ranks 8-15)``, without the host if there is only one."""
@@ -103,9 +104,16 @@ class Launch:
         return f"{self.hosts[ranks[0]]} ({text})" if len(set(self.hosts)) > 1 else text
 
     def gather(self, key: str, text: str, ranks: Collection[int], seconds: float) -> dict[int, str]:
-        """Return the texts of those of these ranks that answer in time, on rank 0; nothing on other ranks."""
+        """Return the texts of those of these ranks that send one in time, on rank 0; nothing on other ranks."""
         self.store.set(f"{key}/{self.rank}", text)
-        return _collect(self.store, key, ranks, seconds) if self.rank == 0 else {}
+        if self.rank:
+            return {}
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        try:
+            self.store.wait(list(keys.values()), timedelta(seconds=seconds))
+        except RuntimeError:
+            keys = {rank: name for rank, name in keys.items() if self.store.check([name])}
+        return {rank: self.store.get(name).decode() for rank, name in keys.items()}
 
     def broadcast(self, key: str, text: str, seconds: float) -> str:
         """Return rank 0's text on all ranks.
@@ -113,7 +121,15 @@ class Launch:
         Raises:
             RendezvousError: rank 0 sent nothing in time, or is gone.
         """
-        return _broadcast(self.store, self.rank, key, text, seconds)
+        if self.rank == 0:
+            self.store.set(key, text)
+            return text
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+            return self.store.get(key).decode()
+        except RuntimeError as error:
+            host = socket.gethostname()
+            raise RendezvousError(f"rank {self.rank} on {host} has lost rank 0: {_first_line(error)}") from error
 
     def agree(self, key: str, text: str) -> str:
         """Broadcast rank 0's text; rank 0, which may serve the store, waits until the other ranks have received it."""
@@ -137,7 +153,7 @@ class Check:
 
     title: str
     examine: Callable[[Launch], Any]
-    judge: Callable[[Mapping[int, Any], Launch], list[Finding]]
+    judge: Callable[[Answers, Launch], list[Finding]]
     together: bool = False
     least_seconds: float = 0.0
 
@@ -162,13 +178,14 @@ def connect(
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     store = _open_store(environment, rank, host, address, options.timeout)
-    store.set(f"host/{rank}", host)
-    names = _collect(store, "host", range(world), options.timeout) if rank == 0 else {}
-    roll = json.dumps({"hosts": list(names.values()), "missing": _missing_text(names, world, address, options)})
-    answer = json.loads(_broadcast(store, rank, "roll", roll, options.timeout + _MARGIN))
-    if answer["missing"]:
-        raise RendezvousError(answer["missing"])
-    return Launch(rank, local_rank, answer["hosts"], options, environment, patch_problems, store)
+    launch = Launch(rank, local_rank, (), options, environment, patch_problems, store)
+    names = launch.gather("host", host, range(world), options.timeout)
+    error = _missing_text(names, world, address, options.timeout)
+    roll = json.dumps({"hosts": list(names.values()), "error": error})
+    answer = json.loads(launch.broadcast("roll", roll, options.timeout + _MARGIN))
+    if answer["error"]:
+        raise RendezvousError(answer["error"])
+    return replace(launch, hosts=answer["hosts"])
 
 
 def _open_store(environment: Mapping[str, str], rank: int, host: str, address: str, timeout: float) -> Store:
@@ -187,39 +204,17 @@ def _open_store(environment: Mapping[str, str], rank: int, host: str, address: s
     return PrefixStore(f"deepspeed_ext doctor {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _missing_text(names: Mapping[int, str], world: int, address: str, options: Options) -> str:
+def _missing_text(names: Mapping[int, str], world: int, address: str, timeout: float) -> str:
     """Return an error that lists the ranks without a host name; empty if there are none."""
     missing = sorted(set(range(world)) - set(names))
     if not missing:
         return ""
     present = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in by_value(names).items())
     return (
-        f"{ranks_text(missing)} of {world} {'is' if len(missing) == 1 else 'are'} missing: {options.timeout:g} s "
-        f"after rank 0 began to wait at {address}, only these had connected: {present}. Check that the launcher runs "
-        f"on every node with the same number of nodes and of ranks per node, and that every node reaches that address."
+        f"{ranks_text(missing)} of {world} {'is' if len(missing) == 1 else 'are'} missing: {timeout:g} s after rank 0 "
+        f"began to wait at {address}, only these had connected: {present}. Check that the launcher runs on every node "
+        f"with the same number of nodes and of ranks per node, and that every node reaches that address."
     )
-
-
-def _collect(store: Store, key: str, ranks: Collection[int], seconds: float) -> dict[int, str]:
-    """Return the text that each of these ranks has set under this key, of all ranks or after the time limit."""
-    keys = {rank: f"{key}/{rank}" for rank in ranks}
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=seconds))
-    except RuntimeError:
-        keys = {rank: name for rank, name in keys.items() if store.check([name])}
-    return {rank: store.get(name).decode() for rank, name in keys.items()}
-
-
-def _broadcast(store: Store, rank: int, key: str, text: str, seconds: float) -> str:
-    if rank == 0:
-        store.set(key, text)
-        return text
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-        return store.get(key).decode()
-    except RuntimeError as error:
-        host = socket.gethostname()
-        raise RendezvousError(f"rank {rank} on {host} has lost rank 0: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from deepspeed_ext.tools.doctor import checks, environment, findings, kernels, links
 from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options, RendezvousError, connect
-from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, by_value, ranks_text, worst
+from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, by_value, worst
 from deepspeed_ext.version import __version__
 
 CHECKS = (  # what communicates comes last, after the process groups
@@ -165,8 +165,7 @@ def _judge(check: Check, launch: Launch, texts: dict[int, str], lost: Collection
     results = [_failure(launch, ranks, error) for error, ranks in errors.items()]
     if lost:
         advice = "See what these ranks have printed, and whether their processes and hosts still run."
-        subject = f"{ranks_text(lost)} on {launch.hosts_text(sorted(lost))}"
-        results.append(Finding(subject, Level.WRONG, "no answer: dead, or out of reach", advice))
+        results.append(Finding(launch.located(lost), Level.WRONG, "no answer: dead, or out of reach", advice))
     if answers and not (check.together and results):
         try:
             results += check.judge(answers, launch)
@@ -177,7 +176,7 @@ def _judge(check: Check, launch: Launch, texts: dict[int, str], lost: Collection
 
 def _failure(launch: Launch, ranks: list[int], error: str) -> Finding:
     found = f"the check itself failed: {' '.join(error.split())[:600]}"
-    return Finding(f"{ranks_text(ranks)} on {launch.hosts_text(ranks)}", Level.WRONG, found)
+    return Finding(launch.located(ranks), Level.WRONG, found)
 
 
 def _left_out(reason: str, advice: str) -> Finding:

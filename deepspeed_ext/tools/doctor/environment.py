@@ -14,10 +14,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from deepspeed_ext.strategy import GroupSizes
-from deepspeed_ext.tools.doctor.cluster import Check, Launch
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
 
-Answers = Mapping[int, Any]
 _SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
 # Launchers set the first one per rank, and interfaces may have different names on different hosts.
 _MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}
@@ -33,53 +32,36 @@ class Harmful(NamedTuple):
     level: Level = Level.LOOK
 
 
+_QUEUE = (
+    "all streams of a device share one work queue, so transfers on side streams wait behind the compute that was "
+    "launched before them, and no strategy's hops overlap with it. Megatron's tensor parallelism asks for it; without "
+    "that, leave it unset."
+)
+_WAITS = "the host waits for each collective, so nothing overlaps with compute, and strategies use no side streams."
+_NO_CACHE = "every tensor is allocated and freed by the driver, which waits for the device: for debugging only."
+_COMPARED = "before each collective, ranks compare its arguments over gloo: for debugging only."
+_NO_SHM = "devices of a host that reach one another by no direct path use the network instead of shared memory."
+_NO_GDR = "what goes to the network is copied through host memory (no GPUDirect RDMA)."
+_LO = "uses the loopback, which reaches no other host."
+_OUT = "the package stays out of DeepSpeed, which then does not know its keys."
 HARMFUL = (
-    Harmful(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "1",
-        "all streams of a device share one work queue, so transfers on side streams wait behind the compute that was "
-        "launched before them, and no strategy's hops overlap with it. Megatron's tensor parallelism asks for it; "
-        "without that, leave it unset.",
-    ),
-    Harmful(
-        "TORCH_NCCL_BLOCKING_WAIT",
-        _ON,
-        "the host waits for each collective, so nothing overlaps with compute, and strategies use no side streams.",
-    ),
+    Harmful("CUDA_DEVICE_MAX_CONNECTIONS", "1", _QUEUE),
+    Harmful("TORCH_NCCL_BLOCKING_WAIT", _ON, _WAITS),
     Harmful("NCCL_BLOCKING_WAIT", _ON, "the old name of TORCH_NCCL_BLOCKING_WAIT: the host waits."),
     Harmful("CUDA_LAUNCH_BLOCKING", _ON, "every kernel launch waits for its end: for debugging only."),
-    Harmful(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        _ANY,
-        "every tensor is allocated and freed by the driver, which waits for the device: for debugging only.",
-    ),
-    Harmful(
-        "TORCH_DISTRIBUTED_DEBUG",
-        "DETAIL",
-        "before each collective, ranks compare its arguments over gloo: for debugging only.",
-    ),
+    Harmful("PYTORCH_NO_CUDA_MEMORY_CACHING", _ANY, _NO_CACHE),
+    Harmful("TORCH_DISTRIBUTED_DEBUG", "DETAIL", _COMPARED),
     Harmful("NCCL_P2P_DISABLE", _ON, "devices of a host do not use NVLink or PCIe directly."),
     Harmful("NCCL_P2P_LEVEL", "LOC|0", "devices of a host never use NVLink or PCIe directly."),
-    Harmful(
-        "NCCL_SHM_DISABLE",
-        _ON,
-        "devices of a host that reach one another by no direct path use the network instead of shared memory.",
-    ),
+    Harmful("NCCL_SHM_DISABLE", _ON, _NO_SHM),
     Harmful("NCCL_IB_DISABLE", _ON, "InfiniBand and RoCE are not used: all goes over IP sockets."),
     Harmful("NCCL_NET", "socket", "all goes over IP sockets, also where there is InfiniBand."),
-    Harmful(
-        "NCCL_NET_GDR_LEVEL", "LOC|0", "what goes to the network is copied through host memory (no GPUDirect RDMA)."
-    ),
+    Harmful("NCCL_NET_GDR_LEVEL", "LOC|0", _NO_GDR),
     Harmful("NCCL_ALGO", _ANY, "one algorithm is forced where NCCL chooses by size and topology."),
     Harmful("NCCL_PROTO", _ANY, "one protocol is forced where NCCL chooses by size and topology."),
-    Harmful("NCCL_SOCKET_IFNAME", _LOOPBACK, "NCCL uses the loopback, which reaches no other host.", Level.WRONG),
-    Harmful("GLOO_SOCKET_IFNAME", _LOOPBACK, "gloo uses the loopback, which reaches no other host.", Level.WRONG),
-    Harmful(
-        "DEEPSPEED_EXT_DISABLE",
-        _ON,
-        "the package stays out of DeepSpeed, which then does not know its keys.",
-        Level.WRONG,
-    ),
+    Harmful("NCCL_SOCKET_IFNAME", _LOOPBACK, f"NCCL {_LO}", Level.WRONG),
+    Harmful("GLOO_SOCKET_IFNAME", _LOOPBACK, f"gloo {_LO}", Level.WRONG),
+    Harmful("DEEPSPEED_EXT_DISABLE", _ON, _OUT, Level.WRONG),
 )
 
 
@@ -159,75 +141,70 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
         variables: of one rank.
         launch: has the hosts and the groups.
     """
-    name, sizes = "NCCL " + ".".join(map(str, version)), launch.group_sizes()
+    sizes, ignores = launch.group_sizes(), f"NCCL {'.'.join(map(str, version))} ignores it; "
+    several_hosts = len(launch.ranks_of_hosts()) > 1
     findings = []
-    if launch.world > 1:
-        findings += _cta_policy(name, version, variables.get("NCCL_CTA_POLICY", "").upper())
-    if len(launch.ranks_of_hosts()) > 1:
-        findings += _pat(name, version, variables, sizes, launch.hosts) if sizes else []
-        findings += _port_failover(name, version, variables.get("NCCL_IB_RESILIENCY_PORT_FAILOVER", "0") == "1")
-        findings += _cross_nic(variables.get("NCCL_CROSS_NIC", ""))
-    return findings
+    policy = variables.get("NCCL_CTA_POLICY", "").upper()
+    if policy and version < [2, 27]:
+        findings.append(Finding("NCCL_CTA_POLICY", Level.LOOK, f"{ignores}2.27 and later have it"))
+    elif policy in _POLICIES and version >= [2, 27] and launch.world > 1:
+        findings.append(Finding("NCCL_CTA_POLICY", *_POLICIES[policy]))
+    if several_hosts and sizes and not variables.get("NCCL_ALGO"):
+        findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
+    failover = variables.get("NCCL_IB_RESILIENCY_PORT_FAILOVER", "0") == "1"
+    if failover and version < [2, 29]:
+        findings.append(Finding("port failover", Level.LOOK, f"{ignores}2.29 and later have it"))
+    elif several_hosts and version >= [2, 29]:
+        findings.append(Finding("port failover", Level.OK, _FAILOVER[failover]))
+    rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
+    return [*findings, Finding("NCCL_CROSS_NIC", Level.OK, rails)] if several_hosts and rails else findings
 
 
-def _cta_policy(name: str, version: list[int], policy: str) -> Iterator[Finding]:
-    if version < [2, 27]:
-        if policy:
-            yield Finding("NCCL_CTA_POLICY", Level.LOOK, f"{name} ignores it; 2.27 and later have it")
-    elif policy in ("2", "ZERO"):
-        text = "zero: only collectives on registered symmetric buffers run without SMs. Hops use ordinary buffers, so "
-        yield Finding("NCCL_CTA_POLICY", Level.LOOK, text + "theirs still take SMs from the compute they overlap with")
-    elif policy in ("1", "EFFICIENCY"):
-        text = "efficiency: hops that overlap with compute take as few SMs as their rate allows"
-        yield Finding("NCCL_CTA_POLICY", Level.OK, text)
-    elif policy in ("", "0", "DEFAULT"):
-        text = "default: hops are as fast as possible, and take more SMs from the compute that they overlap with; "
-        yield Finding("NCCL_CTA_POLICY", Level.OK, text + "if overlap slows that down, try NCCL_CTA_POLICY=1")
+_FEW = "efficiency: hops that overlap with compute take as few SMs as their rate allows"
+_ZERO = (
+    "zero: only collectives on registered symmetric buffers run without SMs. Hops use ordinary buffers, so they "
+    "still take SMs from the compute that they overlap with"
+)
+_DEFAULT = (
+    "default: hops are as fast as possible, and take more SMs from the compute that they overlap with; if overlap "
+    "slows that down, try NCCL_CTA_POLICY=1"
+)
+_POLICIES = {
+    **dict.fromkeys(("", "0", "DEFAULT"), (Level.OK, _DEFAULT)),
+    **dict.fromkeys(("1", "EFFICIENCY"), (Level.OK, _FEW)),
+    **dict.fromkeys(("2", "ZERO"), (Level.LOOK, _ZERO)),
+}
+_FAILOVER = {
+    True: "on: after a port fails, the hop between groups continues over another one, and is as slow as that; see "
+    "whether a node is slow below",
+    False: "off: if a port fails, the hop between groups fails, and training ends. Where devices have several "
+    "InfiniBand or RoCE ports, NCCL_IB_RESILIENCY_PORT_FAILOVER=1 continues over another one",
+}
+_RAILS = {
+    "0": "0: the hop between groups stays on one rail of the network for each number in a group",
+    "1": "1: the hop between groups may cross the rails of the network, which is right if all cards of a node share a "
+    "switch, and slow if each has its own",
+}
 
 
-def _pat(
-    name: str, version: list[int], variables: Mapping[str, str], sizes: GroupSizes, hosts: Sequence[str]
-) -> Iterator[Finding]:
-    """Return whether hops between groups take a logarithmic number of steps; with two groups, both numbers are 1."""
-    k, m, enabled = sizes.groups, sizes.group_size, variables.get("NCCL_PAT_ENABLE", "2")
+def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[str]) -> Iterator[Finding]:
+    """Yield whether hops between groups take a logarithmic number of steps; with two groups, both numbers are 1."""
+    k, m = sizes.groups, sizes.group_size
     shared = any(len(set(hosts[number::m])) < k for number in range(m))
-    if k < 3 or variables.get("NCCL_ALGO") or (shared and enabled == "1"):
-        return
     ring = f"all-gathers and reduce-scatters between the {k} groups take the {k - 1} steps of a ring"
+    if k < 3 or (shared and enabled == "1"):
+        return
     if version < [2, 23]:
-        yield Finding("PAT", Level.OK, f"{name} does not have it (2.23 and later do), so {ring}")
+        yield Finding("PAT", Level.OK, f"NCCL has it since 2.23, so {ring}")
     elif enabled == "0":
         yield Finding("PAT", Level.LOOK, f"disabled, so {ring}", "Unset NCCL_PAT_ENABLE.")
     elif shared:
         text = f"NCCL uses it for one rank per node; here several ranks of a node are in one communicator, so {ring}"
         yield Finding("PAT", Level.LOOK, text, "Use whole nodes as groups, unless smaller ones are meant.")
     else:
-        text = f"possible between groups, with one rank per node: {math.ceil(math.log2(k))} steps for small messages, "
-        text += f"not the {k - 1} of a ring"
-        text += "; collectives over all ranks, as ZeRO's, take a ring" if len(set(hosts)) < len(hosts) else ""
-        yield Finding("PAT", Level.OK, text)
-
-
-def _port_failover(name: str, version: list[int], enabled: bool) -> Iterator[Finding]:
-    if version < [2, 29]:
-        if enabled:
-            yield Finding("port failover", Level.LOOK, f"{name} ignores it; 2.29 and later have it")
-    elif enabled:
-        text = "on: after a port fails, the hop between groups continues over another one, and is as slow as that; "
-        yield Finding("port failover", Level.OK, text + "see whether a node is slow below")
-    else:
-        text = "off: if a port fails, the hop between groups fails, and training ends. Where devices have several "
-        text += "InfiniBand or RoCE ports, NCCL_IB_RESILIENCY_PORT_FAILOVER=1 goes on over another one"
-        yield Finding("port failover", Level.OK, text)
-
-
-def _cross_nic(value: str) -> Iterator[Finding]:
-    if value == "0":
-        text = "0: the hop between groups stays on one rail of the network for each number in a group"
-        yield Finding("NCCL_CROSS_NIC", Level.OK, text)
-    elif value == "1":
-        text = "1: the hop between groups may cross the rails of the network, which is right if all cards of a node "
-        yield Finding("NCCL_CROSS_NIC", Level.OK, text + "share a switch, and slow if each has its own")
+        steps = f"{math.ceil(math.log2(k))} steps for small messages, not the {k - 1} of a ring"
+        flat = "; collectives over all ranks, as ZeRO's, take a ring" if len(set(hosts)) < len(hosts) else ""
+        yield Finding("PAT", Level.OK, f"possible between groups, with one rank per node: {steps}{flat}")
 
 
 ENVIRONMENT = Check("environment", _examine, judge)

@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import IntEnum
+from itertools import groupby
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value", bound=Hashable)
@@ -26,9 +27,6 @@ class Level(IntEnum):
     def word(self) -> str:
         """Return the word in the report."""
         return self.name.lower()
-
-
-_COLORS = {Level.OK: "32", Level.LOOK: "33", Level.WRONG: "31"}  # green, yellow, red
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,11 @@ class Section:
         return {"title": self.title, "findings": findings, "measured": measured}
 
 
+def judged(subject: str, problem: str, advice: str, fine: str, level: Level = Level.LOOK) -> Finding:
+    """Return a finding of this level if there is a problem; else that of what is fine."""
+    return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, fine)
+
+
 def worst(sections: Iterable[Section]) -> Level:
     """Return the worst level of all findings."""
     return max((finding.level for section in sections for finding in section.findings), default=Level.OK)
@@ -106,8 +109,9 @@ def _finding_lines(finding: Finding, columns: int, color: bool, width: int) -> l
 
 
 def _level_text(level: Level, color: bool) -> str:
+    color_code = (32, 33, 31)[level]  # green, yellow, red
     word = level.word.ljust(_WORD)
-    return f"\033[{_COLORS[level]}m{word}\033[0m" if color else word
+    return f"\033[{color_code}m{word}\033[0m" if color else word
 
 
 def bar(value: float, largest: float) -> str:
@@ -118,12 +122,8 @@ def bar(value: float, largest: float) -> str:
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as ``rank 3`` or ``ranks 0-3, 8``."""
     ordered = sorted(ranks)
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    # Consecutive ranks have the same difference to their positions.
+    spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ordered), lambda item: item[1] - item[0])]
     shown = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
     return f"rank {shown}" if len(ordered) == 1 else f"ranks {shown}"
 
@@ -138,17 +138,15 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 
 def bytes_text(nbytes: float) -> str:
     """Return bytes as ``64 KiB``, ``1.5 GiB`` and the like."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
+    return _scaled(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(rate: float) -> str:
     """Return bytes per second as ``11.9 MB/s``, in the powers of 1000 that networks use."""
-    for unit in ("B/s", "KB/s", "MB/s"):
-        if rate < 999.5:
-            return f"{rate:.3g} {unit}"
-        rate /= 1000
-    return f"{rate:.3g} GB/s"
+    return _scaled(rate, 1000, 999.5, ("B/s", "KB/s", "MB/s", "GB/s"))
+
+
+def _scaled(number: float, base: int, limit: float, units: Sequence[str]) -> str:
+    while number >= limit and len(units) > 1:
+        number, units = number / base, units[1:]
+    return f"{number:.3g} {units[0]}"

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compare LoCo's kernels with the reference, bit for bit, on the device at hand."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -10,14 +11,14 @@ from torch import Tensor
 
 from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.tools.doctor.cluster import Check, Launch
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
 
 _WIDTH = 4133  # no multiple of a block or of a vector
 _BUILD_SECONDS = 600.0  # a compile at first use
 _BETA, _FACTOR = 0.8, 1 / 3
 _PARTS = {("loco_compress", 1): ": quantized gradients", ("loco_compress", 3): ": error feedback"}  # by argument
-_Compare = Callable[..., list[Any]]
+_Case = tuple[str, str, Callable[..., Any], tuple[Any, ...]]  # operator, description, reference, arguments
 
 
 def _examine(launch: Launch) -> dict[str, Any]:
@@ -41,61 +42,52 @@ def differing(operators: Any, device: str) -> list[str]:
         device: runs the operators; the reference runs on the CPU.
     """
     wrong: dict[str, str] = {}
-    case = ""
-
-    def compare(name: str, oracle: Callable[..., None], *arguments: Any) -> list[Any]:
-        """Return the arguments as the oracle writes them, so that no operator depends on another one."""
-        expected = [value.clone() if isinstance(value, Tensor) else value for value in arguments]
-        actual = [value.clone().to(device) if isinstance(value, Tensor) else value for value in arguments]
+    for name, case, oracle, arguments in (*_gradients_and_updates(), *_lossless_updates()):
+        expected, actual = (
+            [value.clone().to(where) if isinstance(value, Tensor) else value for value in arguments]
+            for where in ("cpu", device)
+        )
         oracle(*expected)
         getattr(operators, name)(*actual)
         for position, value in enumerate(expected):
             if isinstance(value, Tensor) and not _same_bits(value, actual[position]):
                 wrong.setdefault(name + _PARTS.get((name, position), ""), case)
-        return expected
+    return [f"{name} ({case})" for name, case in wrong.items()]
 
-    for dtype in ops.DTYPES:
-        for packing in (Packing(4, 128), Packing(8, 256)):
-            for hadamard in (False, True):
-                case = f"{dtype}, {packing.bits} bits, blocks of {packing.block_size}{', Hadamard' * hadamard}"
-                _compare_gradients(compare, dtype, packing, hadamard)
-                if not hadamard:
-                    _compare_updates(compare, dtype, packing)
+
+def _gradients_and_updates() -> Iterator[_Case]:
+    """Yield cases of LoCo's operators; what they read is written by the reference, so none depends on another one."""
+    for dtype, packing, hadamard in product(ops.DTYPES, (Packing(4, 128), Packing(8, 256)), (False, True)):
+        bits, block = sizes = packing.bits, packing.block_size
+        case = f"{dtype}, {bits} bits, blocks of {block}{', Hadamard' * hadamard}"
+        error = torch.zeros(3, Packing(8, block).row_bytes(_WIDTH), dtype=torch.uint8)
+        wire, empty = packing.empty(3, _WIDTH, error), packing.empty(3, _WIDTH, error)
+        how = *sizes, _BETA, 2.0, hadamard
+        reference.compress(_numbers(dtype, 2), wire, None, error, *how)
+        gradient, out = _numbers(dtype, 1), torch.zeros(_WIDTH, dtype=dtype)
+        yield "loco_compress", case, reference.compress, (gradient, empty, error, torch.zeros_like(error), *how)
+        yield "loco_decompress", case, reference.decompress, (wire, out, *sizes, _FACTOR, hadamard)
+        if not hadamard:
+            updated, held = _numbers(dtype, 3), _numbers(dtype, 4)
+            difference = packing.empty(3, _WIDTH, updated)
+            reference.difference(updated, held, difference, *sizes)
+            yield "loco_difference", case, reference.difference, (updated, held, empty, *sizes)
+            yield "loco_apply", case, reference.apply, (difference, held, *sizes)
+
+
+def _lossless_updates() -> Iterator[_Case]:
     for dtype in ops.LOSSLESS_DTYPES:
-        case = str(dtype)
-        _compare_lossless(compare, dtype)
-    return [f"{name} ({first})" for name, first in wrong.items()]
-
-
-def _compare_gradients(compare: _Compare, dtype: torch.dtype, packing: Packing, hadamard: bool) -> None:
-    bits, block = packing.bits, packing.block_size
-    error = torch.zeros(3, Packing(8, block).row_bytes(_WIDTH), dtype=torch.uint8)
-    wire = packing.empty(3, _WIDTH, error)
-    reference.compress(_numbers(dtype, 2), wire.clone(), None, error, bits, block, _BETA, 2.0, hadamard)
-    arguments = (_numbers(dtype, 1), wire, error, torch.zeros_like(error), bits, block, _BETA, 2.0, hadamard)
-    _, wire, *_ = compare("loco_compress", reference.compress, *arguments)
-    out = torch.zeros(_WIDTH, dtype=dtype)
-    compare("loco_decompress", reference.decompress, wire, out, bits, block, _FACTOR, hadamard)
-
-
-def _compare_updates(compare: _Compare, dtype: torch.dtype, packing: Packing) -> None:
-    updated, held = _numbers(dtype, 3), _numbers(dtype, 4)
-    sizes = packing.bits, packing.block_size
-    wire = packing.empty(3, _WIDTH, updated)
-    _, _, wire, *_ = compare("loco_difference", reference.difference, updated, held, wire, *sizes)
-    compare("loco_apply", reference.apply, wire, held, *sizes)
-
-
-def _compare_lossless(compare: _Compare, dtype: torch.dtype) -> None:
-    held = _numbers(dtype, 5).view(1, -1)
-    updated = held.clone()
-    updated[:, ::3] *= 1 + 2**-7  # most differences are small, as those of a step
-    tiles = torch.zeros(lossless.tiles_of(held.shape[-1]), dtype=torch.int32)
-    _, _, tiles = compare("lossless_measure", lossless.measure, updated, held, tiles)
-    header, nbytes = lossless.header_of(tiles)
-    wire = torch.zeros(1, int(nbytes) + 16, dtype=torch.uint8)
-    *_, wire = compare("lossless_pack", lossless.pack, updated, held, header, wire)
-    compare("lossless_apply", lambda _, restored: restored.copy_(updated), wire, held)
+        held = _numbers(dtype, 5).view(1, -1)
+        updated = held.clone()
+        updated[:, ::3] *= 1 + 2**-7  # most differences are small, as those of a step
+        tiles = torch.zeros(lossless.tiles_of(held.shape[-1]), dtype=torch.int32)
+        yield "lossless_measure", str(dtype), lossless.measure, (updated, held, tiles.clone())
+        lossless.measure(updated, held, tiles)
+        header, nbytes = lossless.header_of(tiles)
+        wire = torch.zeros(1, int(nbytes) + 16, dtype=torch.uint8)
+        yield "lossless_pack", str(dtype), lossless.pack, (updated, held, header, wire.clone())
+        lossless.pack(updated, held, header, wire)
+        yield "lossless_apply", str(dtype), lambda _, restored, updated=updated: restored.copy_(updated), (wire, held)
 
 
 def _numbers(dtype: torch.dtype, seed: int) -> Tensor:
@@ -119,7 +111,7 @@ def _same_bits(expected: Tensor, actual: Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in one_nan))
 
 
-def judge(answers: Mapping[int, Any], launch: Launch) -> list[Finding]:
+def judge(answers: Answers, launch: Launch) -> list[Finding]:
     """Judge wrong, missing, and correct kernels."""
     findings = []
     wrong = by_value({rank: name for rank, answer in answers.items() for name in answer["wrong"][:1]})

@@ -5,7 +5,7 @@
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, distributed
 
 from deepspeed_ext.planner.rates import fit
-from deepspeed_ext.tools.doctor.cluster import Check, Launch
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, bar, bytes_text, rate_text
 from deepspeed_ext.tools.doctor.outliers import LEAST, Outliers, Pair, between, find_outliers, inside, tournament
 
-Answers = Mapping[int, Any]
 _WATCHDOG = 60.0  # seconds after the check's limit at which NCCL's watchdog may end the process
 
 
@@ -134,11 +133,9 @@ _MUCH = 0.5  # share of the usual rate below which an outlier is wrong
 _LATE = 1 / 3  # share of the usual inverse latency below which a rank is late
 _SHOWN = 8  # findings of a kind
 _MOST_PAIR_SECONDS = 300.0
-_ADVICE = {
-    "nodes": "Look at this node's network card, cable and switch port (ethtool, ibstat), and what else uses them.",
-    "ranks": "Look at this rank's device and its own link (nvidia-smi topo -m, nvidia-smi nvlink -s).",
-    "pair": "Look at the path between the two alone: cables and switches that only it uses.",
-}
+_NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and what else uses them."
+_RANK_ADVICE = "Look at this rank's device and its own link (nvidia-smi topo -m, nvidia-smi nvlink -s)."
+_PAIR_ADVICE = "Look at the path between the two alone: cables and switches that only it uses."
 
 
 @dataclass(frozen=True)
@@ -265,65 +262,60 @@ def judge_pairs(answers: Answers, launch: Launch) -> list[Finding]:
     across = {pair: row for pair, row in times.items() if team_of[pair[0]] != team_of[pair[1]]}
     rates = {pair: row.rate for pair, row in times.items() if pair not in across}
     findings = _judge_nodes(across, team_of, launch) if across else []
-    if rates:
-        findings += _outlier_findings(find_outliers(rates), "inside nodes", _rank_name(launch), "ranks", len(rates))
+    findings += _outlier_findings(find_outliers(rates), "inside nodes", launch, rates) if rates else []
     return findings or [Finding("pairs", Level.OK, "one rank: nothing is sent")]
 
 
 def _judge_nodes(times: Mapping[Pair, PairTimes], team_of: Mapping[int, int], launch: Launch) -> list[Finding]:
     """Return slow nodes, and ranks and pairs of ranks that slow nodes do not explain."""
-    teams, rank_name = launch.teams(), _rank_name(launch)
+    teams = launch.teams()
     of_nodes: dict[Pair, list[PairTimes]] = {}
     for (a, b), row in times.items():
         of_nodes.setdefault((min(team_of[a], team_of[b]), max(team_of[a], team_of[b])), []).append(row)
-    nodes = find_outliers({pair: joint_rate(rows) for pair, rows in of_nodes.items()})
-    usual = statistics.median(row.ping for row in times.values())
+    rates = {pair: joint_rate(rows) for pair, rows in of_nodes.items()}
+    nodes, usual = find_outliers(rates), statistics.median(row.ping for row in times.values())
     text = f"{len(between(teams, MOST_ROUNDS))} of {len(tournament(len(teams)))} round(s) of disjoint pairs, "
-    text += f"{len(of_nodes)} pair(s) of nodes; an empty message takes {1e6 * usual:.0f} us"
+    text += f"{len(rates)} pair(s) of nodes; an empty message takes {1e6 * usual:.0f} us"
     findings = [Finding("measured", Level.OK, text)]
-    name = lambda number: launch.team_text(teams[number])  # noqa: E731
-    findings += _outlier_findings(nodes, "between nodes", name, "nodes", len(of_nodes))
+    findings += _outlier_findings(nodes, "between nodes", launch, rates, teams)
     delays = find_outliers({pair: 1 / row.ping for pair, row in times.items()}, _LATE)
     for rank, inverse in list(delays.players.items())[:_SHOWN]:
         text = f"an empty message takes {1e6 / inverse:.0f} us, usually {1e6 / delays.usual:.0f} us"
-        findings.append(Finding(rank_name(rank), Level.LOOK, text, _ADVICE["nodes"]))
+        findings.append(Finding(launch.located([rank]), Level.LOOK, text, _NODE_ADVICE))
     explained = {*nodes.players, *nodes.lower, *(number for pair in nodes.pairs for number in pair)}
     rest = {pair: row.rate for pair, row in times.items() if not explained & {team_of[rank] for rank in pair}}
     ranks = find_outliers(rest)
     if any(len(team) > 1 for team in teams) and (ranks.players or ranks.pairs):
-        findings += _outlier_findings(ranks, "ranks between nodes", rank_name, "ranks", len(rest))
+        findings += _outlier_findings(ranks, "ranks between nodes", launch, rest)
     return findings
 
 
 def _outlier_findings(
-    outliers: Outliers, subject: str, name: Callable[[int], str], kind: str, count: int
+    outliers: Outliers, subject: str, launch: Launch, rates: Mapping[Pair, float], teams: list[list[int]] | None = None
 ) -> list[Finding]:
-    """Return a finding for each outlier, or one for all ``count`` pairs; ``kind`` is a key of the advice."""
-    findings, usual = [], outliers.usual
+    """Return a finding for each outlier among ranks, or among teams if given; if there is none, one for all pairs."""
+    findings, usual, advice = [], outliers.usual, _NODE_ADVICE if teams else _RANK_ADVICE
+
+    def name(player: int) -> str:
+        return launch.team_text(teams[player]) if teams else launch.located([player])
+
+    def add(subject: str, rate: float, expected: float, text: str, advice: str) -> None:
+        level = Level.WRONG if rate < _MUCH * expected else Level.LOOK
+        findings.append(Finding(subject, level, f"{text} {rate_text(expected)}", advice))
+
     for player, rate in sorted(outliers.players.items(), key=lambda item: item[1])[:_SHOWN]:
-        text = f"slow with all others: {rate_text(rate)}, usually {rate_text(usual)}"
-        findings.append(Finding(name(player), _level(rate, usual), text, _ADVICE[kind]))
+        add(name(player), rate, usual, f"slow with all others: {rate_text(rate)}, usually", advice)
     for (a, b), (rate, expected) in sorted(outliers.pairs.items(), key=lambda item: item[1][0])[:_SHOWN]:
-        text = f"slow with each other: {rate_text(rate)}, otherwise {rate_text(expected)}"
-        findings.append(Finding(f"{name(a)} and {name(b)}", _level(rate, expected), text, _ADVICE["pair"]))
+        text = f"slow with each other: {rate_text(rate)}, otherwise"
+        add(f"{name(a)} and {name(b)}", rate, expected, text, _PAIR_ADVICE)
     if outliers.lower:
-        rates, slower = outliers.rates.values(), ", ".join(name(player) for player in outliers.lower[:_SHOWN])
-        text = f"of two kinds, {rate_text(min(rates))} to {rate_text(max(rates))}; the slower ones are {slower}"
+        speeds, slower = outliers.rates.values(), ", ".join(map(name, outliers.lower[:_SHOWN]))
+        text = f"of two kinds, {rate_text(min(speeds))} to {rate_text(max(speeds))}; the slower ones are {slower}"
         findings.append(Finding(subject, Level.LOOK, text, "Training goes at the pace of the slower ones."))
-    if findings:
-        return findings
     few = len(outliers.rates) < 3
     compared = "too few to compare" if few else f"no outlier (none below {LEAST:.0%} of the others)"
-    text = f"{rate_text(usual)} each way, both at once; {compared}, {count} pair(s)"
-    return [Finding(subject, Level.OK, text)]
-
-
-def _level(rate: float, expected: float) -> Level:
-    return Level.WRONG if rate < _MUCH * expected else Level.LOOK
-
-
-def _rank_name(launch: Launch) -> Callable[[int], str]:
-    return lambda rank: f"rank {rank} on {launch.hosts[rank]}"
+    text = f"{rate_text(usual)} each way, both at once; {compared}, {len(rates)} pair(s)"
+    return findings or [Finding(subject, Level.OK, text)]
 
 
 PAIRS = Check("nodes and links", _examine_pairs, judge_pairs, together=True, least_seconds=_MOST_PAIR_SECONDS)
