@@ -16,11 +16,10 @@ from deepspeed_ext.tools.doctor.findings import Finding, Level, ranks_text
 
 pytestmark = pytest.mark.quick
 
-HOSTS = ["a", "a", "b", "b"]
 
-
-def launch(hosts: list[str] = HOSTS, **options: Any) -> Launch:
-    return Launch(0, 0, hosts, Options(**options))
+def launch(hosts: str = "aabb", **options: Any) -> Launch:
+    """Return a launch; each letter is the host of a rank."""
+    return Launch(0, 0, [*hosts], Options(**options))
 
 
 def bad(check: Check, answers: list[Any], where: Launch) -> dict[str, Finding]:
@@ -33,7 +32,7 @@ def bad(check: Check, answers: list[Any], where: Launch) -> dict[str, Finding]:
 def test_ranks_of_a_host_that_are_not_consecutive() -> None:
     told = [{"per_node": 2}] * 4
     assert not bad(checks.GROUPS, told, launch())
-    found = bad(checks.GROUPS, told, launch(["a", "b", "a", "b"]))
+    found = bad(checks.GROUPS, told, launch("abab"))
     assert found["order of ranks"].level == found["groups"].level == Level.WRONG
     assert "a has ranks 0, 2, b has ranks 1, 3" in found["order of ranks"].found
     assert "ranks 0-1 on a, b" in found["groups"].found and "--distribution=block" in found["groups"].advice
@@ -46,7 +45,7 @@ def test_groups_across_hosts_of_one_rank_and_of_uneven_hosts() -> None:
     assert "ZeRO-1" in bad(checks.GROUPS, told, launch(group_size=1))["groups"].found
     assert "one of [1, 2, 4]" in bad(checks.GROUPS, told, launch(group_size=3))["groups"].found
     uneven = [{"per_node": 3}] * 3 + [{"per_node": 1}]
-    found = bad(checks.GROUPS, uneven, launch(["a", "a", "a", "b"]))
+    found = bad(checks.GROUPS, uneven, launch("aaab"))
     assert "b has rank 3" in found["hosts"].found and found["groups"].level == Level.WRONG
     assert "3 on ranks 0-2; 1 on rank 3" in found["groups"].found
     nothing = bad(checks.GROUPS, [{"per_node": None}] * 4, launch())
@@ -84,10 +83,8 @@ def test_variables_that_differ_and_threads() -> None:
     found = bad(environment.ENVIRONMENT, variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3"), launch())
     assert "unset on ranks 0-2; 1 on rank 3" in found["NCCL_BUFFSIZE"].found and len(found) == 1
     many = [{"variables": {}, "cores": 4, "threads": 8, "on_host": True, "nccl": None}] * 4
-    assert (
-        "16 threads of 2 rank(s) on 4 core(s) of a"
-        in bad(environment.ENVIRONMENT, many, launch())["OMP_NUM_THREADS"].found
-    )
+    text = bad(environment.ENVIRONMENT, many, launch())["OMP_NUM_THREADS"].found
+    assert "16 threads of 2 rank(s) on 4 core(s) of a" in text
     few = [{"variables": {}, "cores": 64, "threads": 1, "on_host": False, "nccl": None}] * 4
     assert not bad(environment.ENVIRONMENT, few, launch())
     found = bad(environment.ENVIRONMENT, few, launch(offload_optimizer=True))
@@ -97,8 +94,7 @@ def test_variables_that_differ_and_threads() -> None:
 def nccl(
     version: str = "2.29.7", hosts: str = "aabbccdd", size: int | None = None, **given: str
 ) -> dict[str, Finding]:
-    """Findings about NCCL, by subject; each letter is the host of a rank."""
-    findings = environment.nccl_findings([*map(int, version.split("."))], given, launch([*hosts], group_size=size))
+    findings = environment.nccl_findings([*map(int, version.split("."))], given, launch(hosts, group_size=size))
     return {finding.subject: finding for finding in findings}
 
 
@@ -110,7 +106,8 @@ def test_settings_of_nccl() -> None:
     assert "2 steps for small messages, not the 3 of a ring; collectives over all" in usual["PAT"].found
     assert usual["port failover"].found.startswith("off: ") and usual["NCCL_CTA_POLICY"].found.startswith("default: ")
     assert "collectives over all" not in nccl(hosts="abcd")["PAT"].found, "ZeRO's have one rank per node, too"
-    assert "several ranks of a node" in nccl(size=1)["PAT"].found and nccl(size=1)["PAT"].level == Level.LOOK
+    for scattered in (nccl(size=1), nccl(hosts="abcdabcd", size=2)):
+        assert "several ranks of a node" in scattered["PAT"].found and scattered["PAT"].level == Level.LOOK
     assert "disabled" in nccl(NCCL_PAT_ENABLE="0")["PAT"].found and "2.23" in nccl("2.21.5")["PAT"].found
     for quiet in (nccl(hosts="aabb"), nccl(NCCL_ALGO="Ring"), nccl(size=3), nccl(size=1, NCCL_PAT_ENABLE="1")):
         assert "PAT" not in quiet
@@ -129,7 +126,7 @@ def test_a_missing_compiler() -> None:
     lacking = {**good, "tools": {**good["tools"], "c++": "", "nvcc": ""}, "nvcc": ""}
     found = bad(checks.COMPILER, [good, good, good, lacking], launch())
     assert set(found) == {"c++", "nvcc"} and "rank 3 (b)" in found["c++"].found and "CXX" in found["c++"].advice
-    assert "12.4 on rank 0" in bad(checks.COMPILER, [{**good, "nvcc": "12.4"}], launch(["a"]))["version of nvcc"].found
+    assert "12.4 on rank 0" in bad(checks.COMPILER, [{**good, "nvcc": "12.4"}], launch("a"))["version of nvcc"].found
 
 
 def free(**changed: Any) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def test_other_resources() -> None:
     assert "b has 64 MiB free" in found["/dev/shm"].found
     assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in found["locked memory"].found
     assert found["build folder"].level == Level.WRONG and "(rank 3)" in found["build folder"].found
-    closed = bad(checks.MEMORY, [free(), free(writable=False)], launch(["a", "a"]))["build folder"]
+    closed = bad(checks.MEMORY, [free(), free(writable=False)], launch("aa"))["build folder"]
     assert "rank 1 may not write to /b" in closed.found
 
 
@@ -229,12 +226,12 @@ def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: 
     assert "error feedback" in found or position != 3 or name == "lossless_pack"
     answer = {"device": "cpu", "kernels": True, "wrong": [found]}
     good = {"device": "cpu", "kernels": True, "wrong": []}
-    bad, fine = self_test.judge({0: good, 1: answer}, launch(["a", "b"]))
+    bad, fine = self_test.judge({0: good, 1: answer}, launch("ab"))
     assert bad.level == Level.WRONG and name in bad.found and "rank 1 (b)" in bad.found
     assert fine.level == Level.OK and "rank 0" in fine.found
 
 
 def test_right_kernels_pass_and_missing_ones_are_named(kernels: bool) -> None:
     assert self_test.differing(operators(), "cpu") == []
-    (found,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, launch(["a"]))
+    (found,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, launch("a"))
     assert found.level == Level.LOOK and "plain PyTorch" in found.found

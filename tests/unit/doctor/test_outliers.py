@@ -81,8 +81,7 @@ def test_rounds_of_large_clusters_are_bounded() -> None:
 def measured(launch: Launch, seconds: float, slow: dict[frozenset[int], float]) -> dict[int, list[list[object]]]:
     """Answers of all ranks where a message of a MiB takes so long, and pairs with all these ranks that much longer."""
     answers: dict[int, list[list[object]]] = {rank: [] for rank in range(launch.world)}
-    teams = launch.teams()
-    for rounds in (inside(teams, MOST_ROUNDS), between(teams, MOST_ROUNDS)):
+    for rounds in (inside(launch.teams(), MOST_ROUNDS), between(launch.teams(), MOST_ROUNDS)):
         for a, b in (pair for some_pairs in rounds for pair in some_pairs):
             factor = max([1.0, *(times for who, times in slow.items() if who & {a, b} == who or who == {a, b} & who)])
             answers[a].append([a, b, 1e-5, {str(2**20): [seconds * factor] * 3}, {str(2**20): 3 * seconds * factor}])
