@@ -133,33 +133,6 @@ def _threads(answers: Answers, launch: Launch) -> list[Finding]:
     return [replace(findings[0], found=findings[0].found + more)]
 
 
-def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Launch) -> list[Finding]:
-    """Return what NCCL's version and variables mean for the hops of a strategy; nothing where they mean nothing.
-
-    Args:
-        version: major, minor, and patch.
-        variables: of one rank.
-        launch: has the hosts and the groups.
-    """
-    sizes, ignores = launch.group_sizes(), f"NCCL {'.'.join(map(str, version))} ignores it; "
-    several_hosts = len(launch.ranks_of_hosts()) > 1
-    findings = []
-    policy = variables.get("NCCL_CTA_POLICY", "").upper()
-    if policy and version < [2, 27]:
-        findings.append(Finding("NCCL_CTA_POLICY", Level.LOOK, f"{ignores}2.27 and later have it"))
-    elif policy in _POLICIES and version >= [2, 27] and launch.world > 1:
-        findings.append(Finding("NCCL_CTA_POLICY", *_POLICIES[policy]))
-    if several_hosts and sizes and not variables.get("NCCL_ALGO"):
-        findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
-    failover = variables.get("NCCL_IB_RESILIENCY_PORT_FAILOVER", "0") == "1"
-    if failover and version < [2, 29]:
-        findings.append(Finding("port failover", Level.LOOK, f"{ignores}2.29 and later have it"))
-    elif several_hosts and version >= [2, 29]:
-        findings.append(Finding("port failover", Level.OK, _FAILOVER[failover]))
-    rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
-    return [*findings, Finding("NCCL_CROSS_NIC", Level.OK, rails)] if several_hosts and rails else findings
-
-
 _FEW = "efficiency: hops that overlap with compute take as few SMs as their rate allows"
 _ZERO = (
     "zero: only collectives on registered symmetric buffers run without SMs. Hops use ordinary buffers, so they "
@@ -185,6 +158,33 @@ _RAILS = {
     "1": "1: the hop between groups may cross the rails of the network, which is right if all cards of a node share a "
     "switch, and slow if each has its own",
 }
+
+
+def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Launch) -> list[Finding]:
+    """Return what NCCL's version and variables mean for the hops of a strategy; nothing where they mean nothing.
+
+    Args:
+        version: major, minor, and patch.
+        variables: of one rank.
+        launch: has the hosts and the groups.
+    """
+    sizes, ignores = launch.group_sizes(), f"NCCL {'.'.join(map(str, version))} ignores it; "
+    several_hosts = len(launch.ranks_of_hosts()) > 1
+    findings = []
+    policy = variables.get("NCCL_CTA_POLICY", "").upper()
+    if policy and version < [2, 27]:
+        findings.append(Finding("NCCL_CTA_POLICY", Level.LOOK, f"{ignores}2.27 and later have it"))
+    elif policy in _POLICIES and version >= [2, 27] and launch.world > 1:
+        findings.append(Finding("NCCL_CTA_POLICY", *_POLICIES[policy]))
+    if several_hosts and sizes and not variables.get("NCCL_ALGO"):
+        findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
+    failover = variables.get("NCCL_IB_RESILIENCY_PORT_FAILOVER", "0") == "1"
+    if failover and version < [2, 29]:
+        findings.append(Finding("port failover", Level.LOOK, f"{ignores}2.29 and later have it"))
+    elif several_hosts and version >= [2, 29]:
+        findings.append(Finding("port failover", Level.OK, _FAILOVER[failover]))
+    rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
+    return [*findings, Finding("NCCL_CROSS_NIC", Level.OK, rails)] if several_hosts and rails else findings
 
 
 def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[str]) -> Iterator[Finding]:
