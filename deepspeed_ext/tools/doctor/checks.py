@@ -1,36 +1,359 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""All checks, in the order in which they run and are printed: what communicates comes last."""
+"""Checks of each rank by itself: versions, the order of ranks, memory and disks, copies to a device, compilers."""
 
-from torch.distributed import Store
+import os
+import platform
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
-from deepspeed_ext.tools.doctor import (
-    clocks,
-    compiler,
-    environment,
-    groups,
-    kernels,
-    links,
-    memory,
-    pairs,
-    pinned,
-    versions,
+from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, crossings, ranks_per_node
+from deepspeed_ext.model_bytes import ADAM_BYTES
+from deepspeed_ext.planner.cost import BUCKET, Model, predict
+from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket, parse_strategy
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch, Options
+from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, judged, ranks_text, rate_text
+from deepspeed_ext.version import __version__
+
+_SHOWN = 4  # groups, hosts, or problems that are listed
+_DRIVER = Path("/proc/driver/nvidia/version")
+_HARMLESS = ("python", "driver", "device")  # may differ, which only makes ranks wait for the slowest one
+
+
+def _examine_versions(launch: Launch) -> dict[str, Any]:
+    import deepspeed
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from deepspeed_ext.clocks import device_name
+
+    versions = {"deepspeed_ext": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
+    versions |= {"python": platform.python_version(), "device": device_name()}
+    if get_accelerator().device_name() == "cuda":
+        match = re.search(r"Kernel Module\D*?\s(\d+[\d.]*)", _DRIVER.read_text() if _DRIVER.exists() else "")
+        versions |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": match[1] if match else "unknown"}
+    return {"versions": versions, "patches": launch.patch_problems()}
+
+
+def _judge_versions(answers: Answers, launch: Launch) -> list[Finding]:
+    findings = []
+    for name in dict.fromkeys(name for answer in answers.values() for name in answer["versions"]):
+        values = by_value({rank: answer["versions"].get(name, "none") for rank, answer in answers.items()})
+        text = "; ".join(f"{value}: {ranks_text(ranks)}" for value, ranks in values.items() if len(values) > 1)
+        level, advice = Level.WRONG, "Install the same version on every node."
+        if name in _HARMLESS:
+            level, advice = Level.LOOK, "Ranks wait for the slowest one: better have the same everywhere."
+        findings.append(judged(name, text, advice, next(iter(values)), level))
+    for problems, ranks in by_value({rank: tuple(answer["patches"]) for rank, answer in answers.items()}).items():
+        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        text = f"{ranks_text(ranks)}: {'; '.join(problems[:_SHOWN])}{more}" if problems else ""
+        advice = "Our keys are refused there. See python -m deepspeed_ext on that host."
+        if problems or len(ranks) == len(answers):
+            findings.append(judged("patches", text, advice, "as expected", Level.WRONG))
+    return findings
+
+
+VERSIONS = Check("versions", _examine_versions, _judge_versions)
+
+_FILL = "Have the launcher fill one host after the other (srun --distribution=block, mpirun --map-by slot)."
+
+
+def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
+    """Judge the order of ranks on hosts, and the groups that would be formed."""
+    hosts = launch.ranks_of_hosts()
+    findings = [_hosts_finding(hosts)]
+    scattered = {host: ranks for host, ranks in hosts.items() if ranks != list(range(ranks[0], ranks[-1] + 1))}
+    if scattered:
+        findings.append(Finding("order of ranks", Level.WRONG, f"not consecutive: {_hosts_text(scattered)}", _FILL))
+    per_node = by_value({rank: answer["per_node"] for rank, answer in answers.items()})
+    size = launch.options.group_size or (next(iter(per_node)) if len(per_node) == 1 else None)
+    if launch.world == 1:
+        return [*findings, Finding("groups", Level.OK, "one rank: nothing to group")]
+    if size is None:
+        values = "; ".join(f"{value or 'nothing'} on {ranks_text(ranks)}" for value, ranks in per_node.items())
+        text = f"the launcher says in {' or '.join(LOCAL_SIZE_VARIABLES)} how many ranks share a node: {values}"
+        advice = "Set zero_optimization.paro_group_size, and --group-size."
+        return [*findings, Finding("groups", Level.WRONG, text, advice)]
+    try:
+        return [*findings, _groups_finding(GroupSizes(launch.world, size), list(hosts), launch)]
+    except ValueError as error:
+        return [*findings, Finding("groups", Level.WRONG, str(error))]
+
+
+def _hosts_finding(hosts: Mapping[str, list[int]]) -> Finding:
+    usual = statistics.mode(len(ranks) for ranks in hosts.values())
+    others = {host: ranks for host, ranks in hosts.items() if len(ranks) != usual}
+    text = f"most hosts hold {usual} rank(s), but others another number: {_hosts_text(others)}" if others else ""
+    advice = "Start as many ranks on every node, or set paro_group_size to a divisor of all these numbers."
+    return judged("hosts", text, advice, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")
+
+
+def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Finding:
+    m, ranks = sizes.group_size, range(sizes.ranks)
+    groups = [list(ranks[first : first + m]) for first in range(0, sizes.ranks, m)]
+    more = ", ..." if len(groups) > _SHOWN else ""
+    text = f"{sizes.groups} of {m}: {', '.join(map(ranks_text, groups[:_SHOWN]))}{more}"
+    spanning = [group for group in groups if len({launch.hosts[rank] for rank in group}) > 1]
+    if spanning:
+        where = "; ".join(launch.located(group) for group in spanning[:_SHOWN])
+        text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {where}"
+    if crossings(ranks, m, [hosts.index(host) for host in launch.hosts]):
+        return Finding("groups", Level.WRONG, text, _FILL)
+    if spanning:
+        advice = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
+        return Finding("groups", Level.LOOK, text, advice)
+    if m == 1:
+        text += ": I means N, so NIG and IIG are ZeRO-1"
+        return Finding("groups", Level.LOOK, text, 'See "groups of one rank" in troubleshooting.md.')
+    text += ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3" if sizes.groups == 1 else ""
+    return Finding("groups", Level.OK, text)
+
+
+def _hosts_text(hosts: Mapping[str, list[int]]) -> str:
+    text = ", ".join(f"{host} has {ranks_text(ranks)}" for host, ranks in list(hosts.items())[:_SHOWN])
+    return text + (", ..." if len(hosts) > _SHOWN else "")
+
+
+GROUPS = Check("groups", lambda launch: {"per_node": ranks_per_node(launch.environment)}, _judge_groups)
+
+_SHARED = 66 * 2**20  # bytes of /dev/shm for each rank in DeepSpeed's all-reduce on a host; NCCL takes less
+_LOCKED = 64 * 2**20  # bytes of the buffers of a few InfiniBand connections
+_BUILD, _LEAST_BUILD = 2**30, 100 * 2**20  # bytes of disk for all of DeepSpeed's operators, and for LoCo's kernels
+_RESERVE = 0.1  # share of the free memory that should be left for activations
+_CGROUP, _SHM = Path("/sys/fs/cgroup"), Path("/dev/shm")
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # of a parameter, and of a gradient
+
+
+def _examine_memory(launch: Launch) -> dict[str, Any]:
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import get_default_build_root
+
+    device = get_accelerator()
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return {
+        "device": None if device.is_synchronized_device() else int(device.available_memory()),
+        "host": _free_host_memory(),
+        "shm": shutil.disk_usage(_SHM).free if _SHM.exists() else 0,
+        "locked": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "build": str(folder),
+        "writable": os.access(existing, os.W_OK),
+        "disk": shutil.disk_usage(existing).free,
+    }
+
+
+def _free_host_memory() -> int:
+    """Return the free bytes of this host, or of the container's limit."""
+    import psutil  # type: ignore[import-untyped]
+
+    free = int(psutil.virtual_memory().available)
+    try:
+        limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        return min(free, max(0, limit - used))
+    except (OSError, ValueError):  # no limit, which is "max", or control groups of version 1
+        return free
+
+
+def needed_bytes(options: Options, sizes: GroupSizes) -> tuple[float, float]:
+    """Return the bytes of a rank on its device and on its host, without activations, as the planner predicts them.
+
+    Raises:
+        ValueError: there is no such strategy.
+    """
+    assert options.params is not None
+    width = _BYTES[options.dtype]
+    states = ModelStates.of(options.params, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=ADAM_BYTES)
+    held = ModelStates(states.parameters, states.gradients, states.updated, 0.0) if options.offload_optimizer else None
+    model = Model(states, width, bucket=full_bucket(BUCKET, options.params), held=held)
+    rates = Rates.of_links(sizes, sizes.group_size, 1, 1)  # do not affect memory
+    prediction = predict(parse_strategy(options.strategy), sizes, model, rates)
+    return prediction.total_memory, prediction.host
+
+
+def _judge_memory(answers: Answers, launch: Launch) -> list[Finding]:
+    options, sizes = launch.options, launch.group_sizes()
+    on_device, on_host = needed_bytes(options, sizes) if sizes and options.params is not None else (None, None)
+    findings = [_states_finding(answers, launch, on_device)]
+    if on_device is not None and on_host is not None and options.offload_optimizer:
+        on_devices = all(answer["device"] is not None for answer in answers.values())
+        findings.append(_host_finding(answers, launch, on_host, on_host if on_devices else on_host + on_device))
+    return [*findings, _shared_finding(answers, launch), _locked_finding(answers), _disk_finding(answers)]
+
+
+def _states_finding(answers: Answers, launch: Launch, need: float | None) -> Finding:
+    """Judge whether the model fits the devices; ranks that compute on the host divide its memory."""
+    free = {
+        rank: answer["host"] / launch.hosts.count(launch.hosts[rank]) if answer["device"] is None else answer["device"]
+        for rank, answer in answers.items()
+    }
+    least, options = min(free.values()), launch.options
+    text = f"{least / 1e9:.1f} to {max(free.values()) / 1e9:.1f} GB free for each rank"
+    if options.params is None:
+        text += ", not compared with a model: give --params and --strategy"
+        return Finding("for model states", Level.OK, text)
+    if need is None:
+        return Finding("for model states", Level.LOOK, text, "The groups have to be right first.")
+    text = f"{options.strategy} of {options.params / 1e9:.3g} B parameters needs {need / 1e9:.1f} GB a rank; free"
+    short = [rank for rank, nbytes in free.items() if nbytes < need]
+    if short:
+        text += f": {min(free[rank] for rank in short) / 1e9:.1f} GB ({ranks_text(short)})"
+        advice = "Shard more finely (python -m deepspeed_ext plan --memory-gb), use more ranks, or end what else runs."
+        return Finding("for model states", Level.WRONG, text, advice)
+    scarcest = [rank for rank, nbytes in free.items() if nbytes <= 1.05 * least]
+    text += f" at least: {least / 1e9:.1f} GB ({ranks_text(scarcest)})"
+    advice = f"Less than {_RESERVE:.0%} is left for activations."
+    return judged("for model states", text if need > (1 - _RESERVE) * least else "", advice, text)
+
+
+def _host_finding(answers: Answers, launch: Launch, offloaded: float, need: float) -> Finding:
+    """Judge whether the bytes that each rank needs on its host, among them the offloaded ones, fit."""
+    for host, ranks in launch.ranks_of_hosts().items():
+        total = need * len(ranks)
+        free = min((answers[rank]["host"] for rank in ranks if rank in answers), default=total)
+        if free < total:
+            text = f"{host} has {free / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {total / 1e9:.1f} GB"
+            advice = "Use more nodes, or keep optimizer states on the devices."
+            return Finding("host memory", Level.WRONG, text, advice)
+    return Finding("host memory", Level.OK, f"optimizer states take {offloaded / 1e9:.1f} GB a rank")
+
+
+def _shared_finding(answers: Answers, launch: Launch) -> Finding:
+    free = {rank: answer["shm"] for rank, answer in answers.items()}
+    counts = {rank: launch.hosts.count(launch.hosts[rank]) for rank in free}
+    short = [rank for rank, nbytes in free.items() if counts[rank] > 1 and nbytes < _SHARED * counts[rank]]
+    hosts = {launch.hosts[rank]: bytes_text(free[rank]) for rank in short}
+    text = ", ".join(f"{host} has {nbytes} free" for host, nbytes in list(hosts.items())[:_SHOWN])
+    text += ": NCCL, workers of data loaders, and DeepSpeed on a CPU put what ranks of a host share there"
+    advice = "Make it larger (docker run --shm-size=16g, or mount -o remount,size=)."
+    return judged("/dev/shm", text if short else "", advice, f"{bytes_text(min(free.values()))} free at least")
+
+
+def _locked_finding(answers: Answers) -> Finding:
+    limits = {rank: answer["locked"] for rank, answer in answers.items() if answer["device"] is not None}
+    short = {rank: limit for rank, limit in limits.items() if 0 <= limit < _LOCKED}
+    text = f"RLIMIT_MEMLOCK is {bytes_text(min(short.values(), default=0))} on {ranks_text(short)}: "
+    text += "InfiniBand registers memory under it, and fails beyond"
+    advice = "Raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)."
+    return judged("locked memory", text if short else "", advice, "RLIMIT_MEMLOCK is high enough")
+
+
+def _disk_finding(answers: Answers) -> Finding:
+    closed = [rank for rank, answer in answers.items() if not answer["writable"]]
+    if closed:
+        text = f"{ranks_text(closed)} may not write to {answers[closed[0]]['build']}, where operators are compiled"
+        return Finding("build folder", Level.LOOK, text, "Set TORCH_EXTENSIONS_DIR to a folder of yours.")
+    rank, answer = min(answers.items(), key=lambda item: item[1]["disk"])
+    fine = f"{bytes_text(answer['disk'])} free for {answer['build']}"
+    text = f"{fine} ({ranks_text([rank])}), where operators are compiled at first use"
+    level = Level.WRONG if answer["disk"] < _LEAST_BUILD else Level.LOOK
+    advice = "Free some, or set TORCH_EXTENSIONS_DIR to another disk."
+    return judged("build folder", text if answer["disk"] < _BUILD else "", advice, fine, level)
+
+
+MEMORY = Check("memory and disks", _examine_memory, _judge_memory)
+
+_COPIED = 256 * 2**20  # bytes
+_REPEATS = 5
+_SLOW = 0.7  # of the median rate
+
+
+def _examine_pinned(launch: Launch) -> dict[str, float] | None:
+    """Return bytes per second to the device and back, while the other ranks copy as well; None without a device."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    if device.is_synchronized_device():
+        return None
+    host = device.pin_memory(torch.ones(_COPIED // 4))
+    on_device = torch.empty_like(host, device=device.current_device_name())
+
+    def seconds(copy: Callable[[], Any]) -> float:
+        device.synchronize()
+        begin = time.perf_counter()
+        copy()
+        device.synchronize()
+        return time.perf_counter() - begin
+
+    copies = {"to the device": lambda: on_device.copy_(host, non_blocking=True)}
+    copies["from the device"] = lambda: host.copy_(on_device, non_blocking=True)
+    return {way: _COPIED / min(seconds(copy) for _ in range(_REPEATS)) for way, copy in copies.items()}
+
+
+def _judge_pinned(answers: Answers, launch: Launch) -> list[Finding]:
+    copied = {rank: answer for rank, answer in answers.items() if answer is not None}
+    if not copied:
+        return [Finding("copies", Level.OK, "ranks compute on the host: nothing is copied")]
+    findings = []
+    for way in next(iter(copied.values())):
+        usual = statistics.median(answer[way] for answer in copied.values())
+        slow = {rank: answer[way] for rank, answer in copied.items() if answer[way] < _SLOW * usual}
+        text = f"{ranks_text(slow)} copy at {rate_text(min(slow.values(), default=0))}, "
+        text += f"the median is {rate_text(usual)}"
+        advice = "Look at the PCIe link of these devices (nvidia-smi -q: link width), and whether ranks run near them "
+        fine = f"{rate_text(usual)} in the median of all ranks"
+        findings.append(judged(way, text if slow else "", advice + "(NUMA).", fine))
+    return findings
+
+
+PINNED = Check("pinned memory", _examine_pinned, _judge_pinned)
+
+_WITHOUT = (
+    "LoCo's operators run in plain PyTorch, more slowly, and DeepSpeed's own (FusedAdam, CPUAdam) cannot be built; "
+    "no strategy needs them"
 )
-from deepspeed_ext.tools.doctor.check import Check
-from deepspeed_ext.tools.doctor.process_group import check_of
-
-ALONE = (
-    versions.CHECK,
-    environment.CHECK,
-    groups.CHECK,
-    memory.CHECK,
-    pinned.CHECK,
-    compiler.CHECK,
-    kernels.CHECK,
-)
-TOGETHER = (links.CHECK, pairs.CHECK, clocks.CHECK)
+_INSTALL = {
+    "c++": "Install g++, or name another compiler in CXX.",
+    "ninja": "Install it (pip install ninja), and have its folder in PATH.",
+    "nvcc": "Install the CUDA toolkit of torch's CUDA version, and set CUDA_HOME.",
+}
 
 
-def all_checks(store: Store) -> tuple[Check, ...]:
-    """Return them; process groups are formed over this store."""
-    return (*ALONE, check_of(store), *TOGETHER)
+def _examine_compiler(launch: Launch) -> dict[str, Any]:
+    """Return the path of each tool, as torch's cpp_extension finds them; empty if it is missing."""
+    import torch
+
+    from deepspeed_ext.op_builder import LocoBuilder
+
+    compiler, version = os.environ.get("CXX", "c++").split(), None
+    tools = {"c++": shutil.which(compiler[0]) or "" if compiler else "", "ninja": shutil.which("ninja") or ""}
+    if torch.version.cuda is not None and torch.cuda.is_available():
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        tools["nvcc"] = shutil.which(f"{CUDA_HOME}/bin/nvcc") or "" if CUDA_HOME else ""
+        if tools["nvcc"]:
+            command = [tools["nvcc"], "--version"]
+            output = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout
+            version = re.search(r"release (\d+\.\d+)", output)
+    cuda = {"nvcc": version[1] if version else "", "torch": torch.version.cuda or ""}
+    return {"tools": tools, "built": LocoBuilder().is_built(), **cuda}
+
+
+def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
+    findings = []
+    for tool in dict.fromkeys(name for answer in answers.values() for name in answer["tools"]):
+        paths = by_value({rank: answer["tools"].get(tool, "") for rank, answer in answers.items()})
+        missing = paths.pop("", [])
+        hosts = ", ".join(list(dict.fromkeys(launch.hosts[rank] for rank in missing))[:_SHOWN])
+        text = f"not found on {ranks_text(missing)} ({hosts}): {_WITHOUT}"
+        findings.append(judged(tool, text if missing else "", _INSTALL[tool], ", ".join(paths)))
+    major = {rank: [answer[name].split(".")[0] for name in ("nvcc", "torch")] for rank, answer in answers.items()}
+    others = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
+    if others:
+        nvcc, torch = answers[others[0]]["nvcc"], answers[others[0]]["torch"]
+        text = f"CUDA {nvcc} on {ranks_text(others)}, torch was built with {torch}: it compiles nothing then"
+        findings.append(Finding("version of nvcc", Level.LOOK, text, _INSTALL["nvcc"]))
+    if all(answer["built"] for answer in answers.values()):
+        findings.append(Finding("LoCo's kernels", Level.OK, "built ahead of time"))
+    return findings
+
+
+COMPILER = Check("compiler", _examine_compiler, _judge_compiler)

@@ -9,7 +9,6 @@ from pathlib import Path
 from deepspeed_ext.strategy import parse_strategy
 from deepspeed_ext.tools.arguments import count, number
 
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 TITLES = (
     "versions",
     "environment",
@@ -37,7 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("a model whose states shall fit, without activations")
     model.add_argument("--params", type=number(count), metavar="N", help="its parameters, such as 7e9 or 7B")
     model.add_argument("--strategy", type=_strategy, default="NIG", help="(default: NIG)")
-    model.add_argument("--dtype", choices=_BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
+    dtypes = ("bf16", "fp16", "fp32")
+    model.add_argument("--dtype", choices=dtypes, default="bf16", help="of parameters and gradients (default: bf16)")
     model.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
 
 
@@ -46,20 +46,13 @@ def run(arguments: argparse.Namespace, patch_problems: Callable[[], list[str]]) 
 
     Args:
         arguments: those of ``add_arguments``.
-        patch_problems: returns what of the patches of DeepSpeed is not as expected.
+        patch_problems: returns the patches of DeepSpeed that are not as expected.
     """
-    from deepspeed_ext.tools.doctor.command import run as examine
-    from deepspeed_ext.tools.doctor.place import Options
+    from deepspeed_ext.tools.doctor.cluster import Options
+    from deepspeed_ext.tools.doctor.command import examine
 
-    options = Options(
-        group_size=arguments.group_size,
-        timeout=arguments.timeout,
-        params=arguments.params,
-        strategy=arguments.strategy,
-        dtype_bytes=_BYTES[arguments.dtype],
-        offload_optimizer=arguments.offload_optimizer,
-        skip=tuple(arguments.skip),
-    )
+    names = ("group_size", "timeout", "params", "strategy", "dtype", "offload_optimizer", "skip")
+    options = Options(**{name: getattr(arguments, name) for name in names})
     return examine(options, arguments.json, patch_problems)
 
 

@@ -1,189 +1,210 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables that slow training down or break it, and those that differ between ranks.
+"""Environment variables that slow training down or break it, or differ between ranks, and NCCL's settings.
 
-What they do is from NVIDIA's documentation of NCCL and CUDA, and from torch's.
+Their effects are documented by NVIDIA (NCCL's user guide, "Environment Variables"; the CUDA programming guide) and by
+PyTorch. The condition for PAT is NCCL's own (``ncclPatEnable`` in its source).
 """
 
+import math
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
-from deepspeed_ext.tools.doctor.check import Answers, Check
+from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
-from deepspeed_ext.tools.doctor.place import Place
 
-_TOLD = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
-_OWN = ("CUDA_VISIBLE_DEVICES",)  # which launchers set otherwise on each rank
-_MANY = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")  # interfaces may have other names on other hosts
-_UNSET = ""
+_SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
+# Launchers set the first one per rank, and interfaces may have different names on different hosts.
+_MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}
+_ON, _ANY, _LOOPBACK = r"(?!(0|false|no|off)$).+", r".+", r"=?lo(,.*)?"
 
 
-@dataclass(frozen=True)
-class Harmful:
-    """A variable, and values of it that hurt.
-
-    Attributes:
-        name: of the variable.
-        hurts: whether this value does, for so many hosts.
-        level: how much.
-        why: what it does.
-    """
+class Harmful(NamedTuple):
+    """Values of a variable that do harm: those that match ``pattern``; ``effect`` is what they do."""
 
     name: str
-    hurts: Callable[[str, int], bool]
-    level: Level
-    why: str
+    pattern: str
+    effect: str
+    level: Level = Level.LOOK
 
 
-def _on(value: str, hosts: int) -> bool:
-    return value.strip().lower() not in ("", "0", "false", "no", "off")
-
-
-def _given(value: str, hosts: int) -> bool:
-    return bool(value.strip())
-
-
-def _loopback(value: str, hosts: int) -> bool:
-    return hosts > 1 and value.strip().lstrip("=").split(",")[0] == "lo"
-
-
-ROWS = (
-    Harmful(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        lambda value, hosts: value.strip() == "1",
-        Level.LOOK,
-        "all streams of a device share one work queue, so transfers on side streams wait behind the compute that was "
-        "launched before them. Megatron's tensor parallelism asks for it; without that, leave it unset.",
-    ),
-    Harmful(
-        "TORCH_NCCL_BLOCKING_WAIT",
-        _on,
-        Level.LOOK,
-        "the host waits for each collective, so nothing overlaps with compute, and strategies use no side streams.",
-    ),
-    Harmful("NCCL_BLOCKING_WAIT", _on, Level.LOOK, "the old name of TORCH_NCCL_BLOCKING_WAIT: the host waits."),
-    Harmful("CUDA_LAUNCH_BLOCKING", _on, Level.LOOK, "every kernel launch waits for its end: for debugging only."),
-    Harmful(
-        "PYTORCH_NO_CUDA_MEMORY_CACHING",
-        _given,
-        Level.LOOK,
-        "every tensor is allocated and freed by the driver, which waits for the device: for debugging only.",
-    ),
-    Harmful(
-        "TORCH_DISTRIBUTED_DEBUG",
-        lambda value, hosts: value.strip().upper() == "DETAIL",
-        Level.LOOK,
-        "before each collective, ranks compare its arguments over gloo: for debugging only.",
-    ),
-    Harmful("NCCL_P2P_DISABLE", _on, Level.LOOK, "devices of a host do not use NVLink or PCIe directly."),
-    Harmful(
-        "NCCL_P2P_LEVEL",
-        lambda value, hosts: value.strip().upper() in ("LOC", "0"),
-        Level.LOOK,
-        "devices of a host never use NVLink or PCIe directly.",
-    ),
-    Harmful(
-        "NCCL_SHM_DISABLE",
-        _on,
-        Level.LOOK,
-        "devices of a host that reach one another by no direct path use the network instead of shared memory.",
-    ),
-    Harmful("NCCL_IB_DISABLE", _on, Level.LOOK, "InfiniBand and RoCE are not used: all goes over IP sockets."),
-    Harmful(
-        "NCCL_NET",
-        lambda value, hosts: value.strip().lower() == "socket",
-        Level.LOOK,
-        "all goes over IP sockets, also where there is InfiniBand.",
-    ),
-    Harmful(
-        "NCCL_NET_GDR_LEVEL",
-        lambda value, hosts: value.strip().upper() in ("LOC", "0"),
-        Level.LOOK,
-        "what goes to the network is copied through host memory (no GPUDirect RDMA).",
-    ),
-    Harmful("NCCL_ALGO", _given, Level.LOOK, "one algorithm is forced where NCCL chooses by size and topology."),
-    Harmful("NCCL_PROTO", _given, Level.LOOK, "one protocol is forced where NCCL chooses by size and topology."),
-    Harmful("NCCL_SOCKET_IFNAME", _loopback, Level.WRONG, "NCCL uses the loopback, which reaches no other host."),
-    Harmful("GLOO_SOCKET_IFNAME", _loopback, Level.WRONG, "gloo uses the loopback, which reaches no other host."),
-    Harmful(
-        "DEEPSPEED_EXT_DISABLE",
-        _on,
-        Level.WRONG,
-        "the package stays out of DeepSpeed, which then does not know its keys.",
-    ),
+_QUEUE = (
+    "all streams of a device share one work queue, so transfers on side streams wait behind the compute that was "
+    "launched before them, and no strategy's hops overlap with it. Megatron's tensor parallelism asks for it; without "
+    "that, leave it unset."
+)
+_WAITS = "the host waits for each collective, so nothing overlaps with compute, and strategies use no side streams."
+_NO_CACHE = "every tensor is allocated and freed by the driver, which waits for the device: for debugging only."
+_COMPARED = "before each collective, ranks compare its arguments over gloo: for debugging only."
+_NO_SHM = "devices of a host that reach one another by no direct path use the network instead of shared memory."
+_NO_GDR = "what goes to the network is copied through host memory (no GPUDirect RDMA)."
+_LO = "uses the loopback, which reaches no other host."
+_OUT = "the package stays out of DeepSpeed, which then does not know its keys."
+HARMFUL = (
+    Harmful("CUDA_DEVICE_MAX_CONNECTIONS", "1", _QUEUE),
+    Harmful("TORCH_NCCL_BLOCKING_WAIT", _ON, _WAITS),
+    Harmful("NCCL_BLOCKING_WAIT", _ON, "the old name of TORCH_NCCL_BLOCKING_WAIT: the host waits."),
+    Harmful("CUDA_LAUNCH_BLOCKING", _ON, "every kernel launch waits for its end: for debugging only."),
+    Harmful("PYTORCH_NO_CUDA_MEMORY_CACHING", _ANY, _NO_CACHE),
+    Harmful("TORCH_DISTRIBUTED_DEBUG", "DETAIL", _COMPARED),
+    Harmful("NCCL_P2P_DISABLE", _ON, "devices of a host do not use NVLink or PCIe directly."),
+    Harmful("NCCL_P2P_LEVEL", "LOC|0", "devices of a host never use NVLink or PCIe directly."),
+    Harmful("NCCL_SHM_DISABLE", _ON, _NO_SHM),
+    Harmful("NCCL_IB_DISABLE", _ON, "InfiniBand and RoCE are not used: all goes over IP sockets."),
+    Harmful("NCCL_NET", "socket", "all goes over IP sockets, also where there is InfiniBand."),
+    Harmful("NCCL_NET_GDR_LEVEL", "LOC|0", _NO_GDR),
+    Harmful("NCCL_ALGO", _ANY, "one algorithm is forced where NCCL chooses by size and topology."),
+    Harmful("NCCL_PROTO", _ANY, "one protocol is forced where NCCL chooses by size and topology."),
+    Harmful("NCCL_SOCKET_IFNAME", _LOOPBACK, f"NCCL {_LO}", Level.WRONG),
+    Harmful("GLOO_SOCKET_IFNAME", _LOOPBACK, f"gloo {_LO}", Level.WRONG),
+    Harmful("DEEPSPEED_EXT_DISABLE", _ON, _OUT, Level.WRONG),
 )
 
 
-def examine(place: Place) -> dict[str, Any]:
-    """Return the variables that matter, and what decides how many threads a rank should have."""
+def _examine(launch: Launch) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    device = get_accelerator()
     return {
-        "variables": {name: value for name, value in place.environment.items() if name.startswith(_TOLD)},
+        "variables": {name: value for name, value in launch.environment.items() if name.startswith(_SENT)},
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "on_host": bool(get_accelerator().is_synchronized_device()),
+        "on_host": bool(device.is_synchronized_device()),
+        # RCCL has versions and defaults of its own.
+        "nccl": list(torch.cuda.nccl.version()) if device.device_name() == "cuda" and torch.version.cuda else None,
     }
 
 
-def judge(answers: Answers, place: Place) -> list[Finding]:
-    """Return what hurts, what differs, and whether ranks have a sensible number of threads."""
+def judge(answers: Answers, launch: Launch) -> list[Finding]:
+    """Judge variables, threads, and NCCL's settings; those of the first rank, since differences are findings."""
     variables = {rank: answer["variables"] for rank, answer in answers.items()}
-    hosts = len(place.ranks_of_hosts())
-    found = [finding for row in ROWS for finding in _harm(row, variables, hosts)]
-    found += _differences(variables)
-    if not found:
-        found.append(Finding("variables", Level.OK, "none that hurts, and the same on all ranks"))
-    return found + _threads(answers, place)
+    findings = [*_harmful(variables, len(launch.ranks_of_hosts())), *_differences(variables)]
+    if not findings:
+        findings.append(Finding("variables", Level.OK, "none that hurts, and the same on all ranks"))
+    findings += _threads(answers, launch)
+    first = answers[min(answers)]
+    return [*findings, *nccl_findings(first["nccl"], first["variables"], launch)] if first["nccl"] else findings
 
 
-def _harm(row: Harmful, variables: Mapping[int, Mapping[str, str]], hosts: int) -> list[Finding]:
-    values = by_value({rank: mine[row.name] for rank, mine in variables.items() if row.name in mine})
-    return [
-        Finding(row.name, row.level, f"{value} on {ranks_text(ranks)}: {row.why}", f"Unset {row.name}.")
-        for value, ranks in values.items()
-        if row.hurts(value, hosts)
-    ]
+def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator[Finding]:
+    for name, pattern, effect, level in HARMFUL:
+        values = by_value({rank: given[name] for rank, given in variables.items() if name in given})
+        for value, ranks in values.items():
+            harmless = pattern == _LOOPBACK and hosts == 1
+            if re.fullmatch(pattern, value.strip(), re.IGNORECASE) and not harmless:
+                yield Finding(name, level, f"{value} on {ranks_text(ranks)}: {effect}", f"Unset {name}.")
 
 
-def _differences(variables: Mapping[int, Mapping[str, str]]) -> list[Finding]:
-    names = sorted({name for mine in variables.values() for name in mine} - set(_OWN) - set(_MANY))
-    found = []
-    for name in names:
-        values = by_value({rank: mine.get(name, _UNSET) for rank, mine in variables.items()})
+def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
+    for name in sorted({name for given in variables.values() for name in given} - _MAY_DIFFER):
+        values = by_value({rank: given.get(name, "") for rank, given in variables.items()})
         if len(values) > 1:
-            said = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
+            text = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
             advice = "Set it alike on all nodes. Launchers pass on only some variables to other hosts."
-            found.append(Finding(name, Level.LOOK, f"differs: {said}", advice))
-    return found
+            yield Finding(name, Level.LOOK, f"differs: {text}", advice)
 
 
-def _threads(answers: Answers, place: Place) -> list[Finding]:
-    """Return what hosts have too many or too few threads for, where they compute."""
-    if not (place.options.offload_optimizer or any(answer["on_host"] for answer in answers.values())):
+def _threads(answers: Answers, launch: Launch) -> list[Finding]:
+    """Return the first host with too many or too few threads, if ranks compute on their hosts."""
+    if not (launch.options.offload_optimizer or any(answer["on_host"] for answer in answers.values())):
         return []
-    found = []
-    for host, ranks in place.ranks_of_hosts().items():
-        told = [answers[rank] for rank in ranks if rank in answers]
-        if not told:
-            continue
-        cores, threads = max(one["cores"] for one in told), sum(one["threads"] for one in told)
-        share = max(1, cores // len(ranks))
-        said = f"{threads} threads of {len(ranks)} rank(s) on {cores} core(s) of {host}, where ranks compute"
+    findings = []
+    for host, ranks in launch.ranks_of_hosts().items():
+        given = [answers[rank] for rank in ranks if rank in answers]
+        cores = max((answer["cores"] for answer in given), default=0)
+        threads = sum(answer["threads"] for answer in given)
+        text = f"{threads} threads of {len(ranks)} rank(s) on {cores} core(s) of {host}, where ranks compute"
         if len(ranks) > 1 and threads > 2 * cores:
-            said += ": each waits for the others"
-        elif 2 * threads <= cores:
-            said += ": most cores idle (torchrun sets OMP_NUM_THREADS=1)"
+            text += ": each waits for the others"
+        elif given and 2 * threads <= cores:
+            text += ": most cores idle (torchrun sets OMP_NUM_THREADS=1)"
         else:
             continue
-        found.append(Finding("OMP_NUM_THREADS", Level.LOOK, said, f"Set OMP_NUM_THREADS={share}."))
-    if not found:
+        advice = f"Set OMP_NUM_THREADS={max(1, cores // len(ranks))}."
+        findings.append(Finding("OMP_NUM_THREADS", Level.LOOK, text, advice))
+    if not findings:
         return [Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")]
-    more = f" (and {len(found) - 1} more host(s) like it)" if len(found) > 1 else ""
-    return [replace(found[0], found=found[0].found + more)]
+    more = f" (and {len(findings) - 1} more host(s) like it)" if len(findings) > 1 else ""
+    return [replace(findings[0], found=findings[0].found + more)]
 
 
-CHECK = Check("environment", examine, judge)
+_FEW = "efficiency: hops that overlap with compute take as few SMs as their rate allows"
+_ZERO = (
+    "zero: only collectives on registered symmetric buffers run without SMs. Hops use ordinary buffers, so they "
+    "still take SMs from the compute that they overlap with"
+)
+_DEFAULT = (
+    "default: hops are as fast as possible, and take more SMs from the compute that they overlap with; if overlap "
+    "slows that down, try NCCL_CTA_POLICY=1"
+)
+_POLICIES = {
+    **dict.fromkeys(("", "0", "DEFAULT"), (Level.OK, _DEFAULT)),
+    **dict.fromkeys(("1", "EFFICIENCY"), (Level.OK, _FEW)),
+    **dict.fromkeys(("2", "ZERO"), (Level.LOOK, _ZERO)),
+}
+_FAILOVER = {
+    True: "on: after a port fails, the hop between groups continues over another one, and is as slow as that; see "
+    "whether a node is slow below",
+    False: "off: if a port fails, the hop between groups fails, and training ends. Where devices have several "
+    "InfiniBand or RoCE ports, NCCL_IB_RESILIENCY_PORT_FAILOVER=1 continues over another one",
+}
+_RAILS = {
+    "0": "0: the hop between groups stays on one rail of the network for each number in a group",
+    "1": "1: the hop between groups may cross the rails of the network, which is right if all cards of a node share a "
+    "switch, and slow if each has its own",
+}
+
+
+def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Launch) -> list[Finding]:
+    """Return what NCCL's version and variables mean for the hops of a strategy; nothing where they mean nothing.
+
+    Args:
+        version: major, minor, and patch.
+        variables: of one rank.
+        launch: has the hosts and the groups.
+    """
+    sizes, ignores = launch.group_sizes(), f"NCCL {'.'.join(map(str, version))} ignores it; "
+    several_hosts = len(launch.ranks_of_hosts()) > 1
+    findings = []
+    policy = variables.get("NCCL_CTA_POLICY", "").upper()
+    if policy and version < [2, 27]:
+        findings.append(Finding("NCCL_CTA_POLICY", Level.LOOK, f"{ignores}2.27 and later have it"))
+    elif policy in _POLICIES and version >= [2, 27] and launch.world > 1:
+        findings.append(Finding("NCCL_CTA_POLICY", *_POLICIES[policy]))
+    if several_hosts and sizes and not variables.get("NCCL_ALGO"):
+        findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
+    failover = variables.get("NCCL_IB_RESILIENCY_PORT_FAILOVER", "0") == "1"
+    if failover and version < [2, 29]:
+        findings.append(Finding("port failover", Level.LOOK, f"{ignores}2.29 and later have it"))
+    elif several_hosts and version >= [2, 29]:
+        findings.append(Finding("port failover", Level.OK, _FAILOVER[failover]))
+    rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
+    return [*findings, Finding("NCCL_CROSS_NIC", Level.OK, rails)] if several_hosts and rails else findings
+
+
+def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[str]) -> Iterator[Finding]:
+    """Yield whether hops between groups take a logarithmic number of steps; with two groups, both numbers are 1."""
+    k, m = sizes.groups, sizes.group_size
+    shared = any(len(set(hosts[number::m])) < k for number in range(m))
+    ring = f"all-gathers and reduce-scatters between the {k} groups take the {k - 1} steps of a ring"
+    if k < 3 or (shared and enabled == "1"):
+        return
+    if version < [2, 23]:
+        yield Finding("PAT", Level.OK, f"NCCL has it since 2.23, so {ring}")
+    elif enabled == "0":
+        yield Finding("PAT", Level.LOOK, f"disabled, so {ring}", "Unset NCCL_PAT_ENABLE.")
+    elif shared:
+        text = f"NCCL uses it for one rank per node; here several ranks of a node are in one communicator, so {ring}"
+        yield Finding("PAT", Level.LOOK, text, "Use whole nodes as groups, unless smaller ones are meant.")
+    else:
+        steps = f"{math.ceil(math.log2(k))} steps for small messages, not the {k - 1} of a ring"
+        flat = "; collectives over all ranks, as ZeRO's, take a ring" if len(set(hosts)) < len(hosts) else ""
+        yield Finding("PAT", Level.OK, f"possible between groups, with one rank per node: {steps}{flat}")
+
+
+ENVIRONMENT = Check("environment", _examine, judge)

@@ -1,25 +1,31 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a check has found, and how ranks are named in it. Pure."""
+"""Findings of the checks, and the report that shows them. Pure."""
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import IntEnum
+from itertools import groupby
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value", bound=Hashable)
 
+WIDTH = 110
+_WORD = 7  # columns of the level's word and the space after it
+_BAR = 30
+
 
 class Level(IntEnum):
-    """How bad it is; a greater value is worse."""
+    """Severity of a finding; a greater value is worse."""
 
     OK = 0
-    LOOK = 1  # it works, and is slower or other than one may think
-    WRONG = 2  # training fails by it, or is much slower than it has to be
+    LOOK = 1  # it works, but is slower than it has to be, or behaves unexpectedly
+    WRONG = 2  # training fails, or is much slower than it has to be
 
     @property
     def word(self) -> str:
-        """Return what is printed."""
+        """Return the word in the report."""
         return self.name.lower()
 
 
@@ -28,10 +34,10 @@ class Finding:
     """A line of the report.
 
     Attributes:
-        subject: what was looked at.
-        level: how bad it is.
-        found: what was found.
-        advice: what to do; empty if nothing.
+        subject: the thing that was examined.
+        level: severity.
+        found: the observation.
+        advice: what the user should do; empty if nothing.
         details: further lines, such as a plot.
     """
 
@@ -41,16 +47,6 @@ class Finding:
     advice: str = ""
     details: tuple[str, ...] = ()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "subject": self.subject,
-            "level": self.level.word,
-            "found": self.found,
-            "advice": self.advice,
-            "details": list(self.details),
-        }
-
 
 @dataclass(frozen=True)
 class Section:
@@ -58,8 +54,8 @@ class Section:
 
     Attributes:
         title: name of the check.
-        findings: in order.
-        measured: what each rank answered, by rank, as plain values.
+        findings: in the order in which they are printed.
+        measured: the answer of each rank, as plain values.
     """
 
     title: str
@@ -67,12 +63,15 @@ class Section:
     measured: Mapping[int, Any]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return {
-            "title": self.title,
-            "findings": [finding.as_dict() for finding in self.findings],
-            "measured": {str(rank): answer for rank, answer in self.measured.items()},
-        }
+        """Return plain values for JSON."""
+        findings = [asdict(finding) | {"level": finding.level.word} for finding in self.findings]
+        measured = {str(rank): answer for rank, answer in self.measured.items()}
+        return {"title": self.title, "findings": findings, "measured": measured}
+
+
+def judged(subject: str, problem: str, advice: str, fine: str, level: Level = Level.LOOK) -> Finding:
+    """Return a finding of this level if there is a problem; else that of what is fine."""
+    return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, fine)
 
 
 def worst(sections: Iterable[Section]) -> Level:
@@ -80,40 +79,74 @@ def worst(sections: Iterable[Section]) -> Level:
     return max((finding.level for section in sections for finding in section.findings), default=Level.OK)
 
 
+def report_text(sections: Sequence[Section], color: bool = False, width: int = WIDTH) -> str:
+    """Return the report.
+
+    Args:
+        sections: all findings.
+        color: whether to color the levels, for a terminal.
+        width: columns of a line.
+    """
+    findings = [finding for section in sections for finding in section.findings]
+    columns = max((len(finding.subject) for finding in findings), default=0)
+    lines: list[str] = []
+    for section in sections:
+        lines += ["", section.title]
+        for finding in section.findings:
+            lines += _finding_lines(finding, columns, color, width)
+    counts = ", ".join(f"{sum(finding.level == level for finding in findings)} {level.word}" for level in Level)
+    lines += ["", f"{_level_text(worst(sections), color).strip()}: {counts}"]
+    return "\n".join(lines[1:])
+
+
+def _finding_lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
+    indent = 2 + _WORD + columns + 2
+    first, *rest = textwrap.wrap(finding.found, width - indent, break_on_hyphens=False) or [""]
+    lines = [f"  {_level_text(finding.level, color)}{finding.subject.ljust(columns)}  {first}".rstrip()]
+    lines += [" " * indent + line for line in (*rest, *finding.details)]
+    advice = textwrap.wrap(finding.advice, width - indent - 3, break_on_hyphens=False)
+    return lines + [f"{' ' * indent}{'   ' if number else '-> '}{line}" for number, line in enumerate(advice)]
+
+
+def _level_text(level: Level, color: bool) -> str:
+    color_code = (32, 33, 31)[level]  # green, yellow, red
+    word = level.word.ljust(_WORD)
+    return f"\033[{color_code}m{word}\033[0m" if color else word
+
+
+def bar(value: float, largest: float) -> str:
+    """Return a padded bar of ``value``; that of ``largest`` fills the column."""
+    return ("#" * max(1, round(_BAR * value / largest))).ljust(_BAR)
+
+
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as ``rank 3`` or ``ranks 0-3, 8``."""
     ordered = sorted(ranks)
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    # Consecutive ranks have the same difference to their positions.
+    spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ordered), lambda item: item[1] - item[0])]
     shown = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
     return f"rank {shown}" if len(ordered) == 1 else f"ranks {shown}"
 
 
 def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     """Return the ranks that have each value; the most frequent value first."""
-    found: dict[_Value, list[int]] = {}
+    ranks: dict[_Value, list[int]] = {}
     for rank, value in sorted(values.items()):
-        found.setdefault(value, []).append(rank)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+        ranks.setdefault(value, []).append(rank)
+    return dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
 
 
 def bytes_text(nbytes: float) -> str:
     """Return bytes as ``64 KiB``, ``1.5 GiB`` and the like."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.3g} TiB"
+    return _scaled(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(rate: float) -> str:
-    """Return bytes per second as ``11.9 MB/s``; units of 10^3, as networks have them."""
-    for unit in ("B/s", "KB/s", "MB/s"):
-        if rate < 999.5:
-            return f"{rate:.3g} {unit}"
-        rate /= 1000
-    return f"{rate:.3g} GB/s"
+    """Return bytes per second as ``11.9 MB/s``, in the powers of 1000 that networks use."""
+    return _scaled(rate, 1000, 999.5, ("B/s", "KB/s", "MB/s", "GB/s"))
+
+
+def _scaled(number: float, base: int, limit: float, units: Sequence[str]) -> str:
+    while number >= limit and len(units) > 1:
+        number, units = number / base, units[1:]
+    return f"{number:.3g} {units[0]}"

@@ -1,61 +1,347 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How fast the hops inside groups and between them are, by size of message, over the groups of training."""
+"""Checks over process groups: forming them, rates of their hops, slow nodes and links, and clocks of hosts."""
+
+import logging
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
 
 from deepspeed_ext.planner.rates import fit
-from deepspeed_ext.tools.doctor.check import Answers, Check
-from deepspeed_ext.tools.doctor.findings import Finding, Level, bytes_text, rate_text
-from deepspeed_ext.tools.doctor.place import Place
-from deepspeed_ext.tools.doctor.printer import bar
+from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
+from deepspeed_ext.tools.doctor.findings import Finding, Level, bar, bytes_text, rate_text
+from deepspeed_ext.tools.doctor.outliers import LEAST, Outliers, Pair, between, find_outliers, inside, tournament
 
-_LEVELS = ("intra", "inter")
+_WATCHDOG = 60.0  # seconds after the check's limit at which NCCL's watchdog may end the process
+
+
+def _examine_groups(launch: Launch) -> dict[str, Any]:
+    """Form the process group of all ranks, unless there is one, and the groups that training would form."""
+    import deepspeed
+    from deepspeed import comm as dist
+    from deepspeed.utils import logger
+
+    from deepspeed_ext.comm.agreement import all_reduce_sum
+    from deepspeed_ext.comm.process_groups import get_topology
+
+    logger.setLevel(logging.WARNING)
+    begin = time.perf_counter()
+    if not distributed.is_initialized():
+        _form_world(launch)
+    # DeepSpeed would compile this operator on a host, which takes a minute and serves only training.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(verbose=False)
+    refused = ""
+    try:
+        get_topology(None, launch.options.group_size)
+    except ValueError as error:  # the same on all ranks
+        refused = str(error)
+    return {
+        "ranks": all_reduce_sum(1),
+        "backend": distributed.get_backend(),
+        "seconds": time.perf_counter() - begin,
+        "refused": refused,
+        "initialized": dist.is_initialized(),
+    }
+
+
+def _form_world(launch: Launch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    device = get_accelerator()
+    # Bound to its device as DeepSpeed binds it, which decides how groups are made.
+    bound = torch.device(device.current_device_name()) if device.device_name() == "cuda" and launch.world > 1 else None
+    distributed.init_process_group(
+        device.communication_backend_name(),
+        store=distributed.PrefixStore("groups", launch.store),
+        rank=launch.rank,
+        world_size=launch.world,
+        timeout=timedelta(seconds=launch.options.timeout + (0 if device.is_synchronized_device() else _WATCHDOG)),
+        device_id=bound,
+    )
+
+
+def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
+    first = answers[min(answers)]
+    if first["refused"]:
+        return [Finding("groups", Level.WRONG, first["refused"], "See groups above.")]
+    if first["ranks"] != launch.world:
+        text = f"an all-reduce counts {first['ranks']} of {launch.world} ranks"
+        return [Finding(first["backend"], Level.WRONG, text, "The backend computes wrong sums: suspect its version.")]
+    slowest = max(answer["seconds"] for answer in answers.values())
+    return [Finding(first["backend"], Level.OK, f"formed in {slowest:.1f} s")]
+
+
+PROCESS_GROUPS = Check("process groups", _examine_groups, _judge_groups, together=True)
+
 _SUBJECTS = {"intra": "inside groups", "inter": "between groups"}
-_ALIKE = 1.5  # of rates, below which strategies have little to gain
-_MOST_SECONDS = 240.0
+_ALIKE = 1.5  # ratio of rates below which strategies have little to gain
+_MOST_LINK_SECONDS = 240.0
 
 
-def examine(place: Place) -> dict[str, list[tuple[float, float]]] | None:
-    """Return (bytes, seconds) of gathers of each level; all ranks have the same, so only the first one tells them."""
-    import torch
-
+def _examine_links(launch: Launch) -> dict[str, list[tuple[float, float]]] | None:
+    """Return (bytes, seconds) of gathers within and between groups, on rank 0; they are the same on all ranks."""
     from deepspeed_ext.comm.hops import GatherHop
     from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.planner import probe
 
-    topology = get_topology(None, place.options.group_size)
-    hops = {level: GatherHop(getattr(topology, level), level) for level in _LEVELS}
-    found = {level: probe.samples(hop, torch.float32) for level, hop in hops.items()}
-    return None if place.rank else found
+    topology = get_topology(None, launch.options.group_size)
+    hops = {level: GatherHop(getattr(topology, level), level) for level in _SUBJECTS}
+    samples = {level: probe.samples(hop, torch.float32) for level, hop in hops.items()}
+    return None if launch.rank else samples
 
 
-def judge(answers: Answers, place: Place) -> list[Finding]:
-    """Return a plot for each level, and whether there is a slow one."""
-    samples = {level: answers[0][level] for level in _LEVELS if answers[0][level]}
-    if not samples:
-        return [Finding("hops", Level.OK, "one rank: nothing is sent")]
-    found = [_plotted(level, some) for level, some in samples.items()]
-    if len(samples) == 2:
-        inside, across = (fit(samples[level]).bandwidth for level in _LEVELS)
-        ratio = inside / across
-        said = f"between groups a rank receives {ratio:.3g} times more slowly than inside"
-        if ratio < _ALIKE:
-            said += ": strategies gain little where links are alike"
-        found.append(Finding("compared", Level.OK, said))
-    return found
+def judge_links(answers: Answers, launch: Launch) -> list[Finding]:
+    """Return a plot for each level, and their ratio."""
+    findings, bandwidths = [], []
+    for level, subject in _SUBJECTS.items():
+        samples = answers[0][level]
+        if not samples:
+            continue
+        bandwidths.append(fit(samples).bandwidth)
+        rates = {nbytes: nbytes / seconds for nbytes, seconds in samples}
+        details = tuple(
+            f"{bytes_text(nbytes):>8} {bar(rate, max(rates.values()))} {rate_text(rate)}"
+            for nbytes, rate in rates.items()
+        )
+        nbytes, seconds = samples[0]
+        text = f"{rate_text(bandwidths[-1])} that each rank receives, all at once; "
+        text += f"{bytes_text(nbytes)} take {seconds * 1e3:.3g} ms"
+        findings.append(Finding(subject, Level.OK, text, details=details))
+    if len(bandwidths) == 2:
+        ratio = bandwidths[0] / bandwidths[1]
+        text = f"between groups a rank receives {ratio:.3g} times more slowly than inside"
+        text += ": strategies gain little where links are alike" if ratio < _ALIKE else ""
+        findings.append(Finding("compared", Level.OK, text))
+    return findings or [Finding("hops", Level.OK, "one rank: nothing is sent")]
 
 
-def _plotted(level: str, samples: list[tuple[float, float]]) -> Finding:
-    rate, rates = fit(samples), [nbytes / seconds for nbytes, seconds in samples]
-    lines = tuple(
-        f"{bytes_text(nbytes):>8} {bar(one, max(rates))} {rate_text(one)}"
-        for (nbytes, _), one in zip(samples, rates, strict=True)
-    )
-    smallest, seconds = samples[0]
-    said = (
-        f"{rate_text(rate.bandwidth)} that each rank receives, all at once; {bytes_text(smallest)} take "
-        f"{seconds * 1e3:.3g} ms"
-    )
-    return Finding(_SUBJECTS[level], Level.OK, said, details=lines)
+LINKS = Check("links", _examine_links, judge_links, together=True, least_seconds=_MOST_LINK_SECONDS)
+
+MOST_ROUNDS = 16  # of each kind; see Note [Rounds] in outliers.py
+SIZES = (2**20, 2**24, 2**26)  # bytes each way, each one measured if the one before took less than ENOUGH
+ENOUGH = 0.02  # seconds
+_REPEATS = 3
+_PINGS = 12
+_MUCH = 0.5  # share of the usual rate below which an outlier is wrong
+_LATE = 1 / 3  # share of the usual inverse latency below which a rank is late
+_SHOWN = 8  # findings of a kind
+_MOST_PAIR_SECONDS = 300.0
+_NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and what else uses them."
+_RANK_ADVICE = "Look at this rank's device and its own link (nvidia-smi topo -m, nvidia-smi nvlink -s)."
+_PAIR_ADVICE = "Look at the path between the two alone: cables and switches that only it uses."
 
 
-CHECK = Check("links", examine, judge, together=True, least_seconds=_MOST_SECONDS)
+@dataclass(frozen=True)
+class PairTimes:
+    """Measurements of a pair of ranks.
+
+    Attributes:
+        ping: seconds of an empty message.
+        seconds: of each repeat, by the bytes that were sent each way at the same time.
+        whole: seconds from the start of the first repeat to the end of the last one, by these bytes.
+    """
+
+    ping: float
+    seconds: Mapping[int, Sequence[float]]
+    whole: Mapping[int, float]
+
+    @property
+    def rate(self) -> float:
+        """Return bytes per second each way, of the largest messages; the median, since ranks may share a link."""
+        size = max(self.seconds)
+        return size / statistics.median(self.seconds[size])
+
+
+def joint_rate(pairs: Sequence[PairTimes]) -> float:
+    """Return the bytes per second each way of pairs that were measured at the same time, together.
+
+    Of the largest messages that all of them sent. They share links, not always fairly, and one pair waits between its
+    repeats while another one sends. So the time of all repeats counts, of the pair that took longest. If there is only
+    one pair, its best repeat counts, since other load on a machine only slows it down.
+    """
+    size = max(set.intersection(*(set(times.seconds) for times in pairs)))
+    if len(pairs) == 1:
+        return size / min(pairs[0].seconds[size])
+    return sum(size * len(times.seconds[size]) for times in pairs) / max(times.whole[size] for times in pairs)
+
+
+def _examine_pairs(launch: Launch) -> list[list[Any]]:
+    """Return both ranks and the fields of ``PairTimes`` of the pairs in which this rank is the lower one."""
+    rows, teams = [], launch.teams()
+    for pairs in (*inside(teams, MOST_ROUNDS), *between(teams, MOST_ROUNDS)):
+        if distributed.get_backend() == "gloo":  # its barrier lists the ranks that do not arrive
+            distributed.monitored_barrier(timeout=timedelta(seconds=launch.options.timeout), wait_all_ranks=True)
+        else:
+            distributed.barrier()
+        pair = next((pair for pair in pairs if launch.rank in pair), None)
+        if pair is not None:
+            times = _measure(sum(pair) - launch.rank)
+            rows += [[*pair, *times]] if launch.rank == pair[0] else []
+    return rows
+
+
+def _measure(partner: int) -> list[Any]:
+    """Return the fields of ``PairTimes``; both ranks measure the same sizes."""
+    seconds: dict[int, list[float]] = {}
+    whole: dict[int, float] = {}
+    ping, _ = _ping(partner)
+    for size in SIZES:
+        payload, received = _zeros(size, torch.uint8), _zeros(size, torch.uint8)
+        begin = time.perf_counter()
+        seconds[size] = [_exchange_seconds(partner, payload, received) for _ in range(_REPEATS)]
+        whole[size] = time.perf_counter() - begin
+        if min(seconds[size]) > ENOUGH:
+            break
+    return [ping, seconds, whole]
+
+
+def _ping(partner: int) -> tuple[float, float]:
+    """Return the seconds of an empty message, and by how many seconds the partner's clock is ahead, on the lower rank.
+
+    Of several round trips the quickest one counts. As in NTP, the partner's time is that of the middle of a trip.
+    """
+    from deepspeed.accelerator import get_accelerator
+
+    note, best = _zeros(1, torch.int64), (float("inf"), 0.0)
+    for _ in range(_PINGS):
+        clock, begin = time.time(), time.perf_counter()
+        if distributed.get_rank() < partner:
+            distributed.send(note, partner)
+            distributed.recv(note, partner)
+        else:
+            distributed.recv(note, partner)
+            distributed.send(note.fill_(time.time_ns()), partner)
+        get_accelerator().synchronize()
+        seconds = (time.perf_counter() - begin) / 2
+        best = min(best, (seconds, note.item() / 1e9 - clock - seconds))
+    return best
+
+
+def _exchange_seconds(partner: int, payload: Tensor, received: Tensor) -> float:
+    """Send and receive the same number of bytes at the same time. Returns the seconds of the slower of the two."""
+    number, theirs = _zeros(1, torch.int64), _zeros(1, torch.int64)
+    _exchange(partner, number, theirs)  # both have arrived
+    begin = time.perf_counter()
+    _exchange(partner, payload, received)
+    seconds = time.perf_counter() - begin
+    _exchange(partner, number.fill_(round(seconds * 1e9)), theirs)
+    return max(seconds, theirs.item() / 1e9)
+
+
+def _exchange(partner: int, sent: Tensor, received: Tensor) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    receive = distributed.P2POp(distributed.irecv, received, partner)
+    send = distributed.P2POp(distributed.isend, sent, partner)
+    for work in distributed.batch_isend_irecv([receive, send]):
+        work.wait()
+    get_accelerator().synchronize()
+
+
+def _zeros(count: int, dtype: torch.dtype) -> Tensor:
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.zeros(count, dtype=dtype, device=get_accelerator().current_device_name())
+
+
+def judge_pairs(answers: Answers, launch: Launch) -> list[Finding]:
+    """Return slow nodes, ranks and pairs, and how many rounds were measured."""
+    times = {
+        (a, b): PairTimes(ping, *({int(size): value for size, value in sizes.items()} for sizes in (seconds, whole)))
+        for rows in answers.values()
+        for a, b, ping, seconds, whole in rows
+    }
+    team_of = {rank: number for number, team in enumerate(launch.teams()) for rank in team}
+    across = {pair: row for pair, row in times.items() if team_of[pair[0]] != team_of[pair[1]]}
+    rates = {pair: row.rate for pair, row in times.items() if pair not in across}
+    findings = _judge_nodes(across, team_of, launch) if across else []
+    findings += _outlier_findings(find_outliers(rates), "inside nodes", launch, rates) if rates else []
+    return findings or [Finding("pairs", Level.OK, "one rank: nothing is sent")]
+
+
+def _judge_nodes(times: Mapping[Pair, PairTimes], team_of: Mapping[int, int], launch: Launch) -> list[Finding]:
+    """Return slow nodes, and ranks and pairs of ranks that slow nodes do not explain."""
+    teams = launch.teams()
+    of_nodes: dict[Pair, list[PairTimes]] = {}
+    for (a, b), row in times.items():
+        of_nodes.setdefault((min(team_of[a], team_of[b]), max(team_of[a], team_of[b])), []).append(row)
+    rates = {pair: joint_rate(rows) for pair, rows in of_nodes.items()}
+    nodes, usual = find_outliers(rates), statistics.median(row.ping for row in times.values())
+    text = f"{len(between(teams, MOST_ROUNDS))} of {len(tournament(len(teams)))} round(s) of disjoint pairs, "
+    text += f"{len(rates)} pair(s) of nodes; an empty message takes {1e6 * usual:.0f} us"
+    findings = [Finding("measured", Level.OK, text)]
+    findings += _outlier_findings(nodes, "between nodes", launch, rates, teams)
+    delays = find_outliers({pair: 1 / row.ping for pair, row in times.items()}, _LATE)
+    for rank, inverse in list(delays.players.items())[:_SHOWN]:
+        text = f"an empty message takes {1e6 / inverse:.0f} us, usually {1e6 / delays.usual:.0f} us"
+        findings.append(Finding(launch.located([rank]), Level.LOOK, text, _NODE_ADVICE))
+    explained = {*nodes.players, *nodes.lower, *(number for pair in nodes.pairs for number in pair)}
+    rest = {pair: row.rate for pair, row in times.items() if not explained & {team_of[rank] for rank in pair}}
+    ranks = find_outliers(rest)
+    if any(len(team) > 1 for team in teams) and (ranks.players or ranks.pairs):
+        findings += _outlier_findings(ranks, "ranks between nodes", launch, rest)
+    return findings
+
+
+def _outlier_findings(
+    outliers: Outliers, subject: str, launch: Launch, rates: Mapping[Pair, float], teams: list[list[int]] | None = None
+) -> list[Finding]:
+    """Return a finding for each outlier among ranks, or among teams if given; if there is none, one for all pairs."""
+    findings, usual, advice = [], outliers.usual, _NODE_ADVICE if teams else _RANK_ADVICE
+
+    def name(player: int) -> str:
+        return launch.team_text(teams[player]) if teams else launch.located([player])
+
+    def add(subject: str, rate: float, expected: float, text: str, advice: str) -> None:
+        level = Level.WRONG if rate < _MUCH * expected else Level.LOOK
+        findings.append(Finding(subject, level, f"{text} {rate_text(expected)}", advice))
+
+    for player, rate in sorted(outliers.players.items(), key=lambda item: item[1])[:_SHOWN]:
+        add(name(player), rate, usual, f"slow with all others: {rate_text(rate)}, usually", advice)
+    for (a, b), (rate, expected) in sorted(outliers.pairs.items(), key=lambda item: item[1][0])[:_SHOWN]:
+        text = f"slow with each other: {rate_text(rate)}, otherwise"
+        add(f"{name(a)} and {name(b)}", rate, expected, text, _PAIR_ADVICE)
+    if outliers.lower:
+        speeds, slower = outliers.rates.values(), ", ".join(map(name, outliers.lower[:_SHOWN]))
+        text = f"of two kinds, {rate_text(min(speeds))} to {rate_text(max(speeds))}; the slower ones are {slower}"
+        findings.append(Finding(subject, Level.LOOK, text, "Training goes at the pace of the slower ones."))
+    few = len(outliers.rates) < 3
+    compared = "too few to compare" if few else f"no outlier (none below {LEAST:.0%} of the others)"
+    text = f"{rate_text(usual)} each way, both at once; {compared}, {len(rates)} pair(s)"
+    return findings or [Finding(subject, Level.OK, text)]
+
+
+PAIRS = Check("nodes and links", _examine_pairs, judge_pairs, together=True, least_seconds=_MOST_PAIR_SECONDS)
+
+_APART = 1.0  # seconds
+
+
+def _examine_clocks(launch: Launch) -> dict[str, float] | None:
+    """Return by how many seconds the clock of each other team's first rank is ahead, on rank 0."""
+    offsets = {}
+    for first in (team[0] for team in launch.teams()[1:]):
+        if launch.rank in (0, first):
+            _, offsets[str(first)] = _ping(0 if launch.rank else first)
+    return None if launch.rank else offsets
+
+
+def judge_clocks(answers: Answers, launch: Launch) -> list[Finding]:
+    """Return hosts whose clocks differ from that of rank 0."""
+    offsets: dict[str, float] = answers[0]
+    apart = {int(rank): seconds for rank, seconds in offsets.items() if abs(seconds) > _APART}
+    if apart:
+        text = ", ".join(f"{launch.hosts[rank]} (rank {rank}) {seconds:+.1f} s" for rank, seconds in apart.items())
+        advice = "Run an NTP client. Logs do not line up, and files that are newer seem older on shared disks."
+        return [Finding("clocks", Level.LOOK, f"compared with {launch.hosts[0]}: {text}", advice)]
+    most = max((abs(seconds) for seconds in offsets.values()), default=0.0)
+    return [Finding("clocks", Level.OK, f"of {len(offsets) + 1} node(s), at most {most * 1e3:.1f} ms apart")]
+
+
+CLOCKS = Check("clocks", _examine_clocks, judge_clocks, together=True)

@@ -1,39 +1,80 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which player is slow, and which pair only, from the rates of pairs. Pure.
+"""Find slow players and slow pairs among many: rounds of pairs to measure, and outliers among their rates. Pure.
+
+A player is a rank, or a team of ranks such as those of a node.
+
+Note [Rounds]
+    All pairs of k teams can be measured in k - 1 rounds (k, if k is odd), in each of which every team is in one pair
+    only, so that pairs do not share a team's links: the schedule of a tournament, by the circle method. At most
+    ``most`` of these rounds are run, spread evenly over all. Then each team meets that many others. That is enough to
+    find a slow team, but a slow pair is found only if it is among those that were measured.
 
 Note [Outliers]
     A pair is as fast as the slower of its two players. So a player is as fast as it is with its better partners: the
     upper quartile of its pairs' rates, which a slow partner does not lower. A player is slow if that is far below the
     median of all players: by 3 robust standard deviations (1.4826 times the median absolute deviation, in logarithms),
     and by 30 %, since rates of equal players may lie very close. A pair is slow if it is as far below what its slower
-    player does with others. If half of the players are slow the median is none, and nobody is an outlier: then only
-    the spread says so.
+    player does with others. If half of the players are slow, the median describes neither kind, and there are no
+    outliers: then only the spread shows it.
 """
 
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from deepspeed_ext.tools.doctor.rounds import Pair
+Pair = tuple[int, int]
+_Key = TypeVar("_Key", int, Pair)
 
+LEAST = 0.7  # of the usual rate; a slower player is an outlier
 _DEVIATIONS = 3
 _TO_SIGMA = 1.4826  # of a normal distribution, from the median absolute deviation
 _FASTER_PAIRS = 0.75
-LEAST = 0.7  # of the usual rate; what is slower than that is far below
-_SPREAD = 2.0  # of the rates of players, beyond which they are of two kinds
+_SPREAD = 2.0  # ratio of players' rates beyond which they are of two kinds
+
+
+def tournament(teams: int, most: int | None = None) -> list[list[Pair]]:
+    """Return rounds of pairs of 0 to teams - 1, each pair once, the lower one first; see Note [Rounds]."""
+    circle, rounds = list(range(teams + teams % 2)), []  # the last one stands for a pause if the number is odd
+    for _ in range(len(circle) - 1):
+        facing = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        rounds.append([(min(pair), max(pair)) for pair in facing if max(pair) < teams])
+        circle = [circle[0], circle[-1], *circle[1:-1]]
+    rounds = [pairs for pairs in rounds if pairs]
+    if most is None or len(rounds) <= most:
+        return rounds
+    return [rounds[number * len(rounds) // most] for number in range(most)]
+
+
+def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
+    """Return rounds between teams, in which rank i of a team meets rank i of another one."""
+    return [
+        [(min(x, y), max(x, y)) for a, b in pairs for x, y in zip(teams[a], teams[b], strict=False)]
+        for pairs in tournament(len(teams), most)
+    ]
+
+
+def inside(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
+    """Return rounds within teams, in all of them at the same time."""
+    rounds: list[list[Pair]] = []
+    for team in teams:
+        for number, pairs in enumerate(tournament(len(team), most)):
+            rounds += [[]] if number == len(rounds) else []
+            rounds[number] += [(team[a], team[b]) for a, b in pairs]
+    return rounds
 
 
 @dataclass(frozen=True)
 class Outliers:
-    """What stands out.
+    """Slow players and pairs.
 
     Attributes:
         usual: median rate of players.
-        players: rates of slow ones.
-        pairs: rates of slow ones, each with what its players do with others, or is usual if they met no others.
+        players: rates of slow players.
+        pairs: rates of slow pairs, each with the rate of its slower player, or the usual one if they met no others.
         lower: players of the slower kind, if none is an outlier and rates are of two kinds.
         rates: of all players.
     """
@@ -45,45 +86,40 @@ class Outliers:
     rates: Mapping[int, float]
 
 
-def find(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers:
+def find_outliers(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers:
     """Return the slow players and pairs; see Note [Outliers]. Fewer than three players cannot be compared.
 
     Args:
         rates: of pairs, above 0.
         least: share of the usual rate below which a rate may be an outlier.
     """
-    players = sorted({player for pair in rates for player in pair})
-    speeds = {player: _upper([rate for pair, rate in rates.items() if player in pair]) for player in players}
-    if len(players) < 3:
-        usual = statistics.median(speeds.values()) if speeds else 0.0
-        return Outliers(usual, {}, {}, (), speeds)
-    usual = statistics.median(speeds.values())
-    below = {player: math.log2(usual / speed) for player, speed in speeds.items()}
-    limit = _limit(list(below.values()), least)
-    slow = {player: speeds[player] for player in players if below[player] > limit}
-    expected = {pair: min(speeds[pair[0]], speeds[pair[1]]) for pair in rates}
-    short = {pair: math.log2(expected[pair] / rate) for pair, rate in rates.items()}
-    limit = _limit(list(short.values()), least)
-    pairs = {pair: (rates[pair], expected[pair]) for pair in rates if short[pair] > limit}
-    # Of two that met nobody else, nobody knows which one it is.
     meetings = Counter(player for pair in rates for player in pair)
+    speeds = {player: _upper([rate for pair, rate in rates.items() if player in pair]) for player in sorted(meetings)}
+    usual = statistics.median(speeds.values()) if speeds else 0.0
+    if len(speeds) < 3:
+        return Outliers(usual, {}, {}, (), speeds)
+    slow = _far_below(speeds, dict.fromkeys(speeds, usual), least)
+    expected = {pair: min(speeds[player] for player in pair) for pair in rates}
+    pairs = {pair: (rates[pair], expected[pair]) for pair in _far_below(rates, expected, least)}
+    # If two players met no others, either may be the slow one.
     lone = [pair for pair in rates if all(player in slow and meetings[player] == 1 for player in pair)]
     pairs |= {pair: (rates[pair], usual) for pair in lone}
-    slow = {player: speed for player, speed in slow.items() if not any(player in pair for pair in lone)}
+    players = {player: speeds[player] for player in slow if not any(player in pair for pair in lone)}
     fastest, slowest = max(speeds.values()), min(speeds.values())
-    split = math.sqrt(fastest * slowest)
-    two_kinds = not slow and not lone and fastest > _SPREAD * slowest
-    lower = tuple(player for player in players if speeds[player] < split) if two_kinds else ()
-    return Outliers(usual, slow, pairs, lower, speeds)
+    two_kinds = not slow and fastest > _SPREAD * slowest
+    lower = tuple(player for player in speeds if two_kinds and speeds[player] < math.sqrt(fastest * slowest))
+    return Outliers(usual, players, pairs, lower, speeds)
 
 
-def _limit(distances: list[float], least: float) -> float:
-    middle = statistics.median(distances)
-    deviation = _TO_SIGMA * statistics.median(abs(distance - middle) for distance in distances)
-    return max(middle + _DEVIATIONS * deviation, -math.log2(least))
+def _far_below(rates: Mapping[_Key, float], expected: Mapping[_Key, float], least: float) -> list[_Key]:
+    """Return the keys of the rates that are outliers below the expected ones."""
+    below = {key: math.log2(expected[key] / rate) for key, rate in rates.items()}
+    middle = statistics.median(below.values())
+    deviation = _TO_SIGMA * statistics.median(abs(distance - middle) for distance in below.values())
+    limit = max(middle + _DEVIATIONS * deviation, -math.log2(least))
+    return [key for key, distance in below.items() if distance > limit]
 
 
 def _upper(rates: list[float]) -> float:
     """Return the upper quartile, of few rates the largest."""
-    ordered = sorted(rates)
-    return ordered[math.ceil(_FASTER_PAIRS * (len(ordered) - 1))]
+    return sorted(rates)[math.ceil(_FASTER_PAIRS * (len(rates) - 1))]

@@ -22,8 +22,8 @@ from deepspeed.utils import logger
 from deepspeed_ext.__main__ import patch_problems
 from deepspeed_ext.clocks import DeviceClock, make_clock
 from deepspeed_ext.tools.doctor.cli import TITLES
-from deepspeed_ext.tools.doctor.command import run as examine
-from deepspeed_ext.tools.doctor.place import Options
+from deepspeed_ext.tools.doctor.cluster import Options
+from deepspeed_ext.tools.doctor.command import examine
 from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause

@@ -8,22 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_ext.tools.doctor import clocks, compiler, environment, groups, links, memory, pinned, versions
+from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.doctor import checks, environment, links
 from deepspeed_ext.tools.doctor import kernels as self_test
-from deepspeed_ext.tools.doctor.check import Check
+from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options
 from deepspeed_ext.tools.doctor.findings import Finding, Level, ranks_text
-from deepspeed_ext.tools.doctor.place import Options, Place
 
 pytestmark = pytest.mark.quick
 
-HOSTS = ["a", "a", "b", "b"]
+
+def launch(hosts: str = "aabb", **options: Any) -> Launch:
+    """Return a launch; each letter is the host of a rank."""
+    return Launch(0, 0, [*hosts], Options(**options))
 
 
-def place(hosts: list[str] = HOSTS, **options: Any) -> Place:
-    return Place(0, 0, hosts, Options(**options))
-
-
-def bad(check: Check, answers: list[Any], where: Place) -> dict[str, Finding]:
+def bad(check: Check, answers: list[Any], where: Launch) -> dict[str, Finding]:
     """Findings that are not ok, by subject."""
     found = check.judge(dict(enumerate(answers)), where)
     assert found
@@ -32,8 +31,8 @@ def bad(check: Check, answers: list[Any], where: Place) -> dict[str, Finding]:
 
 def test_ranks_of_a_host_that_are_not_consecutive() -> None:
     told = [{"per_node": 2}] * 4
-    assert not bad(groups.CHECK, told, place())
-    found = bad(groups.CHECK, told, place(["a", "b", "a", "b"]))
+    assert not bad(checks.GROUPS, told, launch())
+    found = bad(checks.GROUPS, told, launch("abab"))
     assert found["order of ranks"].level == found["groups"].level == Level.WRONG
     assert "a has ranks 0, 2, b has ranks 1, 3" in found["order of ranks"].found
     assert "ranks 0-1 on a, b" in found["groups"].found and "--distribution=block" in found["groups"].advice
@@ -41,77 +40,93 @@ def test_ranks_of_a_host_that_are_not_consecutive() -> None:
 
 def test_groups_across_hosts_of_one_rank_and_of_uneven_hosts() -> None:
     told = [{"per_node": 2}] * 4
-    larger = bad(groups.CHECK, told, place(group_size=4))
+    larger = bad(checks.GROUPS, told, launch(group_size=4))
     assert larger["groups"].level == Level.LOOK and "1 span hosts" in larger["groups"].found
-    assert "ZeRO-1" in bad(groups.CHECK, told, place(group_size=1))["groups"].found
-    assert "one of [1, 2, 4]" in bad(groups.CHECK, told, place(group_size=3))["groups"].found
+    assert "ZeRO-1" in bad(checks.GROUPS, told, launch(group_size=1))["groups"].found
+    assert "one of [1, 2, 4]" in bad(checks.GROUPS, told, launch(group_size=3))["groups"].found
     uneven = [{"per_node": 3}] * 3 + [{"per_node": 1}]
-    found = bad(groups.CHECK, uneven, place(["a", "a", "a", "b"]))
+    found = bad(checks.GROUPS, uneven, launch("aaab"))
     assert "b has rank 3" in found["hosts"].found and found["groups"].level == Level.WRONG
     assert "3 on ranks 0-2; 1 on rank 3" in found["groups"].found
-    nothing = bad(groups.CHECK, [{"per_node": None}] * 4, place())
+    nothing = bad(checks.GROUPS, [{"per_node": None}] * 4, launch())
     assert "nothing on ranks 0-3" in nothing["groups"].found
 
 
 def variables(**of_last: str) -> list[dict[str, Any]]:
-    usual = {"cores": 4, "threads": 2, "on_host": False}
+    usual = {"cores": 4, "threads": 2, "on_host": False, "nccl": None}
     return [{"variables": {"NCCL_DEBUG": "WARN"}, **usual}] * 3 + [
         {"variables": {"NCCL_DEBUG": "WARN", **of_last}, **usual}
     ]
 
 
-# What is a fault as the value of a variable, and what is none.
+# A harmful value of a variable and a harmless one, if these are not 1 and 0.
 VARIABLES = {
     "CUDA_DEVICE_MAX_CONNECTIONS": ("1", "8"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("1", "0"),
-    "NCCL_BLOCKING_WAIT": ("1", "0"),
-    "CUDA_LAUNCH_BLOCKING": ("1", "0"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", ""),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "INFO"),
-    "NCCL_P2P_DISABLE": ("1", "0"),
-    "NCCL_P2P_LEVEL": ("LOC", "SYS"),
-    "NCCL_SHM_DISABLE": ("1", "0"),
-    "NCCL_IB_DISABLE": ("1", "0"),
     "NCCL_NET": ("Socket", "IB"),
-    "NCCL_NET_GDR_LEVEL": ("LOC", "SYS"),
-    "NCCL_ALGO": ("Ring", ""),
-    "NCCL_PROTO": ("Simple", ""),
-    "NCCL_SOCKET_IFNAME": ("lo", "eth0"),
-    "GLOO_SOCKET_IFNAME": ("lo", "eth0"),
-    "DEEPSPEED_EXT_DISABLE": ("1", "0"),
+    **dict.fromkeys(("NCCL_P2P_LEVEL", "NCCL_NET_GDR_LEVEL"), ("LOC", "SYS")),
+    **dict.fromkeys(("NCCL_ALGO", "NCCL_PROTO", "PYTORCH_NO_CUDA_MEMORY_CACHING"), ("Ring", "")),
+    **dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), ("lo", "eth0")),
 }
 
 
-@pytest.mark.parametrize("name", [row.name for row in environment.ROWS])
+@pytest.mark.parametrize("name", [row.name for row in environment.HARMFUL])
 def test_a_bad_variable(name: str) -> None:
-    value, harmless = VARIABLES[name]
-    found = environment.judge(dict(enumerate(variables(**{name: value}))), place())
+    value, harmless = VARIABLES.get(name, ("1", "0"))
+    found = environment.judge(dict(enumerate(variables(**{name: value}))), launch())
     assert any(one.subject == name and f"{value} on rank 3: " in one.found and one.advice for one in found)
-    for one in environment.judge(dict(enumerate(variables(**{name: harmless}))), place()):
+    for one in environment.judge(dict(enumerate(variables(**{name: harmless}))), launch()):
         assert one.subject != name or one.found.startswith("differs: "), one
 
 
 def test_variables_that_differ_and_threads() -> None:
-    found = bad(environment.CHECK, variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3"), place())
+    found = bad(environment.ENVIRONMENT, variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3"), launch())
     assert "unset on ranks 0-2; 1 on rank 3" in found["NCCL_BUFFSIZE"].found and len(found) == 1
-    many = [{"variables": {}, "cores": 4, "threads": 8, "on_host": True}] * 4
-    assert (
-        "16 threads of 2 rank(s) on 4 core(s) of a" in bad(environment.CHECK, many, place())["OMP_NUM_THREADS"].found
-    )
-    few = [{"variables": {}, "cores": 64, "threads": 1, "on_host": False}] * 4
-    assert not bad(environment.CHECK, few, place())
-    found = bad(environment.CHECK, few, place(offload_optimizer=True))
+    many = [{"variables": {}, "cores": 4, "threads": 8, "on_host": True, "nccl": None}] * 4
+    text = bad(environment.ENVIRONMENT, many, launch())["OMP_NUM_THREADS"].found
+    assert "16 threads of 2 rank(s) on 4 core(s) of a" in text
+    few = [{"variables": {}, "cores": 64, "threads": 1, "on_host": False, "nccl": None}] * 4
+    assert not bad(environment.ENVIRONMENT, few, launch())
+    found = bad(environment.ENVIRONMENT, few, launch(offload_optimizer=True))
     assert found["OMP_NUM_THREADS"].advice == "Set OMP_NUM_THREADS=32."
+
+
+def nccl(
+    version: str = "2.29.7", hosts: str = "aabbccdd", size: int | None = None, **given: str
+) -> dict[str, Finding]:
+    findings = environment.nccl_findings([*map(int, version.split("."))], given, launch(hosts, group_size=size))
+    return {finding.subject: finding for finding in findings}
+
+
+def test_settings_of_nccl() -> None:
+    assert not nccl(hosts="a") and set(nccl(hosts="aa")) == {"NCCL_CTA_POLICY"}
+    usual = nccl(NCCL_CROSS_NIC="0")
+    assert set(usual) == {"NCCL_CTA_POLICY", "PAT", "port failover", "NCCL_CROSS_NIC"}
+    assert all(finding.level == Level.OK for finding in usual.values()), "nothing is wrong with the defaults"
+    assert "2 steps for small messages, not the 3 of a ring; collectives over all" in usual["PAT"].found
+    assert usual["port failover"].found.startswith("off: ") and usual["NCCL_CTA_POLICY"].found.startswith("default: ")
+    assert "collectives over all" not in nccl(hosts="abcd")["PAT"].found, "ZeRO's have one rank per node, too"
+    for scattered in (nccl(size=1), nccl(hosts="abcdabcd", size=2)):
+        assert "several ranks of a node" in scattered["PAT"].found and scattered["PAT"].level == Level.LOOK
+    assert "disabled" in nccl(NCCL_PAT_ENABLE="0")["PAT"].found and "2.23" in nccl("2.21.5")["PAT"].found
+    for quiet in (nccl(hosts="aabb"), nccl(NCCL_ALGO="Ring"), nccl(size=3), nccl(size=1, NCCL_PAT_ENABLE="1")):
+        assert "PAT" not in quiet
+    given = {"NCCL_CTA_POLICY": "ZERO", "NCCL_IB_RESILIENCY_PORT_FAILOVER": "1", "NCCL_CROSS_NIC": "1"}
+    new, old = nccl("2.29.7", **given), nccl("2.21.5", **given)
+    assert "ordinary buffers" in new["NCCL_CTA_POLICY"].found and "over another one" in new["port failover"].found
+    assert "may cross the rails" in new["NCCL_CROSS_NIC"].found
+    assert "ignores it" in old["NCCL_CTA_POLICY"].found and "ignores it" in old["port failover"].found
+    assert set(nccl("2.21.5")) == {"PAT"} and "few SMs" in nccl(NCCL_CTA_POLICY="1")["NCCL_CTA_POLICY"].found
 
 
 def test_a_missing_compiler() -> None:
     good = {"tools": {"c++": "/bin/c++", "ninja": "/bin/ninja", "nvcc": "/n"}, "built": False, "nvcc": "13.0"}
     good["torch"] = "13.1"
-    assert not bad(compiler.CHECK, [good] * 4, place())
+    assert not bad(checks.COMPILER, [good] * 4, launch())
     lacking = {**good, "tools": {**good["tools"], "c++": "", "nvcc": ""}, "nvcc": ""}
-    found = bad(compiler.CHECK, [good, good, good, lacking], place())
+    found = bad(checks.COMPILER, [good, good, good, lacking], launch())
     assert set(found) == {"c++", "nvcc"} and "rank 3 (b)" in found["c++"].found and "CXX" in found["c++"].advice
-    assert "12.4 on rank 0" in bad(compiler.CHECK, [{**good, "nvcc": "12.4"}], place(["a"]))["version of nvcc"].found
+    assert "12.4 on rank 0" in bad(checks.COMPILER, [{**good, "nvcc": "12.4"}], launch("a"))["version of nvcc"].found
 
 
 def free(**changed: Any) -> dict[str, Any]:
@@ -121,55 +136,55 @@ def free(**changed: Any) -> dict[str, Any]:
 
 def test_too_little_memory() -> None:
     """NIG of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and what a step holds."""
-    need, on_host = memory.needs(Options(params=10**9), groups.GroupSizes(4, 2))
+    need, on_host = checks.needed_bytes(Options(params=10**9), GroupSizes(4, 2))
     assert 6e9 < need < 12e9 and on_host == 0
-    asked = place(params=10**9)
-    assert not bad(memory.CHECK, [free()] * 4, asked)
-    found = bad(memory.CHECK, [free()] * 3 + [free(device=5 * 10**9)], asked)["for model states"]
+    asked = launch(params=10**9)
+    assert not bad(checks.MEMORY, [free()] * 4, asked)
+    found = bad(checks.MEMORY, [free()] * 3 + [free(device=5 * 10**9)], asked)["for model states"]
     assert found.level == Level.WRONG
     assert f"NIG of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in found.found
-    tight = bad(memory.CHECK, [free(device=int(1.05 * need))] * 4, asked)["for model states"]
+    tight = bad(checks.MEMORY, [free(device=int(1.05 * need))] * 4, asked)["for model states"]
     assert tight.level == Level.LOOK
-    less, on_host = memory.needs(Options(params=10**9, offload_optimizer=True), groups.GroupSizes(4, 2))
+    less, on_host = checks.needed_bytes(Options(params=10**9, offload_optimizer=True), GroupSizes(4, 2))
     assert 3e9 <= less <= need - 3e9 and on_host == pytest.approx(3e9, rel=0.01)
-    found = bad(memory.CHECK, [free(host=5 * 10**9)] * 4, place(params=10**9, offload_optimizer=True))["host memory"]
+    found = bad(checks.MEMORY, [free(host=5 * 10**9)] * 4, launch(params=10**9, offload_optimizer=True))["host memory"]
     assert "a has 5.0 GB free, and its 2 rank(s) need 6.0 GB" in found.found
 
 
 def test_other_resources() -> None:
-    shared = bad(memory.CHECK, [free(device=None, host=12 * 10**9)] * 4, place(params=10**9))
+    shared = bad(checks.MEMORY, [free(device=None, host=12 * 10**9)] * 4, launch(params=10**9))
     assert "free: 6.0 GB (ranks 0-3)" in shared["for model states"].found, "ranks on a host share its memory"
-    found = bad(memory.CHECK, [free()] * 3 + [free(shm=2**26, locked=2**16, disk=2**26)], place())
+    found = bad(checks.MEMORY, [free()] * 3 + [free(shm=2**26, locked=2**16, disk=2**26)], launch())
     assert "b has 64 MiB free" in found["/dev/shm"].found
     assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in found["locked memory"].found
     assert found["build folder"].level == Level.WRONG and "(rank 3)" in found["build folder"].found
-    closed = bad(memory.CHECK, [free(), free(writable=False)], place(["a", "a"]))["build folder"]
+    closed = bad(checks.MEMORY, [free(), free(writable=False)], launch("aa"))["build folder"]
     assert "rank 1 may not write to /b" in closed.found
 
 
 def test_versions_that_differ_and_patches() -> None:
     one: dict[str, Any] = {"versions": {"torch": "2.13", "driver": "580"}, "patches": []}
-    assert not bad(versions.CHECK, [one] * 4, place())
+    assert not bad(checks.VERSIONS, [one] * 4, launch())
     other = {"versions": {"torch": "2.12", "driver": "570"}, "patches": ["x.y: not applied"]}
-    found = bad(versions.CHECK, [one] * 3 + [other], place())
+    found = bad(checks.VERSIONS, [one] * 3 + [other], launch())
     assert found["torch"].found == "2.13: ranks 0-2; 2.12: rank 3" and found["torch"].level == Level.WRONG
     assert found["driver"].level == Level.LOOK
     assert found["patches"].level == Level.WRONG and "rank 3: x.y: not applied" in found["patches"].found
 
 
 def test_clocks_and_copies() -> None:
-    assert not bad(clocks.CHECK, [{"2": 0.2}, None], place())
-    found = bad(clocks.CHECK, [{"2": -3.5}, None], place())["clocks"]
+    assert not bad(links.CLOCKS, [{"2": 0.2}, None], launch())
+    found = bad(links.CLOCKS, [{"2": -3.5}, None], launch())["clocks"]
     assert found.level == Level.LOOK and "b (rank 2) -3.5 s" in found.found
     ways = [{"to the device": 2e10}] * 3 + [{"to the device": 3e9}]
-    found = bad(pinned.CHECK, ways, place())["to the device"]
+    found = bad(checks.PINNED, ways, launch())["to the device"]
     assert "rank 3 copy at 3 GB/s, the median is 20 GB/s" in found.found
-    assert not bad(pinned.CHECK, [None] * 4, place())
+    assert not bad(checks.PINNED, [None] * 4, launch())
 
 
 def test_links_are_plotted() -> None:
     samples = [[2.0**16, 0.002], [2.0**20, 0.01], [2.0**22, 0.04]]
-    one, two, compared = links.judge({0: {"intra": samples, "inter": samples}, 1: None}, place())
+    one, two, compared = links.judge_links({0: {"intra": samples, "inter": samples}, 1: None}, launch())
     assert one.subject == "inside groups" and two.subject == "between groups" and len(one.details) == 3
     assert one.details[0].startswith("  64 KiB ####") and one.details[2].count("#") == 30
     assert "105 MB/s" in one.found and "64 KiB take 2 ms" in one.found and "1 times" in compared.found
@@ -211,12 +226,12 @@ def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: 
     assert "error feedback" in found or position != 3 or name == "lossless_pack"
     answer = {"device": "cpu", "kernels": True, "wrong": [found]}
     good = {"device": "cpu", "kernels": True, "wrong": []}
-    bad, fine = self_test.judge({0: good, 1: answer}, Place(0, 0, ["a", "b"]))
+    bad, fine = self_test.judge({0: good, 1: answer}, launch("ab"))
     assert bad.level == Level.WRONG and name in bad.found and "rank 1 (b)" in bad.found
     assert fine.level == Level.OK and "rank 0" in fine.found
 
 
 def test_right_kernels_pass_and_missing_ones_are_named(kernels: bool) -> None:
     assert self_test.differing(operators(), "cpu") == []
-    (found,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, Place(0, 0, ["a"]))
+    (found,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, launch("a"))
     assert found.level == Level.LOOK and "plain PyTorch" in found.found

@@ -6,6 +6,7 @@ import argparse
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,19 +17,12 @@ from torch.distributed import HashStore, PrefixStore
 from torch.distributed.distributed_c10d import _get_default_store
 
 from deepspeed_ext.planner import probe
-from deepspeed_ext.tools.doctor import pairs
-from deepspeed_ext.tools.doctor.check import Check
-from deepspeed_ext.tools.doctor.checks import TOGETHER
+from deepspeed_ext.tools.doctor import links
 from deepspeed_ext.tools.doctor.cli import TITLES, add_arguments
-from deepspeed_ext.tools.doctor.command import _examine, run
-from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, worst
-from deepspeed_ext.tools.doctor.meeting import CannotMeet, Meeting, meet
-from deepspeed_ext.tools.doctor.place import Options, Place
-from deepspeed_ext.tools.doctor.process_group import check_of
-from deepspeed_ext.tools.doctor.runner import Runner
+from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options, RendezvousError, connect
+from deepspeed_ext.tools.doctor.command import CHECKS, Report, examine, examine_launch, run_checks
+from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst
 from scripts.emulation.launching import free_port
-
-QUICK = 2.0  # seconds of a limit
 
 
 def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
@@ -50,39 +44,28 @@ def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
 def failing_case() -> tuple[list[Any], bool]:
     """What the first rank has found, and whether something still runs on this one."""
 
-    class Short(Check):
-        def seconds(self, place: Place) -> float:
-            return QUICK
-
     rank = dist.get_rank()
-    store = PrefixStore("doctor", _get_default_store())
 
-    def judge_of(title: str) -> Any:
-        return lambda answers, place: [Finding(title, Level.OK, ", ".join(map(str, sorted(answers))))]
+    def fail(launch: Launch, number: int, error: Exception) -> None:
+        if launch.rank == number:
+            raise error
 
-    def raises(place: Place) -> None:
-        if place.rank == 1:
-            raise OSError("no such disk")
-
-    def fails(place: Place) -> None:
-        if place.rank == 0:
-            raise RuntimeError("a link is down")
-
-    def make(title: str, examine: Any, together: bool = False, judge: Any = None) -> Check:
-        return Check(title, examine, judge or judge_of(title), together)
+    def make(title: str, examine: Any, together: bool = False, judge: Any = None, seconds: float = 60) -> Check:
+        listed = lambda answers, launch: [Finding(title, Level.OK, ", ".join(map(str, sorted(answers))))]  # noqa: E731
+        return Check(title, examine, judge or listed, together, seconds)
 
     checks = [
-        make("good", lambda place: place.rank),
-        make("raises", raises),
-        Short("hangs", lambda place: time.sleep(60 if place.rank == 2 else 0), judge_of("hangs")),
-        make("bad judge", lambda place: None, judge=lambda answers, place: {}[7]),
-        check_of(store),
-        make("together", lambda place: dist.barrier(), together=True),
-        make("fails together", fails, together=True),
-        make("left out", lambda place: dist.barrier(), together=True),
+        make("good", lambda launch: launch.rank),
+        make("raises", lambda launch: fail(launch, 1, OSError("no such disk"))),
+        make("hangs", lambda launch: time.sleep(60 if launch.rank == 2 else 0), seconds=0),
+        make("bad judge", lambda launch: None, judge=lambda answers, launch: {}[7]),
+        replace(links.PROCESS_GROUPS, least_seconds=60),
+        make("together", lambda launch: dist.barrier(), together=True),
+        make("fails together", lambda launch: fail(launch, 0, RuntimeError("a link is down")), together=True),
+        make("left out", lambda launch: dist.barrier(), together=True),
     ]
-    place = Place(rank, rank, ["a", "a", "b"], Options(timeout=60, group_size=1))
-    report = Runner(Meeting(store, rank, ["a", "a", "b"]), place).run(checks)
+    store, options = PrefixStore("doctor", _get_default_store()), Options(timeout=2, group_size=1)
+    run_checks(Launch(rank, rank, ["a", "a", "b"], options, store=store), checks, report := Report())
     plain = [
         (section.title, [(one.subject, one.level.word, one.found) for one in section.findings])
         for section in report.sections
@@ -102,10 +85,10 @@ def test_nodes_are_measured_over_process_groups(ranks: Any) -> None:
 
 def measuring_case() -> list[tuple[str, str, str]]:
     """Title, worst level and findings of each check."""
-    store, hosts = PrefixStore("doctor", _get_default_store()), ["a"] * 4
-    place = Place(dist.get_rank(), dist.get_rank(), hosts, Options(timeout=60, group_size=2))
-    with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(pairs, "SIZES", (2**12, 2**14)):
-        report = Runner(Meeting(store, place.rank, hosts), place).run([check_of(store), *TOGETHER])
+    store = PrefixStore("doctor", _get_default_store())
+    launch = Launch(dist.get_rank(), dist.get_rank(), ["a"] * 4, Options(timeout=60, group_size=2), store=store)
+    with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(links, "SIZES", (2**12, 2**14)):
+        run_checks(launch, [check for check in CHECKS if check.together], report := Report())
     return [
         (one.title, worst([one]).word, " ".join(finding.found for finding in one.findings)) for one in report.sections
     ]
@@ -129,15 +112,19 @@ def measuring_case() -> list[tuple[str, str, str]]:
 def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> None:
     """With the address; and what to do where nothing listens, or no launcher has set anything."""
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **given}
-    with pytest.raises(CannotMeet, match=said):
-        meet({name: value for name, value in given.items() if value}, 1.0)
-    assert len(meet({}, 1.0).hosts) == 1  # a rank alone
+    with pytest.raises(RendezvousError, match=said):
+        connect({name: value for name, value in given.items() if value}, Options(timeout=1.0))
+    assert connect({}, Options()).world == 1  # a rank alone
 
 
 @pytest.mark.quick
 def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixture[str]) -> None:
     skipped = tuple(title for title in TITLES if title not in ("groups", "links", "clocks"))
-    assert "process groups" in skipped and run(Options(skip=skipped), None, list) == 0
+    assert (
+        tuple(check.title for check in CHECKS) == TITLES
+        and "process groups" in skipped
+        and examine(Options(skip=skipped), None, list) == 0
+    )
     said = capsys.readouterr().out
     assert said.count("left out  it needs process groups, which are skipped") == 2
     assert said.count("-> Do not skip them, and run the doctor again.") == 2
@@ -152,11 +139,11 @@ def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytes
         document, store, hosts = parser.parse_args(["--json", str(given)]).json, HashStore(), ["a", "b"]
         options = Options(timeout=10, skip=TITLES)
 
-        def examine(rank: int) -> int:
-            return _examine(Meeting(store, rank, hosts), Place(rank, 0, hosts, options), document)[0]
+        def status(rank: int) -> int:
+            return examine_launch(Launch(rank, 0, hosts, options, store=store), CHECKS, document, Report())
 
         with ThreadPoolExecutor(2) as ranks:
-            return list(ranks.map(examine, range(2)))
+            return list(ranks.map(status, range(2)))
 
     assert statuses(tmp_path / "none" / "it.json") == [2, 2]
     assert f"doctor: there is no folder for {tmp_path}/none/it.json on a, where rank 0" in capsys.readouterr().err
@@ -167,12 +154,10 @@ def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytes
 
 @pytest.mark.quick
 def test_the_report_is_aligned_and_colored_on_a_terminal_only() -> None:
-    from deepspeed_ext.tools.doctor.printer import text
-
     findings = (Finding("one", Level.OK, "fine"), Finding("longer", Level.WRONG, "word " * 30, "Do it.", ("plot",)))
     sections = [Section("title", findings, {})]
-    plain = text(sections, width=80).splitlines()
+    plain = report_text(sections, width=80).splitlines()
     assert plain[:2] == ["title", "  ok     one     fine"] and plain[2].startswith("  wrong  longer  word word")
     assert plain[-4:-2] == [" " * 17 + "plot", " " * 17 + "-> Do it."]
     assert plain[-1] == "wrong: 1 ok, 0 look, 1 wrong" and all(len(line) <= 80 for line in plain)
-    assert "\033" not in "\n".join(plain) and "\033[31mwrong" in text(sections, color=True)
+    assert "\033" not in "\n".join(plain) and "\033[31mwrong" in report_text(sections, color=True)

@@ -1,0 +1,221 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The ranks of a launch, connected by a store with a time limit before any process group is formed.
+
+A process group that cannot be formed does not say which rank is missing; a store does. Answers are gathered through
+the store as well, so a rank that hangs in a collective, or has died, does not block those of other ranks.
+"""
+
+import json
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+from deepspeed_ext.comm.process_groups import ranks_per_node
+from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.doctor.findings import Finding, by_value, ranks_text
+
+Answers = Mapping[int, Any]  # of each rank that answered
+NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MARGIN = 10.0  # seconds that other ranks wait longer than rank 0, which reports the missing ones
+
+
+class RendezvousError(RuntimeError):
+    """Ranks cannot reach one another; the message says where they tried, and which are missing."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of the command line; see its help.
+
+    Attributes:
+        group_size: paro_group_size; None for the ranks per node.
+        timeout: seconds to wait for a rank, and for a message.
+        params: parameters of the model whose states should fit; None to compare memory with nothing.
+        strategy, dtype, offload_optimizer: how these states are kept.
+        skip: titles of checks to leave out.
+    """
+
+    group_size: int | None = None
+    timeout: float = 60.0
+    params: int | None = None
+    strategy: str = "NIG"
+    dtype: str = "bf16"
+    offload_optimizer: bool = False
+    skip: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The ranks of a launch, as one of them sees it.
+
+    Attributes:
+        rank, local_rank: this rank's number, among all ranks and on its host.
+        hosts: name of each rank's host, by rank.
+        options: of the command line.
+        environment: variables of this rank.
+        patch_problems: returns the patches of DeepSpeed that are not as expected.
+        store: connects all ranks.
+    """
+
+    rank: int
+    local_rank: int
+    hosts: Sequence[str]
+    options: Options = field(default_factory=Options)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    patch_problems: Callable[[], list[str]] = list
+    store: Store = field(default_factory=HashStore)
+
+    @property
+    def world(self) -> int:
+        """Return the number of ranks."""
+        return len(self.hosts)
+
+    def ranks_of_hosts(self) -> dict[str, list[int]]:
+        """Return the ranks of each host, in the order of their first ranks."""
+        return dict(sorted(by_value(dict(enumerate(self.hosts))).items(), key=lambda item: item[1][0]))
+
+    def teams(self) -> list[list[int]]:
+        """Return the ranks of each host; if all ranks share one host, those of each group instead."""
+        hosts = list(self.ranks_of_hosts().values())
+        if len(hosts) > 1:
+            return hosts
+        size = self.options.group_size or ranks_per_node(self.environment) or self.world
+        return [list(range(first, min(first + size, self.world))) for first in range(0, self.world, size)]
+
+    def group_sizes(self) -> GroupSizes | None:
+        """Return the number of ranks and of those in a group; None if no such groups can be formed."""
+        try:
+            return GroupSizes(self.world, self.options.group_size or len(self.teams()[0]))
+        except ValueError:
+            return None
+
+    def located(self, ranks: Collection[int]) -> str:
+        """Return ranks and their hosts as ``ranks 0-3 on node1, node2``."""
+        return f"{ranks_text(ranks)} on {', '.join(dict.fromkeys(self.hosts[rank] for rank in sorted(ranks)))}"
+
+    def team_text(self, ranks: Sequence[int]) -> str:
+        """Return a team as ``node1 (ranks 8-15)``, without the host if there is only one."""
+        text = ranks_text(ranks)
+        return f"{self.hosts[ranks[0]]} ({text})" if len(set(self.hosts)) > 1 else text
+
+    def gather(self, key: str, text: str, ranks: Collection[int], seconds: float) -> dict[int, str]:
+        """Return the texts of those of these ranks that send one in time, on rank 0; nothing on other ranks."""
+        self.store.set(f"{key}/{self.rank}", text)
+        if self.rank:
+            return {}
+        keys = {rank: f"{key}/{rank}" for rank in ranks}
+        try:
+            self.store.wait(list(keys.values()), timedelta(seconds=seconds))
+        except RuntimeError:
+            keys = {rank: name for rank, name in keys.items() if self.store.check([name])}
+        return {rank: self.store.get(name).decode() for rank, name in keys.items()}
+
+    def broadcast(self, key: str, text: str, seconds: float) -> str:
+        """Return rank 0's text on all ranks.
+
+        Raises:
+            RendezvousError: rank 0 sent nothing in time, or is gone.
+        """
+        if self.rank == 0:
+            self.store.set(key, text)
+            return text
+        try:
+            self.store.wait([key], timedelta(seconds=seconds))
+            return self.store.get(key).decode()
+        except RuntimeError as error:
+            host = socket.gethostname()
+            raise RendezvousError(f"rank {self.rank} on {host} has lost rank 0: {_first_line(error)}") from error
+
+    def agree(self, key: str, text: str) -> str:
+        """Broadcast rank 0's text; rank 0, which may serve the store, waits until the other ranks have received it."""
+        text = self.broadcast(key, text, self.options.timeout + _MARGIN)
+        self.gather(f"{key} received", "", range(self.world), _MARGIN)
+        return text
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kind of check.
+
+    Attributes:
+        title: its name.
+        examine: runs on every rank and returns plain values for JSON; may raise.
+        judge: runs on rank 0, with the answers of all ranks whose ``examine`` returned; does not communicate.
+        together: whether ``examine`` communicates over process groups. It is left out after such a check failed or a
+            rank was lost, since ranks would wait for one another.
+        least_seconds: time limit of ``examine`` if ``--timeout`` is shorter.
+    """
+
+    title: str
+    examine: Callable[[Launch], Any]
+    judge: Callable[[Answers, Launch], list[Finding]]
+    together: bool = False
+    least_seconds: float = 0.0
+
+
+def connect(
+    environment: Mapping[str, str], options: Options, patch_problems: Callable[[], list[str]] = list
+) -> Launch:
+    """Connect the ranks of a launch; without a launcher, this process is the only rank.
+
+    Raises:
+        RendezvousError: a variable is not set, or a rank did not connect in time.
+    """
+    host, local_rank = socket.gethostname(), int(environment.get("LOCAL_RANK", "0"))
+    if int(environment.get("WORLD_SIZE", "1")) == 1:
+        return Launch(0, local_rank, [host], options, environment, patch_problems)
+    missing = [name for name in NEEDED if not environment.get(name)]
+    if missing:
+        raise RendezvousError(
+            f"expected the environment variables {', '.join(NEEDED)}, of which {', '.join(missing)} are not set: "
+            f"start it with torchrun or deepspeed, which set them."
+        )
+    rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    store = _open_store(environment, rank, host, address, options.timeout)
+    launch = Launch(rank, local_rank, (), options, environment, patch_problems, store)
+    names = launch.gather("host", host, range(world), options.timeout)
+    error = _missing_text(names, world, address, options.timeout)
+    roll = json.dumps({"hosts": list(names.values()), "error": error})
+    answer = json.loads(launch.broadcast("roll", roll, options.timeout + _MARGIN))
+    if answer["error"]:
+        raise RendezvousError(answer["error"])
+    return replace(launch, hosts=answer["hosts"])
+
+
+def _open_store(environment: Mapping[str, str], rank: int, host: str, address: str, timeout: float) -> Store:
+    # torchrun's agent serves a store at this address; with any other launcher rank 0 does.
+    serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    name, port, limit = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=timeout)
+    try:
+        store = TCPStore(name, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    except (RuntimeError, ValueError) as error:
+        reason = "this rank cannot listen there" if serves else "nobody answers there"
+        raise RendezvousError(
+            f"rank {rank} on {host} did not get to {address} (MASTER_ADDR:MASTER_PORT) within {timeout:g} s; {reason}"
+            f": {_first_line(error)}. Check that rank 0 has started, that the address is that of its host as others "
+            f"see it, that nothing else uses the port, and that no firewall closes it."
+        ) from error
+    return PrefixStore(f"deepspeed_ext doctor {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _missing_text(names: Mapping[int, str], world: int, address: str, timeout: float) -> str:
+    """Return an error that lists the ranks without a host name; empty if there are none."""
+    missing = sorted(set(range(world)) - set(names))
+    if not missing:
+        return ""
+    present = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in by_value(names).items())
+    return (
+        f"{ranks_text(missing)} of {world} {'is' if len(missing) == 1 else 'are'} missing: {timeout:g} s after rank 0 "
+        f"began to wait at {address}, only these had connected: {present}. Check that the launcher runs on every node "
+        f"with the same number of nodes and of ranks per node, and that every node reaches that address."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
