@@ -104,11 +104,13 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
     from transformers import TrainerCallback
 
     from deepspeed_ext.checkpoint.snapshots import Snapshot
+    from deepspeed_ext.checkpoint.trainer_callback import FinishSaves
     from tests.harness import training
     from tests.harness.frameworks import tiny
 
     complete, returned = Snapshot.complete, threading.Semaphore(0)
     begun: list[int] = []
+    finishing: list[bool] = []  # whether the end of the training waits for saves
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
@@ -125,11 +127,12 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
             trainer.add_callback(Watch)
             trainer.train(resume_from_checkpoint=resumes)
             weights.append(training.whole_weights(trainer.model))
+            finishing.append(FinishSaves in map(type, trainer.callback_handler.callbacks))
             tiny.ended(trainer.deepspeed, trainer.micro_losses)
             if dist.get_rank() == 0 and not resumes:
                 Path(folder, "checkpoint-2", "latest").unlink()
             dist.barrier()
-    return begun, torch.equal(*weights)
+    return begun, torch.equal(*weights) and all(finishing)
 
 
 def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ leave fewer nodes in autograd's graph: if a tensor has three or more consumers, 
 order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set by hand.
 """
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,6 +15,7 @@ import deepspeed
 import pytest
 import torch
 
+from deepspeed_ext.leaf.gradients import LateGradients
 from deepspeed_ext.leaf.linear import linear
 from deepspeed_ext.leaf.units import UNIT
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
@@ -52,6 +54,17 @@ def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
     assert len(calls) == 1 and calls[0] is alone
     torch.func.vmap(lambda one: linear(detour, one, inside))(torch.ones(1, 3))
     assert len(calls) == 2 and calls[1] is inside
+
+
+def test_gradients_that_were_delayed_are_reduced_once() -> None:
+    reduced: list[Any] = []
+    optimizer: Any = SimpleNamespace(leaf_parameters={}, _leaf_module_hooks=[], ipg_buckets={})
+    optimizer.reduce_ready_partitions_and_remove_grads = reduced.append
+    late, param = LateGradients(optimizer), SimpleNamespace(ds_id=0, grad=torch.ones(1))
+    late._late[torch.nn.Identity()] = [param]
+    late.end_of_backward()
+    late.end_of_backward()
+    assert reduced == [param]
 
 
 @pytest.mark.parametrize(
