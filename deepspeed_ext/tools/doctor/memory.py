@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.model_bytes import ADAM_BYTES
-from deepspeed_ext.planner.cost import BUCKET, Model, predict
+from deepspeed_ext.planner.costs import BUCKET, Model, predict
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket, parse_strategy
 from deepspeed_ext.tools.doctor.check import Answers, Check

@@ -20,14 +20,14 @@ from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.clusters import Cluster, read_cluster
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import BUCKET, Experts, Model
+from deepspeed_ext.planner.costs import BUCKET, Experts, Model
 from deepspeed_ext.planner.host import HostParameters
-from deepspeed_ext.planner.outer import OuterPlan, plan_outer
 from deepspeed_ext.planner.rates import Rates, bytes_per_second
-from deepspeed_ext.planner.saves import Saves
 from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, full_bucket
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import report
+from deepspeed_ext.tools.plan.outer import OuterPlan, plan_outer
+from deepspeed_ext.tools.plan.saves import Saves
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deepspeed_ext.planner.choice import Plan
-from deepspeed_ext.planner.cost import Prediction
-from deepspeed_ext.planner.outer import OuterPlan
+from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.rates import Rate
-from deepspeed_ext.planner.saves import figure
 from deepspeed_ext.planner.step import HOST, PARTS
 from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.tools.plan.outer import OuterPlan
+from deepspeed_ext.tools.plan.saves import figure
 
 EXACT = "exact"
 _TOO_LARGE = "  (too large)"

@@ -21,9 +21,10 @@ Communication, and copies, run under compute as far as they can, of the plain st
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deepspeed_ext.planner.choice import plan
 from deepspeed_ext.planner.clusters import Cluster, read_cluster
-from deepspeed_ext.planner.cost import BUCKET, Experts, Model, predict, predict_plain_stage
+
+from deepspeed_ext.planner.choice import plan
+from deepspeed_ext.planner.costs import BUCKET, Experts, Model, predict, predict_plain_stage
 from deepspeed_ext.planner.host import HostParameters
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket

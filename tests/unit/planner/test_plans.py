@@ -10,7 +10,7 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.cost import Experts, Model, predict
+from deepspeed_ext.planner.costs import Experts, Model, predict
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Volume
 

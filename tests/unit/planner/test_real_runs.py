@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs as zero3
 from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs as zero2
+from deepspeed_ext.tools.plan.estimate import estimate_paro_model_states_mem_needs
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.saves import Contents, Family
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.estimate import estimate_paro_model_states_mem_needs
+from deepspeed_ext.tools.plan.saves import Contents, Family
 from tests.harness import training
 from tests.harness.tiers import deep
 

@@ -10,11 +10,11 @@ import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import Experts, Model, Prediction, predict, predict_plain_stage
-from deepspeed_ext.planner.intervals import daly, share_lost, young
+from deepspeed_ext.planner.costs import Experts, Model, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.planner.saves import Contents, Family, SavePrediction, Saves, Schedule
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
+from deepspeed_ext.tools.plan.saves import Contents, Family, SavePrediction, Saves, Schedule
 
 pytestmark = pytest.mark.quick
 

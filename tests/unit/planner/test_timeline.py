@@ -5,13 +5,13 @@
 from dataclasses import replace
 
 import pytest
+from deepspeed_ext.planner.timeline import Resource, Timeline
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner import step
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.cost import Model, predict, predict_plain
+from deepspeed_ext.planner.costs import Model, predict, predict_plain
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.planner.timeline import Resource, Timeline
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 
 pytestmark = pytest.mark.quick

@@ -1,19 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs under a strategy. Pure.
+"""What a step costs under a strategy: bytes, memory, and seconds. Pure.
 
 Note [Cost model]
-    A step is a timeline of compute, the link inside groups and the link between groups (Note [Timeline of a step]),
-    and of copies from and to the host if parameters are there (Note [Cost of parameters in host memory]).
-    Its input are the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop, and is sent
-    in buckets.
+    The input are the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop. Sharded
+    parameters, and their updates, are sent layer by layer; gradients, and updates of parameters that each rank holds
+    whole, bucket by bucket. How much of that compute hides is in closed form (Note [Closed form of a step]).
 
-    Sharded parameters, and their updates, move layer by layer. Gradients, and updates of parameters that each rank
-    holds whole, move bucket by bucket. Between forward and backward, either all parameters are kept or none; small
-    parameters that persist, and modules that are fetched together, are not modeled.
-
-    ``Prediction.seconds`` is what each part adds to the step, so for the links it is only what nothing hides.
-    ``Prediction.busy`` is how long each part works. The model ranks strategies; it does not promise their times.
+    Between forward and backward, either all parameters are kept or none; small parameters that persist, and modules
+    that are fetched together, are not modeled. The model ranks strategies; it does not promise their times.
 
     An Adam update reads and writes its 12 bytes per parameter (master copy and two moments in fp32), reads the
     gradient and writes the parameter. In the rank's memory, this is 2.5 times the bytes of its states.
@@ -21,24 +16,22 @@ Note [Cost model]
 Note [Plain ZeRO]
     DDP and the plain stages are predicted as if configured for the fewest bytes (reductions to one rank instead of
     all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
-    ranks, and both of their hops run at the same time. Gradients move under the backward. ZeRO-1 and ZeRO-2 wait for
-    updated parameters, and ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and only DDP
-    hides them. With Muon there is no such prediction, since DeepSpeed's stages move much more for it.
+    ranks, and both of their hops run at the same time. Gradients are reduced under the backward. ZeRO-1 and ZeRO-2
+    wait for updated parameters, and ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and only
+    DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages send much more for it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from deepspeed_ext.comm.owners import ROUNDS
+from deepspeed_ext.planner.closed_form import LAYERS, Move, Overlap, Seconds, Step
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
 from deepspeed_ext.planner.host import Copies, HostParameters
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.planner.saves import Family, SavePrediction, Saves, predict_saves
-from deepspeed_ext.planner.step import LAYERS, UPDATE, Move, Moves, Overlap, Step
 from deepspeed_ext.strategy import (
     STRATEGIES,
-    Direction,
     GroupSizes,
     ModelStates,
     Phase,
@@ -94,7 +87,6 @@ class Model:
         orthogonalizing: seconds that one rank would take to orthogonalize all that it has of matrices, experts' too.
         experts: experts of expert parallelism.
         host: how parameters are in host memory, where they are sharded; None if they are on the device.
-        saves: where it is saved, and how often the job fails; None to leave saves out.
     """
 
     states: ModelStates
@@ -113,7 +105,6 @@ class Model:
     orthogonalizing: float = 0.0
     experts: tuple[Experts, ...] = ()
     host: HostParameters | None = None
-    saves: Saves | None = None
 
     def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
         """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
@@ -151,7 +142,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers that a timeline has for the model."""
+        """Return the number of layers that the closed form has for the model."""
         return max(1, min(self.fetches, LAYERS))
 
     @property
@@ -190,13 +181,12 @@ class Prediction:
             Muon's momentum until the step is decided; the largest gathered layer; the error feedback before and after
             the step (Note [Errors of buckets]); windows of updates that go to host memory. Activations and buckets are
             not included.
-        host: bytes in host memory; with asynchronous saves those of the first rank, which pins most for them.
+        host: bytes in host memory.
         volume: bytes received in a step; ``of_experts``: those of them that are of experts.
         seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and of those
             between, the update, and the exposed part of copies from and to the host.
         busy: seconds for which each part works in a step, exposed or not.
         plain: whether this is a plain stage instead; see Note [Plain ZeRO].
-        saves: what saves cost, and how often to save; None if that is not asked for. Not in ``seconds``.
     """
 
     strategy: str
@@ -206,11 +196,10 @@ class Prediction:
     transient: float
     host: float
     volume: Volume
-    seconds: dict[str, float]
-    busy: dict[str, float]
+    seconds: Seconds
+    busy: Seconds
     of_experts: Volume = field(default_factory=Volume)
     plain: bool = False
-    saves: SavePrediction | None = None
 
     @property
     def name(self) -> str:
@@ -236,8 +225,7 @@ def predict(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> Prediction:
     """Predict what a strategy costs; see Note [Cost model]."""
-    one = _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
-    return _with_saves(one, strategy, model.families(sizes), rates, sent)
+    return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
 
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
@@ -254,8 +242,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     # DDP gathers no updates, so nothing waits for any.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
-    one = _prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap)
-    return _with_saves(replace(one, plain=True), strategy, model.families(sizes), rates, AS_IT_IS)
+    return replace(_prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap), plain=True)
 
 
 def _prediction(
@@ -271,49 +258,31 @@ def _prediction(
     volumes, moves = _moves(strategy, families, model, rates, sent, copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
     of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
-    moves.append(_exchange(exchanged, model.layers, rates))
-    memory = _sum_of(strategy.memory(ranks, _held(strategy, family)) for ranks, family in families)
-    whole = _sum_of(strategy.memory(ranks, family.states) for ranks, family in families)
-    host = whole.parameters - memory.parameters + whole.optimizer - memory.optimizer
-    update = UPDATE_TOUCHES * memory.optimizer / rates.memory
+    memory = _sum_of([strategy.memory(ranks, _held(strategy, family)) for ranks, family in families])
+    whole = _sum_of([strategy.memory(ranks, family.states) for ranks, family in families])
     step = Step(
-        Moves(*moves),
-        model.layers,
-        model.gathers,
-        model.accumulation,
-        model.compute,
-        update,
-        overlap,
-        _orthogonalizing(strategy, families),
+        *moves,
+        _exchange(exchanged, model.layers, rates),
+        layers=model.layers,
+        gathers=model.gathers,
+        accumulation=model.accumulation,
+        compute=model.compute,
+        update=UPDATE_TOUCHES * memory.optimizer / rates.memory,
+        overlap=overlap,
+        orthogonalize=_orthogonalizing(strategy, families),
     )
-    usage = step.usage()
-    transient = sum(_transient(strategy, ranks, family, sent) for ranks, family in families) + copies.windows
-    few_bits = sent.loco is not None, sent.updates is not None
-    memory = replace(memory, parameters=memory.parameters + copies.cached)
-    total = volumes[0] + exchanged[0] + of_experts
-    return Prediction(strategy.name, *few_bits, memory, transient, host, total, usage.exposed, usage.busy, of_experts)
-
-
-def _with_saves(
-    one: Prediction,
-    strategy: Strategy,
-    families: Sequence[tuple[GroupSizes, Model]],
-    rates: Rates,
-    sent: Compression,
-) -> Prediction:
-    """Return a prediction with what saves cost, and what they pin on the host."""
-    (_, model), *_ = families
-    if model.saves is None:
-        return one
-    of_saves = [
-        Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable)) for ranks, part in families
-    ]
-    on_host = not (model.held or model.states).optimizer
-    step, update = one.total_seconds, one.seconds[UPDATE]
-    found = predict_saves(
-        model.saves, strategy, of_saves, rates, step, update, plain=one.plain, states_on_host=on_host
+    return Prediction(
+        strategy.name,
+        loco=sent.loco is not None,
+        updates=sent.updates is not None,
+        memory=replace(memory, parameters=memory.parameters + copies.cached),
+        transient=sum(_transient(strategy, ranks, family, sent) for ranks, family in families) + copies.windows,
+        host=whole.parameters - memory.parameters + whole.optimizer - memory.optimizer,
+        volume=volumes[0] + exchanged[0] + of_experts,
+        seconds=step.seconds(),
+        busy=step.busy(),
+        of_experts=of_experts,
     )
-    return replace(one, saves=found, host=one.host + found.pinned)
 
 
 def _moves(
@@ -338,7 +307,7 @@ def _moves(
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
             units += messages
-        moves.append(Move(phases[0].kind, within, between, units=min(units, model.layers)))
+        moves.append(Move(within, between, units=min(units, model.layers)))
     moves[0] = replace(moves[0], up=copies.use / rates.host)
     # What a step waits for is one unit, which every layer waits for.
     units = 1 if copies.in_step else moves[-1].units
@@ -351,7 +320,7 @@ def _exchange(exchanged: Sequence[Volume], layers: int, rates: Rates) -> Move:
     hops, rounds = rates.gather, min(ROUNDS, layers)
     within = sum(hops.intra.seconds(one.intra, 2 * rounds) for one in exchanged)
     between = sum(hops.inter.seconds(one.inter, 2 * rounds) for one in exchanged)
-    return Move(Direction.GATHER, within, between, rounds)
+    return Move(within, between, rounds)
 
 
 def _orthogonalizing(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
@@ -387,11 +356,10 @@ def _held(strategy: Strategy, model: Model) -> ModelStates:
     return replace(held, parameters=model.states.parameters) if strategy.p == Placement.N else held
 
 
-def _sum_of(parts: Iterable[StateBytes]) -> StateBytes:
+def _sum_of(parts: Sequence[StateBytes]) -> StateBytes:
     """Return what one rank holds of all families together."""
-    listed = list(parts)
     return StateBytes(
-        *(sum(getattr(one, name) for one in listed) for name in ("parameters", "gradients", "optimizer"))
+        *(sum(getattr(part, name) for part in parts) for name in ("parameters", "gradients", "optimizer"))
     )
 
 
