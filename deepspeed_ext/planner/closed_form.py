@@ -15,8 +15,8 @@ Note [Closed form of a step]
 
     *overlapped(A, t, n)*: A seconds of compute, and under it n messages of t seconds in all. Compute hides all but the
     last (or the first) message, and a slow link waits for the first (or compute for the last):
-    max(A + t/n, t + A/n) = A + max(t/n, t - A (1 - 1/n)). Over several links, t is that of the slowest, and each of the
-    others adds the hop of one message.
+    max(A + t/n, t + A/n) = A + max(t/n, t - A (1 - 1/n)). Over several links, t is that of the slowest, and each other
+    one adds the hop of one message.
 
     *forward, backward*: the layers' compute, and gathers of sharded parameters, each under the compute of the layer
     before. Of h seconds over all hops of a gather, a pass takes max(compute, slowest hop, (compute + h)/2), since a
@@ -248,7 +248,9 @@ def _overlapped(compute: Seconds, sent: _Sent, units: int, gathered: _Sent | Non
     }
     if gathered is not None and gathered.chained:
         stalls = _stalls(sum(compute.values()), sent, units, gathered, layers)
-        waits = {part: wait + gathered.on_links[part] * (1 - 1 / units) for part, wait in waits.items()}
+        # The first layer was gathered under the forward, and others before the first message.
+        share = max(0.0, 1 - 1 / layers - 1 / units)
+        waits = {part: wait + share * gathered.on_links[part] for part, wait in waits.items()}
     slowest = max(waits, key=lambda part: waits[part], default=BETWEEN)
     if waits.get(slowest, 0.0) <= sum(stalls.values()) + tail:
         return _total(base, stalls, sent.divide(tail))
@@ -259,13 +261,15 @@ def _overlapped(compute: Seconds, sent: _Sent, units: int, gathered: _Sent | Non
 def _stalls(length: float, sent: _Sent, units: int, gathered: _Sent, layers: int) -> Seconds:
     """Return the seconds for which gathers that are queued behind a bucket delay a pass of this length.
 
-    A gather is two layers ahead of its use. With buckets of less than two layers, several are on their way at a time.
+    A gather is two layers ahead of its use. With buckets of less than two layers, several are on their way at a time,
+    and with less than three, one hop of a bucket hides another's.
     """
     held = {part: seconds / units for part, seconds in sent.on_links.items() if gathered.on_links[part]}
-    ahead = max(0.0, 2 * (length - gathered.chained) / layers)
-    stall = max(0.0, sum(held.values()) - ahead)
-    if not stall or 2 * units > layers:
+    if not any(held.values()) or 2 * units > layers:
         return {}
+    hides = 3 * units > layers or not sent.in_turn
+    ahead = max(0.0, 2 * (length - gathered.chained) / layers)
+    stall = max(0.0, (max(held.values()) if hides else sum(held.values())) - ahead)
     return {part: (units - 1) * stall * seconds / sum(held.values()) for part, seconds in held.items()}
 
 

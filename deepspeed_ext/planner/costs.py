@@ -39,10 +39,13 @@ from deepspeed_ext.strategy import (
     StateBytes,
     Strategy,
     Volume,
+    full_bucket,
 )
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
+FETCHED = 50_000_000  # elements in a gather, assumed if only the size of the model is known
+OPTIMIZER_BYTES = {"adam": 12, "muon": 8}  # for each parameter: fp32 master copy and two moments, or a momentum
 # The strategies that plain stages run, without groups.
 PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
@@ -105,6 +108,45 @@ class Model:
     orthogonalizing: float = 0.0
     experts: tuple[Experts, ...] = ()
     host: HostParameters | None = None
+
+    @classmethod
+    def of_size(
+        cls,
+        parameters: int,
+        trainable: int | None = None,
+        *,
+        width: int = 2,
+        experts: int = 0,
+        expert_parallel: int = 1,
+        muon: bool = False,
+        largest_layer: int = 0,
+    ) -> "Model":
+        """Return a model of which only sizes are known.
+
+        Args:
+            parameters: number of parameters, experts' included.
+            trainable: how many of them are trained; None for all.
+            width: bytes of a parameter and of a gradient.
+            experts: how many of the parameters are in experts.
+            expert_parallel: expert-parallel size: ranks that together have all experts.
+            muon: whether Muon trains all of them, rather than Adam.
+            largest_layer: parameters of the largest module.
+        """
+        optimizer_bytes = OPTIMIZER_BYTES["muon" if muon else "adam"]
+        each = {"parameter_bytes": width, "gradient_bytes": width, "optimizer_bytes": optimizer_bytes}
+        dense, of_rank = parameters - experts, experts // expert_parallel
+        states, own = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
+        trained = round((states.gradients + own.gradients) / width)
+        family = Experts(expert_parallel, own, None, max(1, of_rank // FETCHED), own.gradients if muon else 0.0)
+        return cls(
+            states,
+            width,
+            fetches=max(1, dense // FETCHED),
+            largest_layer=float(largest_layer * width),
+            bucket=full_bucket(BUCKET, trained),
+            matrices=states.gradients if muon else 0.0,
+            experts=(family,) if experts else (),
+        )
 
     def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
         """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""

@@ -14,7 +14,7 @@ Note [Rates]
 Note [Latency of a hop]
     A ring over R ranks of N nodes takes R - 1 steps, N - 1 of them over the network. Where each rank is on a node of
     its own, as between groups that are nodes, NCCL has PAT (parallel aggregated trees, since 2.23), with steps that
-    grow as log R, and a part that grows as R but is smaller than a ring's. In us, for large messages (protocol Simple):
+    grow as log R, and a part that grows as R but less than a ring's. In us, for large messages (protocol Simple):
 
         ring  8.4 + 3.4 (R - N) + 14 (N - 1),    PAT  8 + (14/3.5) floor(log2 R) + 2.8 R    (only if R = N)
 
@@ -118,6 +118,9 @@ class Latencies(NamedTuple):
         )
 
 
+NONE = Latencies()
+
+
 @dataclass(frozen=True)
 class Rates:
     """The rates of all hops, of the memory that optimizers work in, and of copies from and to the host.
@@ -143,7 +146,7 @@ class Rates:
         ranks_per_node: int,
         intra_gbps: float,
         inter_gbps: float,
-        latency: Latencies = Latencies(),
+        latency: Latencies = NONE,
         memory: float = float("inf"),
         host: float = float("inf"),
     ) -> "Rates":

@@ -5,13 +5,13 @@
 import os
 import resource
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.model_bytes import ADAM_BYTES
-from deepspeed_ext.planner.costs import BUCKET, Model, predict
+from deepspeed_ext.planner.costs import Model, predict
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, parse_strategy
 from deepspeed_ext.tools.doctor.check import Answers, Check
 from deepspeed_ext.tools.doctor.findings import Finding, Level, bytes_text, ranks_text
 from deepspeed_ext.tools.doctor.place import Options, Place
@@ -59,10 +59,9 @@ def needs(options: Options, sizes: GroupSizes) -> tuple[float, float]:
         ValueError: there is no such strategy.
     """
     assert options.params is not None
-    width = options.dtype_bytes
-    states = ModelStates.of(options.params, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=ADAM_BYTES)
-    held = ModelStates(states.parameters, states.gradients, states.updated, 0.0) if options.offload_optimizer else None
-    model = Model(states, width, bucket=full_bucket(BUCKET, options.params), held=held)
+    model = Model.of_size(options.params, width=options.dtype_bytes)
+    if options.offload_optimizer:
+        model = replace(model, held=replace(model.states, optimizer=0.0))
     rates = Rates.of_links(sizes, sizes.group_size, 1, 1)  # of no consequence for memory
     found = predict(parse_strategy(options.strategy), sizes, model, rates)
     return found.total_memory, found.host

@@ -28,7 +28,7 @@ Note [Cost of a save]
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from deepspeed_ext.planner.choice import Plan
@@ -210,7 +210,7 @@ class SavePrediction:
 class SavedPrediction(Prediction):
     """A prediction with what saves cost; ``host`` includes what they pin."""
 
-    saves: SavePrediction | None = None
+    saves: SavePrediction = field(kw_only=True)
 
 
 def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
