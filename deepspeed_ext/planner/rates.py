@@ -150,7 +150,7 @@ class Rates:
         if self.world is None:
             return self
         gather, reduce = (
-            HopRates(replace(hops.intra, latency=0.0), replace(hops.inter, latency=self.world))
+            HopRates(replace(hops.intra, latency=self.world), replace(hops.inter, latency=self.world))
             for hops in (self.gather, self.reduce)
         )
         return replace(self, gather=gather, reduce=reduce)
