@@ -284,9 +284,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     # DDP gathers no updates, so nothing waits for any.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
-    return replace(
-        _prediction(strategy, sizes, replace(model, bucket=bucket), rates.flat, AS_IT_IS, overlap), plain=True
-    )
+    return replace(_prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap), plain=True)
 
 
 def _prediction(

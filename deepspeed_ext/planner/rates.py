@@ -20,12 +20,13 @@ Note [Latency of a hop]
 
     NCCL takes the quicker one; at R = 128, these are 1,786 and 394 us. Source: NCCL 2.28, ``src/graph/tuning.cc``:
     baseLatencies and hwLatencies (NVLink 3.4, network 14), ``ncclTopoTuneModel``, ``ncclPatEnable``. gloo has rings.
-    So do collectives over all ranks, of plain stages, if nodes have several ranks; without SHARP.
+    Plain stages are predicted with the latencies of these hops, which favors them: their collectives are over all
+    ranks, for which NCCL has no PAT if nodes have several ranks.
 """
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from deepspeed_ext.strategy import Direction, GroupSizes, Volume
@@ -102,11 +103,10 @@ def hop_latency(ranks: int, nodes: int, step: float = NETWORK_STEP, backend: str
 
 
 class Latencies(NamedTuple):
-    """Seconds of a message within a group, between groups, and over all ranks (None: as between groups)."""
+    """Seconds of a message within a group, and between groups."""
 
     intra: float = 0.0
     inter: float = 0.0
-    world: float | None = None
 
     @classmethod
     def of(
@@ -117,7 +117,6 @@ class Latencies(NamedTuple):
         return cls(
             hop_latency(sizes.group_size, -(-sizes.group_size // ranks_per_node), step, backend),
             hop_latency(sizes.groups, min(sizes.groups, nodes), step, backend),
-            hop_latency(sizes.ranks, nodes, step, backend),
         )
 
 
@@ -135,25 +134,12 @@ class Rates:
             optimizer's step out.
         host: bytes per second that a rank copies from host memory to its device, and back, while all ranks of its node
             do; infinite leaves these copies out.
-        world: seconds of latency of a collective over all ranks; None if it is that of both hops at once.
     """
 
     gather: HopRates
     reduce: HopRates
     memory: float = float("inf")
     host: float = float("inf")
-    world: float | None = None
-
-    @property
-    def flat(self) -> "Rates":
-        """Return the rates of collectives over all ranks, which use both links at once."""
-        if self.world is None:
-            return self
-        gather, reduce = (
-            HopRates(replace(hops.intra, latency=self.world), replace(hops.inter, latency=self.world))
-            for hops in (self.gather, self.reduce)
-        )
-        return replace(self, gather=gather, reduce=reduce)
 
     @classmethod
     def of_links(
@@ -195,7 +181,7 @@ class Rates:
             intra=Rate(latency.intra, own if within_node else min(own, node / rings)),
             inter=Rate(latency.inter, own if one_node else min(own, node / flows)),
         )
-        return cls(hops, hops, memory, host, latency.world)
+        return cls(hops, hops, memory, host)
 
     def of(self, kind: Direction) -> HopRates:
         """Return the rates of redistributions in that direction."""

@@ -164,16 +164,11 @@ def test_rates_of_links_share_them(n: int, m: int, per_node: int, intra: float, 
 def test_latencies_are_those_of_nccl_and_gloo() -> None:
     """By hand, in us: of 4 nodes with 8 ranks, rings within and PAT between; rings of few steps."""
     found = Latencies.of(GroupSizes(32, 8), 8)
-    flat = (8.4 + 28 * 3.4 + 3 * 14) * 1e-6
-    assert found == pytest.approx((8.4e-6 + 7 * 3.4e-6, 8e-6 + 2 * 4e-6 + 4 * 2.8e-6, flat))
-    rates = Rates.of_links(GroupSizes(32, 8), 8, 800, 80, found)
-    slow = {one.name: one.busy["between"] for one in predict_plain(GroupSizes(32, 8), MODEL, rates)}
-    quick = {one.name: one.busy["between"] for one in predict_plain(GroupSizes(32, 8), MODEL, replace(rates, world=0))}
-    assert slow["ZeRO-1"] - quick["ZeRO-1"] == pytest.approx(2 * flat)  # of one bucket
+    assert found == pytest.approx((8.4e-6 + 7 * 3.4e-6, 8e-6 + 2 * 4e-6 + 4 * 2.8e-6))
     assert hop_latency(128, 128) == pytest.approx(394.4e-6) and hop_latency(2, 2, step=1e-6) == pytest.approx(9.4e-6)
     assert hop_latency(8, 4) == pytest.approx((8.4 + 4 * 3.4 + 3 * 14) * 1e-6)  # two ranks on each node: no PAT
     assert Latencies.of(GroupSizes(32, 4), 8).inter == hop_latency(8, 4)
-    assert Latencies.of(GroupSizes(4, 1), 1, step=2e-4, backend="gloo") == pytest.approx((0.0, 6e-4, 6e-4))
+    assert Latencies.of(GroupSizes(4, 1), 1, step=2e-4, backend="gloo") == pytest.approx((0.0, 6e-4))
 
 
 def test_a_prediction_from_plain_numbers() -> None:
