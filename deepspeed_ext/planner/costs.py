@@ -297,14 +297,18 @@ def _prediction(
 ) -> Prediction:
     families = model.families(sizes)
     copies = _copies(strategy, families, sent)
-    volumes, moves = _moves(strategy, families, model, rates, sent, copies)
+    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, sent, copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
     of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
     memory = _sum_of([strategy.memory(ranks, _held(strategy, family)) for ranks, family in families])
     whole = _sum_of([strategy.memory(ranks, family.states) for ranks, family in families])
     step = Step(
-        *moves,
-        _exchange(exchanged, model.layers, rates),
+        use,
+        reduce,
+        cross,
+        back,
+        updates,
+        exchange=_exchange(exchanged, model.layers, rates),
         layers=model.layers,
         gathers=model.gathers,
         accumulation=model.accumulation,
