@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from deepspeed_ext.planner.closed_form import HOST
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.costs import Model, Prediction, predict, predict_plain
+from deepspeed_ext.planner.costs import Prediction, predict, predict_plain
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 

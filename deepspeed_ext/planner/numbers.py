@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.costs import PLAIN, Model, Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.costs import PLAIN, Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Latencies, Rates
 from deepspeed_ext.strategy import GroupSizes, parse_strategy
 

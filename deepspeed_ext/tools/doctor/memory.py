@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.planner.costs import Model, predict
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, parse_strategy
 from deepspeed_ext.tools.doctor.check import Answers, Check

@@ -31,7 +31,8 @@ from typing import Any
 from deepspeed_ext.config.outer import MOST_AT_ONCE, NEEDS, OuterSettings
 from deepspeed_ext.loco.settings import of_outer_steps
 from deepspeed_ext.planner.closed_form import BETWEEN
-from deepspeed_ext.planner.costs import Model, Prediction, predict
+from deepspeed_ext.planner.costs import Prediction, predict
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, Volume, redistribution_volume
 

@@ -34,7 +34,8 @@ from typing import Any, NamedTuple
 from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.closed_form import UPDATE
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.costs import Model, Prediction
+from deepspeed_ext.planner.costs import Prediction
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
 from deepspeed_ext.tools.plan.intervals import daly, share_lost, young

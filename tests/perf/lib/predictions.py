@@ -22,8 +22,8 @@ Communication, and copies, run under compute as far as they can, of the plain st
 from dataclasses import dataclass, replace
 
 from deepspeed_ext.planner.choice import plan
-from deepspeed_ext.planner.costs import BUCKET, Experts, Model, predict, predict_plain_stage
-from deepspeed_ext.planner.host import HostParameters
+from deepspeed_ext.planner.costs import predict, predict_plain_stage
+from deepspeed_ext.planner.memory import BUCKET, Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket
 from tests.perf.lib.records import Table

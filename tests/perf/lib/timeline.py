@@ -31,7 +31,8 @@ import numpy
 from numpy.typing import NDArray
 
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.costs import PLAIN, Model, predict, predict_plain_stage
+from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, Strategy

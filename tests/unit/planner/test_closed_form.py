@@ -11,8 +11,8 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.closed_form import Step
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.costs import PLAIN, Experts, Model, predict, predict_plain, predict_plain_stage
-from deepspeed_ext.planner.host import HostParameters
+from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain, predict_plain_stage
+from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from tests.harness.step_simulator import Resource, Timeline, simulated

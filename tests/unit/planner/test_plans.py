@@ -10,7 +10,8 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.costs import Experts, Model, predict, predict_plain
+from deepspeed_ext.planner.costs import predict, predict_plain
+from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.numbers import predict_numbers
 from deepspeed_ext.planner.rates import HopRates, Latencies, Rate, Rates, fit, hop_latency
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Volume

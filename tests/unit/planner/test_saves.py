@@ -10,7 +10,8 @@ import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.costs import Experts, Model, predict, predict_plain_stage
+from deepspeed_ext.planner.costs import predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
