@@ -16,6 +16,7 @@ Note [Cost of parameters in host memory]
     compute meanwhile. Copies of an offloaded optimizer's gradients are not counted.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -61,9 +62,7 @@ class Copies:
     in_step: bool = False
 
     def __add__(self, other: "Copies") -> "Copies":
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        *numbers, waits = (one + another for one, another in pairs)
-        return Copies(*numbers, in_step=bool(waits))
+        return Copies(*map(operator.add, astuple(self), astuple(other)))
 
     @classmethod
     def of(
