@@ -64,12 +64,12 @@ def at_scale(parameters: int, share: float) -> Table:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of eight GPUs; a GPU has 64 GB for model states, and memory of 2 or 3 TB/s."""
+    """Nodes of eight GPUs; a GPU has 64 GB for model states."""
 
     intra_gbps: float
     inter_gbps: float  # of a node
     step: float  # seconds of a message over the network
-    memory: float  # bytes/s
+    memory: float  # bytes/s of a GPU
     tflops: float  # reached
 
     def rates(self, sizes: GroupSizes) -> Rates:
