@@ -78,9 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--accumulation", type=ranks, default=1, metavar="S", help="micro-steps of a step (default: 1)")
     hides = "seconds of forward and backward of a micro-step without communication (default: 0)"
     what.add_argument("--micro-step-seconds", type=rest, metavar="S", help=hides)
-    batch = (
-        "of a micro-batch on a rank, instead of --micro-step-seconds: 6 FLOPs for each and a parameter, 4 if frozen"
-    )
+    batch = "of a micro-batch on a rank, for S: 6 FLOPs for each token and parameter, 4 for a frozen one"
     what.add_argument("--tokens", type=some, metavar="N", help=batch)
     what.add_argument("--tflops", type=amount, metavar="T", help="10^12 FLOPs/s that a rank reaches, with --tokens")
     overlap = "paro_overlap_updates: with p = N, updated parameters come under the next forward"
