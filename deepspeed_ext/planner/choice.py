@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from deepspeed_ext.planner.closed_form import HOST
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import Model, Prediction, predict, predict_plain
+from deepspeed_ext.planner.costs import Prediction, predict, predict_plain
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.planner.step import HOST
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 # Predictions within this of each other count as equally fast; then the one with less memory is better.
@@ -72,8 +73,6 @@ class Plan:
                 f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
                 f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
             )
-        if chosen.saves is not None:
-            said += f"; {chosen.saves.reason}"
         if self.model.all_matrices:
             said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()
@@ -114,7 +113,6 @@ class Plan:
             "micro_step_seconds": self.model.compute,
             "budget": self.budget,
             "rates": self.rates.as_dict(),
-            "saves": None if self.model.saves is None else self.model.saves.as_dict(),
             "choice": None if self.choice is None else self.choice.as_dict(),
             "reason": self.reason,
             "predictions": [one.as_dict() | {"fits": self.fits(one)} for one in self.predictions],

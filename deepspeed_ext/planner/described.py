@@ -19,8 +19,7 @@ from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.cost import Model
-from deepspeed_ext.planner.host import HostParameters
+from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import ModelStates

@@ -34,9 +34,9 @@ from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.cost import Experts, Model
 from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, reduced, same_everywhere
+from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 

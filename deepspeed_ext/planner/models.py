@@ -10,7 +10,7 @@ from torch import nn
 
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.model_bytes import count, dense, experts_of_sizes, matrices, nbytes
-from deepspeed_ext.planner.cost import BUCKET, Experts, Model
+from deepspeed_ext.planner.memory import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
 

@@ -10,16 +10,33 @@ Note [Rates]
     between groups, there is one for each number (a rank's position in its group), so as many enter a node as it has
     numbers, at most the ranks of a node. A flow that shares a node's link of B bytes/s with f-1 others has B/f. If
     different groups span the two borders of a node, two rings enter it.
+
+Note [Latency of a hop]
+    A ring over R ranks of N nodes takes R - 1 steps, N - 1 of them over the network. Where each rank is on a node of
+    its own, as between groups that are nodes, NCCL has PAT (parallel aggregated trees, since 2.23), with steps that
+    grow as log R, and a part that grows as R but less than a ring's. In us, for large messages (protocol Simple):
+
+        ring  8.4 + 3.4 (R - N) + 14 (N - 1),    PAT  8 + (14/3.5) floor(log2 R) + 2.8 R    (only if R = N)
+
+    NCCL takes the quicker one; at R = 128, these are 1,786 and 394 us. Source: NCCL 2.28, ``src/graph/tuning.cc``:
+    baseLatencies and hwLatencies (NVLink 3.4, network 14), ``ncclTopoTuneModel``, ``ncclPatEnable``. gloo has rings.
+    Plain stages are predicted with the latencies of these hops, which favors them: their collectives are over all
+    ranks, for which NCCL has no PAT if nodes have several ranks.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_ext.strategy import Direction, GroupSizes, Volume
 
 BITS = 8
 GIGA = 1e9
+MICRO = 1e-6
+NETWORK_STEP = 14 * MICRO  # seconds of a step of NCCL's ring; the following too: see Note [Latency of a hop]
+_RING_BASE, _NVLINK_STEP, _PAT_BASE, _PAT_RANK = 8.4 * MICRO, 3.4 * MICRO, 8 * MICRO, 2.8 * MICRO
+_PAT_STEPS = 3.5  # that overlap
 
 
 def bytes_per_second(gigabytes: float | None) -> float:
@@ -66,6 +83,46 @@ class HopRates:
         return self.intra.seconds(volume.intra, messages) + self.inter.seconds(volume.inter, messages)
 
 
+def hop_latency(ranks: int, nodes: int, step: float = NETWORK_STEP, backend: str = "nccl") -> float:
+    """Return the latency of a collective in seconds; see Note [Latency of a hop].
+
+    Args:
+        ranks: of the group.
+        nodes: that they are on.
+        step: seconds of a step over the network.
+        backend: "nccl", or "gloo", which has rings alone, and of whose steps within a node nothing is counted.
+    """
+    if ranks == 1:
+        return 0.0
+    if backend == "gloo":
+        return (nodes - 1) * step
+    ring = _RING_BASE + (ranks - nodes) * _NVLINK_STEP + (nodes - 1) * step
+    if ranks != nodes:
+        return ring
+    return min(ring, _PAT_BASE + math.floor(math.log2(ranks)) * step / _PAT_STEPS + ranks * _PAT_RANK)
+
+
+class Latencies(NamedTuple):
+    """Seconds of a message within a group, and between groups."""
+
+    intra: float = 0.0
+    inter: float = 0.0
+
+    @classmethod
+    def of(
+        cls, sizes: GroupSizes, ranks_per_node: int, step: float = NETWORK_STEP, backend: str = "nccl"
+    ) -> "Latencies":
+        """Return the latencies of groups of consecutive ranks; see ``hop_latency``."""
+        nodes = -(-sizes.ranks // ranks_per_node)
+        return cls(
+            hop_latency(sizes.group_size, -(-sizes.group_size // ranks_per_node), step, backend),
+            hop_latency(sizes.groups, min(sizes.groups, nodes), step, backend),
+        )
+
+
+NONE = Latencies()
+
+
 @dataclass(frozen=True)
 class Rates:
     """The rates of all hops, of the memory that optimizers work in, and of copies from and to the host.
@@ -91,7 +148,7 @@ class Rates:
         ranks_per_node: int,
         intra_gbps: float,
         inter_gbps: float,
-        latency: float = 0.0,
+        latency: Latencies = NONE,
         memory: float = float("inf"),
         host: float = float("inf"),
     ) -> "Rates":
@@ -102,7 +159,7 @@ class Rates:
             ranks_per_node: number of ranks of a node, which are consecutive, too.
             intra_gbps: Gbit/s that one rank receives from ranks of its node.
             inter_gbps: Gbit/s that one node receives from others, in each direction; its ranks share it.
-            latency: seconds of a message between groups; a message within a group has none.
+            latency: of messages.
             memory, host: see the class.
 
         Raises:
@@ -121,8 +178,8 @@ class Rates:
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
         flows, rings = min(m, ranks_per_node), _rings(sizes, ranks_per_node)
         hops = HopRates(
-            intra=Rate(0.0, own if within_node else min(own, node / rings)),
-            inter=Rate(latency, own if one_node else min(own, node / flows)),
+            intra=Rate(latency.intra, own if within_node else min(own, node / rings)),
+            inter=Rate(latency.inter, own if one_node else min(own, node / flows)),
         )
         return cls(hops, hops, memory, host)
 

@@ -116,8 +116,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         for regime, share in predictions.TRAINABLE.items()
     },
     **{
-        f"{path.stem}-{model}": partial(predictions.on_cluster, path.stem, model)
-        for path in predictions.CLUSTERS.glob("*.json")
+        f"{name}-{model}": partial(predictions.on_cluster, name, model)
+        for name in predictions.CLUSTERS
         for model in predictions.MODELS
     },
     **{f"host-{kind}": partial(predictions.host_parameters, kind) for kind in predictions.HOST_METHODS},

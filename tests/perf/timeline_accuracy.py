@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How near the planner's timeline is to the steps that were measured on emulated clusters.
+"""How near the planner is to the steps that were measured on emulated clusters, and what its choice costs.
 
     python -m tests.perf.timeline_accuracy
 
 For each row of ``emulated_cluster.csv`` and ``overlap.csv``, of strategies and of the plain stages that the planner
-knows, the timeline runs with what was known before: the link's rate less headers, the compute of a step without
+knows, a step is predicted from what was known before: the link's rate less headers, the compute of a step without
 communication, and what a byte and a message cost the host's cores (Note [Host costs]). These costs are fitted once
 for each campaign (one version of the package, within hours): for strategies to the rows of ``CALIBRATED`` methods, for
 plain stages, whose collectives are gloo's own, to all rows of one setting. The tables leave out what was fitted to.
@@ -13,15 +13,18 @@ plain stages, whose collectives are gloo's own, to all rows of one setting. The 
 The form of the costs was chosen with all rows in sight; their values were not.
 
 Tables in Markdown: the share of rows whose prediction is within 10 % of the measured median; then how far rows'
-own steps are from their median, which no prediction can know; then the largest errors.
+own steps are from their median, which no prediction can know; then the largest errors; then the most that the choice
+costs against the best measured strategy, over all memories, in settings that have all strategies.
 """
 
 import argparse
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
+from deepspeed_ext.strategy import STRATEGIES
+from tests.perf.lib import tabulated
 from tests.perf.lib.records import markdown
 from tests.perf.lib.timeline import (
     EMULATED,
@@ -90,13 +93,28 @@ def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case
     return markdown((header, lines))
 
 
+def choices(seconds: Sequence[tuple[Case, float]]) -> str:
+    """Return the most and the mean that the choice costs among exact strategies, by kind of compute."""
+    groups = defaultdict(list)
+    for case, predicted in seconds:
+        if not (case.plain or case.sent.label):
+            row = replace(case.row, more=case.row.more | {"seconds_predicted": predicted})
+            groups[case.campaign == EMULATED, row.setting, row.mbit, row.more.get("wire_of_compute")].append(row)
+    whole = [(key, tabulated.regret(rows)) for key, rows in groups.items() if len(rows) == len(STRATEGIES)]
+    lines = []
+    for name, emulated in (("without overlap, or on cores", False), (EMULATED, True)):
+        costs = [cost for key, cost in whole if key[0] == emulated]
+        lines.append([name, f"{len(costs)}", f"{max(costs):.3f}", f"{statistics.mean(costs):.3f}"])
+    return markdown((["choice", "settings and rates", "costs at most", "in the mean"], lines))
+
+
 def method_kind(case: Case) -> str:
     """Return the kind of method that a row is of."""
     return "plain stages" if case.plain else f"strategies{case.sent.label}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Compare the planner's timeline to what was measured.")
+    parser = argparse.ArgumentParser(description="Compare predictions to what was measured.")
     parser.add_argument("--worst", type=int, default=20, help="rows of the largest errors that are printed")
     args = parser.parse_args()
     found, others = cases()
@@ -111,16 +129,14 @@ def main() -> None:
         print(f"{campaign}, {'plain stages' if plain else 'strategies'}, seconds: {values}")
     used = sum(map(is_calibration, found))
     print(f"\nfitted to {used} rows, which are left out of what follows\n")
-    errors = [
-        (case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting]) / case.row.median - 1)
-        for case in found
-        if not is_calibration(case)
-    ]
+    seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in found]
+    errors = [(case, one / case.row.median - 1) for case, one in seconds if not is_calibration(case)]
     print(table("Mbit/s", kind, errors))
     print(table("methods", lambda case: f"{method_kind(case)}, {kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
     for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
         print(f"{error:+.0%} {case.row.setting} {kind(case)} {case.row.method}: measured {case.row.median:.3f} s")
+    print(f"\n{choices(seconds)}")
 
 
 if __name__ == "__main__":

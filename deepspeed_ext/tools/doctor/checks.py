@@ -11,14 +11,15 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, crossings, ranks_per_node
-from deepspeed_ext.model_bytes import ADAM_BYTES
-from deepspeed_ext.planner.cost import BUCKET, Model, predict
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, ModelStates, full_bucket, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, parse_strategy
 from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch, Options
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, judged, ranks_text, rate_text
 from deepspeed_ext.version import __version__
@@ -169,10 +170,9 @@ def needed_bytes(options: Options, sizes: GroupSizes) -> tuple[float, float]:
         ValueError: there is no such strategy.
     """
     assert options.params is not None
-    width = _BYTES[options.dtype]
-    states = ModelStates.of(options.params, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=ADAM_BYTES)
-    held = ModelStates(states.parameters, states.gradients, states.updated, 0.0) if options.offload_optimizer else None
-    model = Model(states, width, bucket=full_bucket(BUCKET, options.params), held=held)
+    model = Model.of_size(options.params, width=_BYTES[options.dtype])
+    if options.offload_optimizer:
+        model = replace(model, held=replace(model.states, optimizer=0.0))
     rates = Rates.of_links(sizes, sizes.group_size, 1, 1)  # do not affect memory
     prediction = predict(parse_strategy(options.strategy), sizes, model, rates)
     return prediction.total_memory, prediction.host

@@ -8,31 +8,56 @@ Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rate
 import argparse
 import json
 import os
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
 from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.model_bytes import ADAM_BYTES, MUON_BYTES
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.clusters import Cluster, read_cluster
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import BUCKET, Experts, Model
-from deepspeed_ext.planner.host import HostParameters
-from deepspeed_ext.planner.outer import OuterPlan, plan_outer
-from deepspeed_ext.planner.rates import Rates, bytes_per_second
-from deepspeed_ext.planner.saves import Saves
-from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, full_bucket
+from deepspeed_ext.planner.memory import HostParameters, Model
+from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
+from deepspeed_ext.strategy import GroupSizes, Placement
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import report
+from deepspeed_ext.tools.plan.outer import OuterPlan, plan_outer
+from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward
 TERMINAL = Path("-")  # as a file
-FETCHED = 50_000_000  # elements in a gather, assumed if only the size of the model is known
+FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+# Options, those that each needs, and why.
+NEEDED = (
+    ("trainable", "params", "of a --model those count that require a gradient"),
+    ("largest_layer", "params", "of a --model it is counted"),
+    ("expert_params", "params", "of a --model those count that DeepSpeed has marked"),
+    ("expert_params", "expert_parallel", ""),
+    ("expert_parallel", "expert_params", ""),
+    ("parameter_cache_gb", "offload_param", ""),
+    ("tokens", "tflops", ""),
+    ("tflops", "tokens", ""),
+    ("intra_gbps", "inter_gbps", ""),
+    ("inter_gbps", "intra_gbps", ""),
+    ("host_gbps", "inter_gbps", "without it all rates are measured"),
+    ("mtbf_hours", "disk_gbps", ""),
+    ("disk_gbps", "mtbf_hours", ""),
+    ("shared_disk_gbps", "mtbf_hours", ""),
+    ("restart_seconds", "mtbf_hours", ""),
+    ("async_save", "mtbf_hours", ""),
+)
+# Options that exclude each other, and why.
+EXCLUSIVE = (
+    ("expert_params", "trainable", "all parameters are trained"),
+    ("tokens", "micro_step_seconds", "either of them gives the seconds of a micro-step"),
+    ("tokens", "expert_params", "a token uses only some experts: give --micro-step-seconds"),
+    ("outer", "offload_param", "only the outer optimizer's own states can be in host memory"),
+    ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +77,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
     what.add_argument("--accumulation", type=ranks, default=1, metavar="S", help="micro-steps of a step (default: 1)")
     hides = "seconds of forward and backward of a micro-step without communication (default: 0)"
-    what.add_argument("--micro-step-seconds", type=rest, default=0.0, metavar="S", help=hides)
-    batch = "of a micro-batch on a rank; with the cluster's tflops they give S"
-    what.add_argument("--tokens", type=count, metavar="N", help=batch)
+    what.add_argument("--micro-step-seconds", type=rest, metavar="S", help=hides)
+    batch = "of a micro-batch on a rank, for S: 6 FLOPs for each token and parameter, 4 for a frozen one"
+    what.add_argument("--tokens", type=some, metavar="N", help=batch)
+    what.add_argument("--tflops", type=amount, metavar="T", help="10^12 FLOPs/s that a rank reaches, with --tokens")
     overlap = "paro_overlap_updates: with p = N, updated parameters come under the next forward"
     what.add_argument("--overlap-updates", action="store_true", help=overlap)
     muon = (
@@ -71,11 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offload = "offload_param: parameters in pinned host memory (p = I and G)"
     what.add_argument("--offload-param", action="store_true", help=offload)
     cache = "paro_parameter_cache_bytes, in 10^9 bytes: of them on each device as well"
-    what.add_argument("--parameter-cache-gb", type=rest, default=0.0, metavar="G", help=cache)
+    what.add_argument("--parameter-cache-gb", type=rest, metavar="G", help=cache)
     what.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
     where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
-    file = "JSON that describes its nodes and links, instead of the options below; needs --nodes if it has none"
-    where.add_argument("--cluster", type=Path, metavar="FILE", help=file)
     where.add_argument("--nodes", type=ranks)
     where.add_argument("--ranks-per-node", type=ranks)
     where.add_argument("--group-size", type=ranks, help="paro_group_size (default: ranks per node)")
@@ -83,7 +107,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--inter-gbps", type=amount, metavar="G", help="Gbit/s that a node receives from others")
     copies = "10^9 bytes/s that a rank copies from host memory to its device, and back, while all of its node do"
     where.add_argument("--host-gbps", type=amount, metavar="G", help=copies)
-    where.add_argument("--latency-us", type=rest, default=0.0, metavar="U", help="of a message between groups")
+    latency = "of a message between groups; 0 within (default: as NCCL estimates them, for rings and for PAT)"
+    where.add_argument("--latency-us", type=rest, metavar="U", help=latency)
     where.add_argument("--memory-gb", type=amount, metavar="G", help="10^9 bytes of a rank for model states")
     saves = parser.add_argument_group("how often to save, if --mtbf-hours is given")
     failures = (
@@ -101,8 +126,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     terminal = "write the plans; - for the terminal, instead of the table"
     output.add_argument("--json", type=new_file, metavar="FILE", help=terminal)
-    output.add_argument("--picture", type=new_file, metavar="FILE", help="draw memory against time (needs matplotlib)")
-    output.add_argument("--estimate", action="store_true", help="print memory as DeepSpeed's own estimators do")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -111,155 +134,79 @@ def run(arguments: argparse.Namespace) -> None:
     Raises:
         ValueError: an argument is missing, out of bounds, or contradicts another.
     """
-    cluster = _take_cluster(arguments)
     _check(arguments)
     settings = _outer(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
-    model = replace(_offloaded(_model(arguments), arguments), saves=_saves(arguments, per_node))
-    if cluster is not None and cluster.tflops is not None and arguments.tokens is not None:
-        parameters, trained = (one / BYTES[arguments.dtype] for one in (model.states.parameters, model.states.updated))
-        flops = FROZEN_FLOPS * parameters + (FLOPS - FROZEN_FLOPS) * trained
-        model = replace(model, compute=flops * arguments.tokens / (cluster.tflops * 1e12))
-    if arguments.estimate and model.states.updated != model.states.parameters:
-        raise ValueError(
-            f"--estimate assumes, as DeepSpeed's estimators do, that all parameters are trained; of {arguments.model} "
-            f"{model.states.updated / model.states.parameters:.1%} are. Leave out --estimate."
-        )
-    rates = cluster.rates(sizes) if cluster else _rates(arguments, sizes, per_node, launched)
+    model, saves = _model(arguments), _saves(arguments, per_node)
+    rates = _rates(arguments, sizes, per_node, launched)
     if launched and int(os.environ.get("RANK", "0")):
         return
     if arguments.inter_gbps is None:
         from deepspeed.accelerator import get_accelerator
 
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
-    budget = None if arguments.memory_gb is None else arguments.memory_gb * 1e9
-    forms = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+    budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
-    plans = [plan(sizes, model, rates, budget, [sent], allowed) for sent in forms]
-    outer = None if settings is None else plan_outer(sizes, replace(model, saves=None), rates, settings, budget)
-    _write(arguments, plans, outer, nodes, per_node)
+    plans = [plan(sizes, model, rates, budget, [sent], allowed) for sent in FORMS]
+    if saves is not None:
+        plans = [plan_saves(one, saves, sent) for one, sent in zip(plans, FORMS, strict=True)]
+    outer = None if settings is None else plan_outer(sizes, model, rates, settings, budget)
+    _write(arguments, plans, saves, outer)
 
 
-def _write(
-    arguments: argparse.Namespace, plans: list[Plan], outer: OuterPlan | None, nodes: int, per_node: int
-) -> None:
-    document = {name: found.as_dict() for name, found in zip(("exact", "loco", "both"), plans, strict=True)}
+def _write(arguments: argparse.Namespace, plans: Sequence[Plan], saves: Saves | None, outer: OuterPlan | None) -> None:
+    document: dict[str, Any] = {
+        name: _document(found, saves) for name, found in zip(("exact", "loco", "both"), plans, strict=True)
+    }
     if outer is not None:
         document["outer"] = outer.as_dict()
+        _add_key(document["outer"]["predictions"])
+    text = json.dumps(document, indent=2, allow_nan=False)
     if arguments.json == TERMINAL:
-        json.dump(document, sys.stdout, indent=2, allow_nan=False)
-        print()
-    else:
-        print(report.table(plans))
-        if outer is not None:
-            print(f"\n{report.outer_table(outer)}")
-        if arguments.json:
-            arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    if arguments.estimate:
-        from deepspeed_ext.tools.plan.estimate import estimate_paro_model_states_mem_needs_all_cold as estimate
-
-        width = BYTES[arguments.dtype]
-        model = plans[0].model
-        largest = int(model.largest_layer / width)
-        print()
-        estimate(int(model.states.parameters / width), largest, per_node, nodes, plans[0].sizes.group_size)
-    if arguments.picture:
-        report.picture(plans, arguments.picture)
+        print(text)
+        return
+    print(report.table(plans, saves))
+    if outer is not None:
+        print(f"\n{report.outer_table(outer)}")
+    if arguments.json:
+        arguments.json.write_text(text + "\n")
 
 
-def _take_cluster(arguments: argparse.Namespace) -> Cluster | None:
-    """Return the cluster of --cluster, and set the options that it replaces to its figures."""
-    if arguments.cluster is None:
-        if arguments.tokens is not None:
-            raise ValueError("--tokens goes with --cluster, whose file tells tflops.")
-        return None
-    replaced = ("ranks_per_node", "intra_gbps", "inter_gbps", "memory_gb", "host_gbps")
-    given = [name for name in replaced if getattr(arguments, name) is not None]
-    given += ["latency_us"] if arguments.latency_us else []
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"--cluster {arguments.cluster} describes the cluster; leave out {names}.")
-    cluster = read_cluster(arguments.cluster)
-    if cluster.nodes is not None and arguments.nodes is not None:
-        raise ValueError(f"{arguments.cluster} has {cluster.nodes} nodes; leave out --nodes {arguments.nodes}.")
-    if arguments.tokens is not None and (cluster.tflops is None or arguments.micro_step_seconds):
-        raise ValueError(
-            "--tokens needs tflops in the file of --cluster, and takes the place of --micro-step-seconds."
-        )
-    if arguments.tokens is not None and arguments.expert_params is not None:
-        raise ValueError("--tokens does not support experts, since a token uses only some: give --micro-step-seconds.")
-    for name in replaced:
-        setattr(arguments, name, getattr(cluster, name))
-    arguments.nodes = cluster.nodes or arguments.nodes
-    return cluster
+def _document(found: Plan, saves: Saves | None) -> dict[str, Any]:
+    """Return a plan as plain values; ``saves`` is None where they are not predicted."""
+    document = found.as_dict() | {"reason": report.reason(found)}
+    document["saves"] = None if saves is None else saves.as_dict()
+    _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
+    return document
 
 
-def _check(a: argparse.Namespace) -> None:
+def _add_key(rows: Sequence[dict[str, Any]]) -> None:
+    for row in rows:
+        row.setdefault("saves", None)
+
+
+def _check(arguments: argparse.Namespace) -> None:
     """Refuse arguments that contradict one another."""
-    of_params = a.params is not None
-    experts, trainable, largest = (one is not None for one in (a.expert_params, a.trainable, a.largest_layer))
-    known = "--estimate prints what DeepSpeed's estimators know"
-    for wrong, message in (
-        (
-            trainable and not of_params,
-            "--trainable goes with --params; of a --model those count that require a gradient.",
-        ),
-        (experts != (a.expert_parallel is not None), "--expert-params and --expert-parallel go together."),
-        (
-            experts and not of_params,
-            "--expert-params goes with --params; of a --model those count that DeepSpeed has marked.",
-        ),
-        (
-            experts and trainable,
-            "--expert-params: all parameters are trained, so it does not go with --trainable.",
-        ),
-        (
-            experts and of_params and a.expert_params >= a.params,
-            f"--expert-params {a.expert_params} leaves nothing of --params {a.params}.",
-        ),
-        (
-            trainable and of_params and a.trainable > a.params,
-            f"--trainable {a.trainable} is more than --params {a.params}.",
-        ),
-        (a.parameter_cache_gb and not a.offload_param, "--parameter-cache-gb goes with --offload-param."),
-        (
-            a.host_gbps is not None and a.inter_gbps is None,
-            "--host-gbps goes with --intra-gbps and --inter-gbps; without them all rates are measured.",
-        ),
-        ((a.offload_param or a.offload_optimizer) and a.estimate, f"{known}, nothing in host memory here."),
-        (
-            (a.offload_param or a.offload_optimizer) and a.outer,
-            "--outer takes nothing in host memory but its own states.",
-        ),
-        (largest and not of_params, "--largest-layer goes with --params; of a --model it is counted."),
-        (a.estimate and experts, f"{known}, no experts. Leave out one of the two."),
-        (
-            a.estimate and (trainable or a.dtype == "fp32"),
-            f"{known}: 16 bits, all parameters trained. Leave out --trainable and --dtype fp32, or --estimate.",
-        ),
-        (
-            a.estimate and of_params and not largest,
-            "--estimate needs --largest-layer beside --params, as DeepSpeed's estimators do.",
-        ),
-        (
-            a.estimate and a.json == TERMINAL,
-            "--json - writes nothing else to the terminal. Leave out --estimate, or name a file.",
-        ),
-        ((a.intra_gbps is None) != (a.inter_gbps is None), "--intra-gbps and --inter-gbps go together."),
-        ((a.mtbf_hours is None) != (a.disk_gbps is None), "--mtbf-hours and --disk-gbps go together."),
-        (
-            a.mtbf_hours is None and (a.async_save or a.shared_disk_gbps is not None or a.restart_seconds is not None),
-            "--shared-disk-gbps, --restart-seconds and --async-save go with --mtbf-hours and --disk-gbps.",
-        ),
-        (
-            a.mtbf_hours is not None and not a.micro_step_seconds and a.tokens is None,
-            "--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens with --cluster.",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
+    for option, needed, why in NEEDED:
+        if option in given and needed not in given:
+            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{why and ': '}{why}.")
+    for option, other, why in EXCLUSIVE:
+        if {option, other} <= given:
+            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {why}.")
+    params, experts, trained = arguments.params, arguments.expert_params, arguments.trainable
+    if experts is not None and experts >= params:
+        raise ValueError(f"--expert-params {experts} leaves nothing of --params {params}.")
+    if trained is not None and trained > params:
+        raise ValueError(f"--trainable {trained} is more than --params {params}.")
+    if "mtbf_hours" in given and not arguments.micro_step_seconds and "tokens" not in given:
+        raise ValueError("--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens.")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
@@ -312,43 +259,38 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    width = BYTES[arguments.dtype]
-    extra = {"accumulation": arguments.accumulation, "compute": arguments.micro_step_seconds}
-    updates = arguments.overlap_updates
-    muon = arguments.muon is not None
-    extra_of_muon = {"overlap_updates": updates, "orthogonalizing": arguments.muon or 0.0}
+    """Return what is trained: a model that is made and counted, or one of a size."""
+    width, muon = BYTES[arguments.dtype], arguments.muon is not None
     if arguments.model is not None:
         made = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
 
         if muon:
             mark_matrices(made)
-        return replace(describe(made, parameter_bytes=width, **extra), **extra_of_muon)
-    each = MUON_BYTES if muon else ADAM_BYTES
-    apart = arguments.expert_params or 0
-    states = ModelStates.of(
-        arguments.params - apart,
-        arguments.trainable,
-        parameter_bytes=width,
-        gradient_bytes=width,
-        optimizer_bytes=each,
+        model = describe(made, parameter_bytes=width)
+    else:
+        model = Model.of_size(
+            arguments.params,
+            arguments.trainable,
+            width=width,
+            experts=arguments.expert_params or 0,
+            expert_parallel=arguments.expert_parallel or 1,
+            muon=muon,
+            largest_layer=arguments.largest_layer or 0,
+        )
+    compute = arguments.micro_step_seconds or 0.0
+    if arguments.tokens is not None:
+        frozen = (model.states.parameters - model.states.updated) / width
+        flops = FROZEN_FLOPS * frozen + FLOPS * model.states.updated / width
+        compute = flops * arguments.tokens / (arguments.tflops * 1e12)
+    model = replace(
+        model,
+        accumulation=arguments.accumulation,
+        compute=compute,
+        overlap_updates=arguments.overlap_updates,
+        orthogonalizing=arguments.muon or 0.0,
     )
-    layer = float((arguments.largest_layer or 0) * width)
-    fetches = max(1, (arguments.params - apart) // FETCHED)
-    experts = _experts(apart, arguments.expert_parallel, width, muon) if apart else ()
-    bucket = full_bucket(BUCKET, round((states.gradients + sum(e.states.gradients for e in experts)) / width))
-    matrices = states.gradients if muon else 0.0
-    return Model(
-        states,
-        width,
-        **extra,
-        fetches=fetches,
-        largest_layer=layer,
-        bucket=bucket,
-        matrices=matrices,
-        experts=experts,
-        **extra_of_muon,
-    )
+    return _offloaded(model, arguments)
 
 
 def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
@@ -357,27 +299,23 @@ def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
     none = {name: 0.0 for name, wanted in offloaded.items() if wanted}
     if not none:
         return model
+    cache = (arguments.parameter_cache_gb or 0.0) * GIGA
     return replace(
         model,
         held=replace(model.states, **none),
         experts=tuple(replace(one, held=replace(one.states, **none)) for one in model.experts),
-        host=HostParameters(cache=arguments.parameter_cache_gb * 1e9) if arguments.offload_param else None,
+        host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 
 
-def _experts(params: int, ranks: int, width: int, muon: bool) -> tuple[Experts, ...]:
-    """Return the share of the experts that each of ``ranks`` ranks has."""
-    each = MUON_BYTES if muon else ADAM_BYTES
-    states = ModelStates.of(params // ranks, parameter_bytes=width, gradient_bytes=width, optimizer_bytes=each)
-    fetches, matrices = max(1, params // ranks // FETCHED), states.gradients if muon else 0.0
-    return (Experts(ranks, states, fetches=fetches, matrices=matrices),)
-
-
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
+    """Return the rates of the hops: from figures, or measured."""
     if arguments.inter_gbps is not None:
-        latency = arguments.latency_us / 1e6
+        latencies = Latencies.of(sizes, per_node)
+        if arguments.latency_us is not None:
+            latencies = Latencies(inter=arguments.latency_us * MICRO)
         host = bytes_per_second(arguments.host_gbps)
-        return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latency, host=host)
+        return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latencies, host=host)
     if not launched:
         raise ValueError("expected --intra-gbps and --inter-gbps (or a launcher, whose ranks measure them).")
     import deepspeed

@@ -1,17 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a table, and as a picture."""
+"""A plan as a table."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from deepspeed_ext.planner.choice import Plan
-from deepspeed_ext.planner.cost import Prediction
-from deepspeed_ext.planner.outer import OuterPlan
+from deepspeed_ext.planner.closed_form import HOST, PARTS
+from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.rates import Rate
-from deepspeed_ext.planner.saves import figure
-from deepspeed_ext.planner.step import HOST, PARTS
 from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.tools.plan.outer import OuterPlan
+from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, figure
 
 EXACT = "exact"
 _TOO_LARGE = "  (too large)"
@@ -42,7 +41,7 @@ CHANGES_TRAINING = (
 )
 
 
-def table(plans: Sequence[Plan]) -> str:
+def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
     """Return a table of the strategies of all plans and the plain stages, fastest first.
 
     A row has what each rank holds, what it receives in a step, the seconds that each part adds to a step, and for how
@@ -52,6 +51,7 @@ def table(plans: Sequence[Plan]) -> str:
 
     Args:
         plans: plans for the same model and cluster.
+        saves: where and how a run saves; the predictions then include it.
     """
     first = plans[0]
     rows = [(one, plan) for plan in plans for one in plan.predictions] + [(one, first) for one in first.plain]
@@ -59,13 +59,13 @@ def table(plans: Sequence[Plan]) -> str:
     width = max(len(one.name) for one, _ in rows)
     n, m, k = first.sizes.ranks, first.sizes.group_size, first.sizes.groups
     further: list[_Columns] = [(_HOST_COLUMNS, _of_host)] if any(one.host for one, _ in rows) else []
-    further += [] if first.model.saves is None else [(_SAVE_COLUMNS, _of_saves)]
+    further += [] if saves is None else [(_SAVE_COLUMNS, _of_saves)]
     limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
     lines = [
         f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",
         *_hidden(first),
-        *_copied(first),
-        *_saved(first),
+        *_copied(first, saves),
+        *_saved(saves),
         *(f"  {line}" for line in rates(first)),
         "",
         _titles(width, (*_COLUMNS, *(column for columns, _ in further for column in columns))),
@@ -74,8 +74,14 @@ def table(plans: Sequence[Plan]) -> str:
         _line(one, _mark(one, plan), width, "".join(_cells(cells(one), columns) for columns, cells in further))
         for one, plan in rows
     ]
-    lines += ["", *(f"{_form(plan)}, {plan.reason}" if _form(plan) != EXACT else plan.reason for plan in plans)]
+    lines += ["", *(f"{_form(plan)}, {reason(plan)}" if _form(plan) != EXACT else reason(plan) for plan in plans)]
     return "\n".join(lines)
+
+
+def reason(plan: Plan) -> str:
+    """Return why the choice is made, and how often to save with it."""
+    chosen = plan.choice
+    return f"{plan.reason}; {chosen.saves.reason}" if isinstance(chosen, SavedPrediction) else plan.reason
 
 
 def outer_table(plan: OuterPlan) -> str:
@@ -115,14 +121,13 @@ def _hidden(plan: Plan) -> list[str]:
     return ["compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"]
 
 
-def _copied(plan: Plan) -> list[str]:
-    if (plan.model.host is None and plan.model.saves is None) or plan.rates.host != float("inf"):
+def _copied(plan: Plan, saves: Saves | None) -> list[str]:
+    if (plan.model.host is None and saves is None) or plan.rates.host != float("inf"):
         return []
     return ["copies from and to the host are taken as 0 s: give --host-gbps"]
 
 
-def _saved(plan: Plan) -> list[str]:
-    saves = plan.model.saves
+def _saved(saves: Saves | None) -> list[str]:
     if saves is None:
         return []
     together = "" if saves.shared == float("inf") else f", and all nodes together {saves.shared / 1e9:.3g}"
@@ -138,7 +143,7 @@ def _of_host(one: Prediction) -> list[str]:
 
 
 def _of_saves(one: Prediction) -> list[str]:
-    assert one.saves is not None
+    assert isinstance(one, SavedPrediction)
     held = (one.saves.synchronous.held, one.saves.asynchronous.held)
     asked = one.saves.schedule
     return [*map(figure, (*held, asked.seconds)), str(asked.steps), f"{100 * asked.lost:.2f}"]
@@ -186,40 +191,3 @@ def _line(one: Prediction, mark: str, width: int, more: str = "") -> str:
     figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
     known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
     return f"{one.name:<{width}}{_cells(figures, _COLUMNS)}{more}  {known_as}{mark}"
-
-
-def picture(plans: Sequence[Plan], path: Path) -> None:
-    """Draw memory against time, a point for each strategy, with the Pareto front of each plan.
-
-    Raises:
-        ValueError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib import figure
-    except ImportError as error:
-        raise ValueError(f"a picture needs matplotlib: pip install matplotlib ({error}).") from error
-    drawing = figure.Figure(figsize=(8, 5), layout="constrained")
-    axes = drawing.subplots()
-    for plan, color in zip(plans, ("#d9622b", "#7a8ba6", "#4f8a5b"), strict=False):
-        points = [(one.total_memory / 1e9, one.total_seconds, one.name) for one in plan.predictions]
-        label = _form(plan)
-        axes.scatter([x for x, *_ in points], [y for _, y, _ in points], color=color, label=label, s=18)
-        front = pareto([(x, y) for x, y, _ in points])
-        axes.step([x for x, _ in front], [y for _, y in front], where="post", color=color, alpha=0.5)
-        for x, y, name in points:
-            if (x, y) in front:
-                axes.annotate(name, (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
-    if plans[0].budget is not None:
-        axes.axvline(plans[0].budget / 1e9, color="black", linestyle=":", label="memory of a rank")
-    axes.set(xlabel="GB on each rank", ylabel="predicted seconds a step", xscale="log", yscale="log")
-    axes.legend()
-    drawing.savefig(path, dpi=150)
-
-
-def pareto(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the points of the Pareto front (no other point is at most as large in both), sorted by x."""
-    front: list[tuple[float, float]] = []
-    for x, y in sorted(set(points)):
-        if not front or y < front[-1][1]:
-            front.append((x, y))
-    return front

@@ -17,7 +17,7 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import PLAIN, Prediction
+from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, same_everywhere
 from deepspeed_ext.planner.rates import HopRates, Rates
 from deepspeed_ext.tools.report.recording import WITHIN

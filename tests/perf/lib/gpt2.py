@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from deepspeed_ext.planner.cost import Model
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe
 from tests.perf.lib import settings
 from tests.perf.lib.measurements import Measurement

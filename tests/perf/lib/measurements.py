@@ -17,7 +17,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from deepspeed_ext.planner import probe
-from deepspeed_ext.planner.cost import Model, predict
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, Direction, Placement

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 from torch import Tensor, nn
 
-from deepspeed_ext.planner.cost import Model, predict
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe
 from deepspeed_ext.planner.rates import Rates
 from tests.harness import experts

@@ -3,11 +3,12 @@
 """What the planner predicts for large models on many GPUs. Predictions, not measurements: no GPU takes part.
 
 *at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an A100's
-312 TFLOPS, bf16 with Adam; in brackets GB of model states and what a step holds besides on each rank.
+312 TFLOPS, bf16 with Adam; in brackets GB of model states and what a step holds besides on each rank. Latencies are
+NCCL's.
 
-*predicted_clusters*: up to 16,384 GPUs of the clusters of ``clusters/*.json``, in groups of a node. Each step has 16 M
-tokens: with more GPUs a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries.
-A collective between k groups takes k - 1 steps of the cluster's latency.
+*predicted_clusters*: up to 16,384 GPUs of ``CLUSTERS``, in groups of a node. Each step has 16 M tokens: with more GPUs
+a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries. A collective between
+groups takes what NCCL's rings or PAT do, with the cluster's time of a step over the network.
 
 *predicted_host_parameters*: 70B on four nodes of eight GPUs that may not hold it, with parameters on the devices and
 in host memory, for LoRA and for full training with optimizer states in host memory. Of a GPU's memory seven tenths are
@@ -19,13 +20,11 @@ Communication, and copies, run under compute as far as they can, of the plain st
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from deepspeed_ext.planner.choice import plan
-from deepspeed_ext.planner.clusters import Cluster, read_cluster
-from deepspeed_ext.planner.cost import BUCKET, Experts, Model, predict, predict_plain_stage
-from deepspeed_ext.planner.host import HostParameters
-from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.planner.costs import predict, predict_plain_stage
+from deepspeed_ext.planner.memory import BUCKET, Experts, HostParameters, Model
+from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket
 from tests.perf.lib.records import Table
 
@@ -46,7 +45,7 @@ def at_scale(parameters: int, share: float) -> Table:
     cells: dict[str, list[str]] = {name: [] for name in (*SCALE_METHODS, "chosen")}
     for ranks in SCALE_RANKS:
         sizes = GroupSizes(ranks, PER_NODE)
-        rates = Rates.of_links(sizes, PER_NODE, 2400, 200, 20e-6, 1500e9)
+        rates = Rates.of_links(sizes, PER_NODE, 2400, 200, Latencies.of(sizes, PER_NODE), 1500e9)
         states = ModelStates.of(parameters, count)
         model = Model(states, accumulation=4, compute=compute, fetches=parameters // FETCHED)
         found = plan(sizes, model, rates, 64e9)
@@ -62,7 +61,27 @@ def at_scale(parameters: int, share: float) -> Table:
 
 # Clusters #########################################################################################
 
-CLUSTERS = Path(__file__).parents[1] / "clusters"
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of eight GPUs; a GPU has 64 GB for model states."""
+
+    intra_gbps: float
+    inter_gbps: float  # of a node
+    step: float  # seconds of a message over the network
+    memory: float  # bytes/s of a GPU
+    tflops: float  # reached
+
+    def rates(self, sizes: GroupSizes) -> Rates:
+        """Return the rates of the hops of groups of a node."""
+        latencies = Latencies.of(sizes, PER_NODE, self.step)
+        return Rates.of_links(sizes, PER_NODE, self.intra_gbps, self.inter_gbps, latencies, self.memory)
+
+
+CLUSTERS = {
+    "100-gbit-per-node": Cluster(2400, 100, 20 * MICRO, 1500 * GIGA, 156),
+    "400-gbit-per-gpu": Cluster(3600, 3200, 5 * MICRO, 3000 * GIGA, 400),
+}
 RANKS = (64, 256, 1024, 4096, 16384)
 METHODS = ("ZeRO-1", "ZeRO-3", "NNG", "NIG", "III", "IIG", "IGG")
 STEP_TOKENS, MICRO_TOKENS = 1 << 24, 4096
@@ -79,7 +98,6 @@ class Trained:
 
     def model(self, ranks: int, cluster: Cluster) -> Model:
         """Return what a rank trains in a step."""
-        assert cluster.tflops is not None
         tokens = min(MICRO_TOKENS, STEP_TOKENS // ranks)
         active = self.dense + self.used * self.experts
         states, held = ModelStates.of(self.dense), ModelStates.of(self.experts // self.expert_parallel)
@@ -106,11 +124,11 @@ MODELS = {
 
 def on_cluster(name: str, model: str) -> Table:
     """Return the speed of each method times plain ZeRO-3's; in brackets where it does not fit."""
-    cluster = read_cluster(CLUSTERS / f"{name}.json")
+    cluster = CLUSTERS[name]
     lines = [["III (HSDP)" if method == "III" else method] for method in METHODS] + [["IIG: of a step compute"]]
     for ranks in RANKS:
-        sizes = GroupSizes(ranks, cluster.ranks_per_node)
-        found = plan(sizes, MODELS[model].model(ranks, cluster), cluster.rates(sizes), cluster.budget)
+        sizes = GroupSizes(ranks, PER_NODE)
+        found = plan(sizes, MODELS[model].model(ranks, cluster), cluster.rates(sizes), 64 * GIGA)
         by_name = {one.name: one for one in (*found.predictions, *found.plain)}
         for line, method in zip(lines, METHODS, strict=False):
             one = by_name[method]
@@ -147,7 +165,7 @@ def host_parameters(kind: str) -> Table:
     """Return seconds of a step over each link, a line for each method and place; ZeRO-3 is last in each place."""
     found: dict[tuple[str, bool], list[str]] = {}
     for gbps in LINKS:
-        rates = Rates.of_links(HOST_SIZES, PER_NODE, 200.0, gbps, memory=float("inf"), host=12e9)
+        rates = Rates.of_links(HOST_SIZES, PER_NODE, 200.0, gbps, Latencies.of(HOST_SIZES, PER_NODE), host=12e9)
         stock = predict_plain_stage("GGG", HOST_SIZES, _host_model(kind, True), rates).total_seconds
         for on_host in (False, True):
             model = _host_model(kind, on_host)

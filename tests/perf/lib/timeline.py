@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of emulated clusters as cases for the planner's timeline, and what communication costs the cores of a host,
+"""Rows of emulated clusters as cases for the planner, and what communication costs the cores of a host,
 which also compute: fitted to some rows, then used for others.
 
 Note [Host costs]
@@ -31,7 +31,8 @@ import numpy
 from numpy.typing import NDArray
 
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import PLAIN, Model, predict, predict_plain_stage
+from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, Strategy
@@ -183,7 +184,7 @@ class HostCosts:
         return Rates(hops(1), hops(owners), 1 / (host * self.memory))
 
     def seconds(self, case: Case, slowness: float) -> float:
-        """Return the seconds of a step, by the planner's timeline with these costs."""
+        """Return the seconds of a step, by the planner with these costs."""
         rates = self.rates(case, slowness)
         if case.plain:
             return predict_plain_stage(case.strategy.name, case.sizes, case.model, rates).total_seconds

@@ -102,7 +102,7 @@ def test_a_table_with_an_outer_optimizer(plan: Plan) -> None:
     assert fits == {"III": True, "INI": True, "NII": True, "NNI": False}
 
 
-def test_json_and_picture_and_estimate(plan: Plan, tmp_path: Path) -> None:
+def test_json(plan: Plan, tmp_path: Path) -> None:
     size = ["--params", "1e9", "--trainable", "1e6", "--dtype", "fp32", "--group-size", "4"]
     plan(*size, *NODES, *LINKS, "--json", str(tmp_path / "plan.json"))
     text = (tmp_path / "plan.json").read_text()
@@ -112,14 +112,17 @@ def test_json_and_picture_and_estimate(plan: Plan, tmp_path: Path) -> None:
     assert list(written) == ["exact", "loco", "both"] and len(written["both"]["predictions"]) == 11
     assert {(one["loco"], one["updates"]) for one in written["both"]["predictions"]} == {(True, True)}
     assert written["exact"]["choice"]["memory"]["optimizer"] == pytest.approx(12e6 / 32)
-    said = plan("--params", "1e9", "--largest-layer", "1e7", *NODES, *LINKS, "--estimate")
-    (line,) = (line for line in said.splitlines() if "paro_strategy=IIG" in line)
-    # 2/8 + 2/8 + 14/32 bytes a parameter, and the layer in 4 bytes.
-    assert f"{(0.9375e9 + 4e7) / 2**30:6.2f}GB | paro_strategy=IIG, offload_optimizer=none" in line
     assert json.loads(plan(*size, *NODES, *LINKS, "--json", "-")) == written
-    pytest.importorskip("matplotlib")
-    plan(*size, *NODES, *LINKS, "--picture", str(tmp_path / "plan.png"))
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_seconds_of_tokens_and_latencies(plan: Plan) -> None:
+    frozen = ["--params", "7B", "--trainable", "1B", *NODES, *LINKS]  # 6e9 parameters of 4 FLOPs, and 1e9 of 6
+    assert plan(*frozen, "--tokens", "1000", "--tflops", "100") == plan(*frozen, "--micro-step-seconds", "0.3")
+    # 4 groups of nodes: NCCL's PAT, and rings of 8 ranks within; or as given.
+    for given, within, between in ((["--latency-us", "15"], "0 us", "15 us"), ([], "32.2 us", "27.2 us")):
+        assert re.search(
+            f"all-gather +within groups 100 GB/s a rank \\+ {within}, .* {between}\n", plan(*SEVEN, *given)
+        )
 
 
 def test_what_is_in_host_memory(plan: Plan, tmp_path: Path) -> None:
@@ -133,8 +136,6 @@ def test_what_is_in_host_memory(plan: Plan, tmp_path: Path) -> None:
     assert found["IIG"]["busy"]["host"] == pytest.approx((4 * (1.75 - 0.75) + 0.25 + 2 / 32) / 10)
     assert "from/to host   10 GB/s" in said and "s: copies" in said
     assert "taken as 0 s: give --host-gbps" in plan(*offloaded, *LINKS)
-    path = write_cluster(tmp_path, host_gbps=10, memory_gb=None, latency_us=None)
-    assert plan(*[one for one in offloaded if one not in NODES], "--nodes", "4", "--cluster", path) == said
     written = json.loads(plan(*SEVEN, *EXPERTS, "--offload-param", "--json", "-"))["exact"]
     found = {one["strategy"]: one for one in written["predictions"]}
     # Dense 4 GB among 8 ranks, and 5 GB of experts among the 4 that have the same ones.
@@ -169,30 +170,27 @@ REFUSED = [
     ("--intra-gbps 8 --inter-gbps 0", "--inter-gbps: must be above 0, got 0"),
     ("--params seven", "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
     ("--params 7B --trainable 8B", "--trainable 8000000000 is more than --params 7000"),
-    ("--expert-params 5B", "--expert-params and --expert-parallel go together"),
-    ("--model a:b --expert-params 5B --expert-parallel 2", "--expert-params goes with --params"),
+    ("--expert-params 5B", "--expert-params goes with --expert-parallel"),
+    ("--tokens 9", "--tokens goes with --tflops"),
+    ("--tokens 9 --tflops 1 --micro-step-seconds 2", "--tokens does not go with --micro-step-seconds: either"),
+    ("--model a:b --expert-params 5B --expert-parallel 2", "--expert-params goes with --params: of a --model"),
     ("--params 4B --expert-params 5B --expert-parallel 2", "--expert-params 5000000000 leaves nothing of --params"),
-    ("--expert-params 5B --expert-parallel 2 --trainable 1B", "all parameters are trained, so it does"),
-    ("--expert-params 5B --expert-parallel 2 --estimate", "DeepSpeed's estimators know, no experts"),
+    (
+        "--expert-params 5B --expert-parallel 2 --trainable 1B",
+        "does not go with --trainable: all parameters are trained",
+    ),
     ("--latency-us -1", "--latency-us: must be at least 0, got -1.0"),
     ("--group-size 5", "must divide the data-parallel size, got .* 5 w"),
-    ("--estimate", "--estimate needs --largest-layer beside --params"),
-    ("--estimate --dtype fp32", "16 bits, all parameters trained"),
-    ("--largest-layer 1M --estimate --json -", "--json - writes nothing else"),
     ("--json /nowhere/plan", "--json: there is no folder for /nowhere"),
     ("--outer ten", "--outer steps must be an integer .*, got 'ten' of type"),
     ("--outer 10 bit=4", "--outer has no key 'bit': .* mean 'bits'?"),
     ("--outer 10 steps=5", "--outer gives steps twice"),
     ("--outer 4 fragments=5", "--outer fragments must be at most --outer steps"),
     ("--parameter-cache-gb 1", "--parameter-cache-gb goes with --offload-"),
-    ("--offload-param --estimate", "nothing in host memory"),
-    ("--offload-param --outer 9", "--outer takes nothing in host mem"),
-    ("--mtbf-hours 9", "--mtbf-hours and --disk-gbps go together"),
-    ("--async-save", "--async-save go with --mtbf-hours and --disk-gbps"),
-    (
-        "--mtbf-hours 9 --disk-gbps 1",
-        "--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens with --cluster",
-    ),
+    ("--offload-param --outer 9", "--outer does not go with --offload-param: only the outer"),
+    ("--mtbf-hours 9", "--mtbf-hours goes with --disk-gbps"),
+    ("--async-save", "--async-save goes with --mtbf-hours"),
+    ("--mtbf-hours 9 --disk-gbps 1", "needs the time of a step: give --micro-step-seconds above 0, or --tokens"),
     ("--model a:b --largest-layer 7", "--largest-layer goes with --params"),
     ("--model no_such_module:f", "'no_such_module:f' cannot be imported"),
 ]
@@ -210,8 +208,8 @@ def test_bad_arguments_get_clear_errors(refused: Plan, words: str, message: str)
         ([*NODES, *LINKS], "one of the arguments --model --params is required"),
         (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
         (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
-        (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps and --inter-gbps go together"),
-        (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps goes with --intra-gbps and --inter-gbps"),
+        (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps goes with --inter-gbps"),
+        (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps goes with --inter-gbps: without it all"),
     ],
 )
 def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str], message: str) -> None:
@@ -248,57 +246,15 @@ def counted(written: str, optimizer: float) -> dict[str, Any]:
     return found | {"whole": whole}
 
 
-def test_a_model_is_counted(plan: Plan, refused: Plan, models: None) -> None:
+def test_a_model_is_counted(plan: Plan, models: None) -> None:
     model = ["--model", "some_models:half_frozen", *NODES, *LINKS]
     plan(*model, "--dtype", "fp32", "--muon", "6", "--json", "plan.json")
     found = counted(Path("plan.json").read_text(), optimizer=8)
     assert found["ranks"] == 32 and found["plain"] == []
     assert found["whole"]["busy"]["update"] == pytest.approx(6 / 8)
-    message = "all parameters are trained; of some_models:half_frozen 50.0% are. Leave out --estimate"
-    assert message in refused(*model, "--estimate")
     with pytest.raises(RuntimeError, match="some_models:failing has failed") as failed:
         plan("--model", "some_models:failing", *NODES, *LINKS)
     assert str(failed.value.__cause__) == "no such layer"
-
-
-def write_cluster(folder: Path, **changed: object) -> str:
-    """A file that describes a cluster; None leaves a key out."""
-    given = {"ranks_per_node": 8, "intra_gbps": 800, "inter_gbps": 100, "latency_us": 5, "memory_gb": 40, **changed}
-    path = folder / "cluster.json"
-    path.write_text(json.dumps({key: value for key, value in given.items() if value is not None}))
-    return str(path)
-
-
-def test_a_cluster_in_a_file(plan: Plan, tmp_path: Path) -> None:
-    by_options = [*NODES, *LINKS, "--memory-gb", "40", "--latency-us", "15", "--micro-step-seconds", "0.42"]
-    expected = plan("--params", "7B", *by_options)
-    path = write_cluster(tmp_path, tflops=100)  # 3 steps of a ring of 4 groups; 6 x 7e9 x 1000 / 1e14 s
-    assert plan("--params", "7B", "--cluster", path, "--nodes", "4", "--tokens", "1000") == expected
-    frozen = ["--params", "7B", "--trainable", "1B"]  # 6e9 parameters of 4 FLOPs, and 1e9 of 6
-    of_frozen = plan(*frozen, "--cluster", path, "--nodes", "4", "--tokens", "1000")
-    assert plan(*frozen, *by_options[:-1], "0.3") == of_frozen
-    path = write_cluster(tmp_path, nodes=4)
-    assert plan("--params", "7B", "--cluster", path, "--micro-step-seconds", "0.42") == expected
-
-
-@pytest.mark.parametrize(
-    "changed, arguments, message",
-    [
-        ({"inter_gbps": None}, [], "lacks inter_gbps; ranks_per_node, intra_gbps, inter_gbps are required."),
-        ({"gbps": 4}, [], "has no key 'gbps': its keys are ranks_per_node, intra_gbps, inter_gbps, nodes,"),
-        ({"inter_gbps": "100"}, [], "inter_gbps must be a finite number above 0, got '100' of type str."),
-        ({"ranks_per_node": 7.5}, [], "ranks_per_node must be a whole number above 0, got 7.5 of type float."),
-        ({"latency_us": -1}, [], "latency_us must be a finite number of at least 0, got -1 of type int."),
-        ({"nodes": 4}, ["--nodes", "4"], "cluster.json has 4 nodes; leave out --nodes 4."),
-        ({}, ["--nodes", "4", *LINKS], "describes the cluster; leave out --intra-gbps, --inter-gbps."),
-        ({}, ["--nodes", "4", "--tokens", "10"], "--tokens needs tflops in the file of --cluster"),
-        ({}, [], "expected --nodes and --ranks-per-node"),
-    ],
-)
-def test_what_is_wrong_with_a_cluster_is_told(
-    refused: Plan, tmp_path: Path, changed: dict[str, object], arguments: list[str], message: str
-) -> None:
-    assert message in refused("--params", "7B", "--cluster", write_cluster(tmp_path, **changed), *arguments)
 
 
 def test_what_the_report_takes_is_not_dropped(

@@ -8,8 +8,8 @@ import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import Experts, Model, Prediction, predict, predict_plain_stage
-from deepspeed_ext.planner.host import HostParameters
+from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement
 

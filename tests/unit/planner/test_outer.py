@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.config.outer import MOST_AT_ONCE, NEEDS, OuterSettings
-from deepspeed_ext.planner.cost import Experts, Model, predict
-from deepspeed_ext.planner.outer import OuterPrediction, predict_outer
+from deepspeed_ext.planner.costs import predict
+from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from deepspeed_ext.tools.plan.outer import OuterPrediction, predict_outer
 
 pytestmark = pytest.mark.quick
 

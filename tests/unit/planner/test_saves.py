@@ -10,11 +10,12 @@ import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.cost import Experts, Model, Prediction, predict, predict_plain_stage
-from deepspeed_ext.planner.intervals import daly, share_lost, young
+from deepspeed_ext.planner.costs import predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.planner.saves import Contents, Family, SavePrediction, Saves, Schedule
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
+from deepspeed_ext.tools.plan.saves import Contents, Family, SavedPrediction, Saves, Schedule, predict_saves
 
 pytestmark = pytest.mark.quick
 
@@ -23,7 +24,7 @@ STATES = ModelStates.of(10**9, 4 * 10**8)  # weights 2 GB, of which 1.2 GB are f
 HOPS = HopRates(Rate(0.0, 10e9), Rate(0.0, 1e9))
 RATES = Rates(HOPS, HOPS, host=4e9)
 SAVES = Saves(mtbf=36e3, ranks_per_node=4, disk=2e9, restart=120.0)
-MODEL = Model(STATES, compute=10.0, saves=SAVES)
+MODEL = Model(STATES, compute=10.0)
 LOCO = Compression(LocoSettings())
 ERRORS = 1e8 * (8 + 16 / 128) / 8  # of a rank's slice
 
@@ -108,19 +109,22 @@ def test_ranks_that_have_all_experts_together_write_them(
     assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
 
 
-def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES) -> Prediction:
-    return predict(STRATEGIES[name], CLUSTER, model, rates, sent)
-
-
-def saves(one: Prediction) -> SavePrediction:
-    assert one.saves is not None
-    return one.saves
+def of(
+    name: str,
+    model: Model = MODEL,
+    sent: Compression = AS_IT_IS,
+    rates: Rates = RATES,
+    saves: Saves = SAVES,
+    sizes: GroupSizes = CLUSTER,
+) -> SavedPrediction:
+    found = predict(STRATEGIES[name], sizes, model, rates, sent)
+    return predict_saves(saves, found, sizes, model, rates, sent)
 
 
 def test_seconds_of_a_save_by_hand() -> None:
     """NIG: 0.6 GB of states for each of 8 ranks, 7/8 of them from others, and 3.2 GB of weights on the first."""
     crossing = 0.6 * 3 / 8 / 10 + 0.6 * 4 / 8 / 1
-    found = saves(of("NIG"))
+    found = of("NIG").saves
     assert (found.of_first_rank, found.total) == pytest.approx((3.8e9, 3.2e9 + 4.8e9))
     first_node = 3.2 + 4 * 0.6
     assert found.synchronous.held == pytest.approx(crossing + 3.8 / 4 + first_node / 2)
@@ -128,18 +132,18 @@ def test_seconds_of_a_save_by_hand() -> None:
     assert found.asynchronous.held == pytest.approx(3.2 / 4)
     assert found.asynchronous.lasts == pytest.approx(3.8 / 4 + first_node / 2)
     # All write 8 GB, which a storage of 1 GB/s takes longer for.
-    shared = saves(of("NIG", replace(MODEL, saves=replace(SAVES, shared=1e9))))
+    shared = of("NIG", saves=replace(SAVES, shared=1e9)).saves
     assert shared.synchronous.held == pytest.approx(crossing + 3.8 / 4 + 8.0)
     # LoCo's errors are copied while training waits.
-    with_errors = saves(of("NIG", sent=LOCO))
+    with_errors = of("NIG", sent=LOCO).saves
     assert with_errors.asynchronous.held == pytest.approx(3.2 / 4 + ERRORS / 4e9)
     assert with_errors.total == pytest.approx(8e9 + 8 * ERRORS)
     # On one group alone nothing is sent between groups; whole states cross nowhere; plain stages have their order.
-    assert saves(of("NII")).synchronous.held == pytest.approx(1.2 * 3 / 4 / 10 + 4.4 / 4 + (3.2 + 4.8) / 2)
-    assert saves(of("NNN")).synchronous.held == pytest.approx(8.0 / 4 + 8.0 / 2)
-    plain = saves(predict_plain_stage("NGG", CLUSTER, MODEL, RATES))
+    assert of("NII").saves.synchronous.held == pytest.approx(1.2 * 3 / 4 / 10 + 4.4 / 4 + (3.2 + 4.8) / 2)
+    assert of("NNN").saves.synchronous.held == pytest.approx(8.0 / 4 + 8.0 / 2)
+    plain = predict_saves(SAVES, predict_plain_stage("NGG", CLUSTER, MODEL, RATES), CLUSTER, MODEL, RATES).saves
     assert plain.synchronous.held == pytest.approx(found.synchronous.held - crossing)
-    sharded = saves(of("IIG"))
+    sharded = of("IIG").saves
     assert sharded.synchronous.held == pytest.approx(0.9 / 4 + 4 * 0.9 / 2)
     assert sharded.asynchronous.held == pytest.approx(0.3 / 4)
 
@@ -147,36 +151,36 @@ def test_seconds_of_a_save_by_hand() -> None:
 def test_a_step_waits_for_copies_that_it_cannot_hide() -> None:
     # 120 s for the states, under a step of 10 s and more; the 3 s of its update are not among those that hide them.
     slowly = replace(RATES, host=0.01e9, memory=1e9)
-    slow = saves(of("NII", rates=slowly))
+    slow = of("NII", rates=slowly).saves
     assert slow.asynchronous.held == pytest.approx(320 + 120 - of("NII", rates=slowly).total_seconds + 3)
     assert slow.asynchronous.lasts == pytest.approx(320 + 120 + 4)
     held = ModelStates(STATES.parameters, STATES.gradients, STATES.updated, 0.0)
-    offloaded = saves(of("NII", replace(MODEL, held=held), rates=slowly))
+    offloaded = of("NII", replace(MODEL, held=held), rates=slowly).saves
     assert offloaded.asynchronous.held == pytest.approx(320), "the states are on the host"
 
 
 def test_the_interval_is_in_whole_steps() -> None:
-    found = saves(of("NIG"))
+    found = of("NIG").saves
     step = of("NIG").total_seconds
     for one in (found.synchronous, found.asynchronous):
         wanted = daly(one.held, SAVES.mtbf)
         assert one.steps == round(wanted / step) > 5 and one.seconds == one.steps * step
         assert one.young_seconds == young(one.held, SAVES.mtbf)
         assert one.lost == share_lost(one.seconds, one.held, one.lasts, SAVES.mtbf, 120.0)
-    slow = saves(of("NIG", replace(MODEL, saves=replace(SAVES, disk=2e6))))  # 2800 s a save
+    slow = of("NIG", saves=replace(SAVES, disk=2e6)).saves  # 2800 s a save
     assert slow.asynchronous.steps == math.ceil((slow.asynchronous.lasts - slow.asynchronous.held) / step)
-    rare = saves(of("NIG", replace(MODEL, compute=1e6)))
+    rare = of("NIG", replace(MODEL, compute=1e6)).saves
     assert rare.synchronous.steps == 1
 
 
 def test_asynchronous_saves_pin_what_a_rank_writes() -> None:
-    assert of("NIG").host == 0 and saves(of("NIG")).kind == "synchronous"
-    later = replace(MODEL, saves=replace(SAVES, asynchronous=True))
-    assert of("NIG", later).host == saves(of("NIG", later)).pinned == pytest.approx(3.8e9)
-    assert saves(of("NIG", later)).schedule == saves(of("NIG")).asynchronous
+    assert of("NIG").host == 0 and of("NIG").saves.kind == "synchronous"
+    later = replace(SAVES, asynchronous=True)
+    assert of("NIG", saves=later).host == of("NIG", saves=later).saves.pinned == pytest.approx(3.8e9)
+    assert of("NIG", saves=later).saves.schedule == of("NIG").saves.asynchronous
     experts = Experts(2, ModelStates.of(2 * 10**8))  # 0.4 GB, and 2.4 GB of states among 4 ranks
-    assert of("NIG", replace(later, experts=(experts,))).host == pytest.approx(3.8e9 + 0.4e9 + 0.6e9)
-    alone = predict(STRATEGIES["NIG"], GroupSizes(4, 4), later, RATES, LOCO)
+    assert of("NIG", replace(MODEL, experts=(experts,)), saves=later).host == pytest.approx(3.8e9 + 0.4e9 + 0.6e9)
+    alone = of("NIG", sent=LOCO, saves=later, sizes=GroupSizes(4, 4))
     assert alone.host == pytest.approx(3.2e9 + 1.2e9), "without other groups no errors are kept"
 
 

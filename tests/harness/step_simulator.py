@@ -1,6 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The timeline of a step: what each move waits for, and what runs beside it. Pure.
+"""Simulates a step of ``planner.closed_form`` task by task: the oracle of its closed form. Pure.
+
+A task occupies one resource for some seconds, after the tasks that it needs. A resource serves one task at a time, in
+the order in which they became ready. So the time of a timeline is the time of compute, plus the time for which compute
+waits for tasks of the links. The part of these tasks that falls into a wait is *exposed*.
 
 Note [Timeline of a step]
     A step begins when parameters have been updated, and ends with the next update. Nothing is on the wire at that
@@ -27,108 +31,133 @@ Note [Timeline of a step]
       them: each direction by an engine of its own, or, from pageable memory, by the cores that compute.
 """
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
-from deepspeed_ext.planner.timeline import Resource, Timeline, Usage
-from deepspeed_ext.strategy import Direction
+from deepspeed_ext.planner.closed_form import FORWARD, HOST, PARTS, UPDATE, Move, Step
 
-LAYERS = 32  # most layers of a timeline: larger models are divided into this many parts
-FORWARD = 1 / 3  # of a micro-step's compute
-COMPUTE, UPDATE, HOST = Resource.COMPUTE.value, "update", "host"
-PARTS = (COMPUTE, Resource.WITHIN.value, Resource.BETWEEN.value, UPDATE, HOST)
-_SIMULATED = 4  # micro-steps that are run: if there are more, those in the middle are alike
+SIMULATED = 4  # micro-steps that are run: if there are more, those in the middle are alike
 
 
-@dataclass(frozen=True)
-class Move:
-    """A move of a whole state.
+def simulated(step: Step, most: int = SIMULATED) -> "Usage":
+    """Run the timeline of a step, and return the seconds that each part adds to it."""
+    found = _Tasks(step, min(step.accumulation, most)).usage()
+    if step.accumulation <= most:
+        return found
+    return found.further(_Tasks(step, most - 1).usage(), step.accumulation - most)
 
-    Attributes:
-        direction: which hop comes first.
-        within, between: seconds over each hop.
-        units: the number of its buckets.
-        up, down: seconds of the copies to the device, and back to the host.
-    """
 
-    direction: Direction
-    within: float
-    between: float
-    units: int
-    up: float = 0.0
-    down: float = 0.0
+class Resource(Enum):
+    """What a task occupies."""
+
+    COMPUTE = "compute"
+    WITHIN = "within"
+    BETWEEN = "between"
+    TO_DEVICE = "to the device"
+    TO_HOST = "to the host"
 
 
 @dataclass(frozen=True)
-class Moves:
-    """The moves of a step, as ``Strategy.phases`` has them.
+class Usage:
+    """The seconds of a timeline, by part. Parts are the labels of tasks on compute, and the names of the links.
 
     Attributes:
-        use: gather parameters for forward and backward.
-        reduce: reduce gradients in a micro-step.
-        cross, back: reduce gradients at the boundary, and gather their sums.
-        updates: gather updated parameters.
-        exchange: send matrices to their owners, and back; see ``Strategy.exchange``.
+        exposed: seconds of each part that nothing hides; their sum is the time of the timeline.
+        busy: seconds that tasks of each part take.
     """
 
-    use: Move
-    reduce: Move
-    cross: Move
-    back: Move
-    updates: Move
-    exchange: Move = Move(Direction.GATHER, 0.0, 0.0, 1)
+    exposed: dict[str, float]
+    busy: dict[str, float]
+
+    def further(self, before: "Usage", times: int) -> "Usage":
+        """Return this usage plus ``times`` times its difference to ``before``."""
+
+        def extended(now: dict[str, float], then: dict[str, float]) -> dict[str, float]:
+            return {part: now[part] + times * (now[part] - then[part]) for part in now}
+
+        return Usage(extended(self.exposed, before.exposed), extended(self.busy, before.busy))
 
 
-@dataclass(frozen=True)
-class Overlap:
-    """What runs under compute; see Note [Timeline of a step].
+class Timeline:
+    """Tasks, and when they run.
 
-    Attributes:
-        gradients: whether reductions do.
-        updates: whether gathers of updated parameters do.
-        within: whether hops inside groups do; if not, the cores that compute run them.
-        at_once: whether both hops of a message run at the same time, as in a collective over all ranks.
-        copies: whether copies between host and device do.
+    Args:
+        parts: all parts, in the order in which usages list them.
     """
 
-    gradients: bool = True
-    updates: bool = True
-    within: bool = True
-    at_once: bool = False
-    copies: bool = True
+    def __init__(self, parts: Iterable[str]) -> None:
+        self._parts = tuple(parts)
+        self._tasks: list[tuple[Resource, str, float, bool]] = []
+        self._needs: list[int] = []  # number of tasks that each one needs
+        self._then: list[list[int]] = []
 
+    def add(
+        self,
+        resource: Resource,
+        seconds: float,
+        after: Iterable[int] = (),
+        part: str | None = None,
+        yields: bool = False,
+    ) -> int:
+        """Add a task, and return its number.
 
-@dataclass(frozen=True)
-class Step:
-    """What is known of a step before its timeline is run.
-
-    Attributes:
-        moves: what is moved.
-        layers: number of layers of the model.
-        gathers: how often parameters are gathered in a micro-step: twice, or once if they are kept for the backward.
-        accumulation: number of micro-steps.
-        compute: seconds of a micro-step.
-        update: seconds of the optimizer's step.
-        overlap: what runs under compute.
-        orthogonalize: seconds for which a rank orthogonalizes its matrices.
-    """
-
-    moves: Moves
-    layers: int
-    gathers: int
-    accumulation: int
-    compute: float
-    update: float
-    overlap: Overlap
-    orthogonalize: float = 0.0
+        Args:
+            resource: the resource that it occupies.
+            seconds: its duration.
+            after: numbers of tasks that must end before it begins.
+            part: the part that it counts as; by default, the name of the resource.
+            yields: whether tasks that become ready at the same time go first.
+        """
+        number, needs = len(self._tasks), set(after)
+        self._tasks.append((resource, part or resource.value, seconds, yields))
+        self._needs.append(len(needs))
+        self._then.append([])
+        for earlier in needs:
+            self._then[earlier].append(number)
+        return number
 
     def usage(self) -> Usage:
-        """Run the timeline, and return the seconds that each part adds to the step."""
-        found = _Tasks(self, min(self.accumulation, _SIMULATED)).usage()
-        if self.accumulation <= _SIMULATED:
-            return found
-        return found.further(_Tasks(self, _SIMULATED - 1).usage(), self.accumulation - _SIMULATED)
+        """Run all tasks, and return the seconds of each part."""
+        count = len(self._tasks)
+        waits, ready, last = list(self._needs), [0.0] * count, [-1] * count  # last: the task that made each one ready
+        ends, causes = [0.0] * count, [-1] * count  # causes: the last task that each one waited for
+        served: dict[Resource, int] = dict.fromkeys(Resource, -1)
+        busy, exposed = dict.fromkeys(self._parts, 0.0), dict.fromkeys(self._parts, 0.0)
+        # A task is never ready before the tasks that it needs were, so tasks are taken in the order of readiness.
+        queue = [(0.0, self._tasks[number][-1], number) for number in range(count) if not waits[number]]
+        heapq.heapify(queue)
+        while queue:
+            since, _, number = heapq.heappop(queue)
+            resource, part, seconds, _ = self._tasks[number]
+            before = served[resource]
+            free = ends[before] if before >= 0 else 0.0
+            causes[number] = last[number] if since >= free else before
+            ends[number] = max(since, free) + seconds
+            served[resource] = number
+            busy[part] += seconds
+            if resource == Resource.COMPUTE:
+                exposed[part] += seconds
+                self._expose(exposed, causes, ends, number, free)
+            for later in self._then[number]:
+                if ends[number] >= ready[later]:
+                    ready[later], last[later] = ends[number], number
+                waits[later] -= 1
+                if not waits[later]:
+                    heapq.heappush(queue, (ready[later], self._tasks[later][-1], later))
+        return Usage(exposed, busy)
+
+    def _expose(
+        self, exposed: dict[str, float], causes: list[int], ends: list[float], waiting: int, since: float
+    ) -> None:
+        """Charge the seconds that a task of compute waited to the tasks that it waited for, going back in time."""
+        number = causes[waiting]
+        while number >= 0 and ends[number] > since:
+            _, part, seconds, _ = self._tasks[number]
+            exposed[part] += min(seconds, ends[number] - since)
+            number = causes[number]
 
 
 class _Tasks:
@@ -138,7 +167,7 @@ class _Tasks:
     """
 
     def __init__(self, step: Step, micro_steps: int) -> None:
-        self._step, self._moves, self._overlap = step, step.moves, step.overlap
+        self._step, self._overlap = step, step.overlap
         self._micro_steps = micro_steps
         self._line = Timeline(PARTS)
         self._within = Resource.WITHIN if step.overlap.within else Resource.COMPUTE
@@ -156,7 +185,7 @@ class _Tasks:
 
     def _exchange(self, before: list[int]) -> list[int]:
         """Add the rounds of Muon's matrices; return the tasks after which all updates are back."""
-        move, ends = self._moves.exchange, list(before)
+        move, ends = self._step.exchange, list(before)
         if not (move.within or move.between or self._step.orthogonalize):
             return before
         for _ in range(move.units):
@@ -167,7 +196,7 @@ class _Tasks:
 
     def _round(self, after: list[int]) -> list[int]:
         """Add one direction of a round, to ranks inside the group and to others at the same time."""
-        move, ends = self._moves.exchange, []
+        move, ends = self._step.exchange, []
         hops = ((self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between))
         for resource, part, seconds in hops:
             if seconds:
@@ -176,7 +205,7 @@ class _Tasks:
 
     def _updates(self) -> list[list[int]]:
         """Add gathers of updated parameters; return, for each layer, the tasks after which it has its own."""
-        move, layers = self._moves.updates, self._layers
+        move, layers = self._step.updates, self._layers
         one_by_one = not (self._overlap.updates or self._overlap.gradients)
         ends: list[list[int]] = []
         for _ in range(move.units):
@@ -198,45 +227,45 @@ class _Tasks:
             before = [self._line.add(Resource.COMPUTE, share * self._step.compute / layers, begins)]
             leaving = 0 if forward else self._due(place + 1 - layers) - self._due(place - layers)
             for _ in range(leaving):
-                ends = self._unit(self._moves.reduce, before)
+                ends = self._unit(self._step.reduce, before, reduces=True)
                 if overlap.gradients:
                     reduced += self._cross(ends) if last else ends
                 else:
                     before = ends
         if last and not overlap.gradients:
-            for _ in range(self._moves.reduce.units):
+            for _ in range(self._step.reduce.units):
                 before = self._cross(before)
         return [*before, *reduced]
 
     def _due(self, layers: int) -> int:
         """Return how many buckets may leave after the backward of so many layers."""
-        return layers * self._moves.reduce.units // self._layers
+        return layers * self._step.reduce.units // self._layers
 
     def _cross(self, after: list[int]) -> list[int]:
         """Add what a bucket sends at the boundary, and the sums that come back."""
-        return self._unit(self._moves.back, self._unit(self._moves.cross, after))
+        return self._unit(self._step.back, self._unit(self._step.cross, after, reduces=True))
 
     def _gather(self, place: int, after: list[int]) -> list[int]:
         """Add a gather of a layer's parameters; ``place`` counts layers in forward order, then in backward order."""
-        move = self._moves.use
+        move = self._step.use
         needed = (move.within or move.between or move.up) and place < self._step.gathers * self._layers
         return self._unit(move, after) if needed else []
 
-    def _unit(self, move: Move, after: list[int]) -> list[int]:
+    def _unit(self, move: Move, after: list[int], reduces: bool = False) -> list[int]:
         """Add the hops and the copies of one bucket of a move; return the tasks after which it has arrived."""
         hops = [(self._within, Resource.WITHIN, move.within), (Resource.BETWEEN, Resource.BETWEEN, move.between)]
-        if move.direction == Direction.GATHER:
+        if not reduces:
             hops.reverse()
         after = self._copy(Resource.TO_DEVICE, move.up / move.units, after)
         ends = [] if self._overlap.at_once else after
-        yields = move.direction == Direction.REDUCE  # reductions yield to gathers that a layer waits for
         for resource, part, seconds in hops:
             if not seconds:
                 continue
+            # Reductions yield to gathers that a layer waits for.
             if self._overlap.at_once:
-                ends.append(self._line.add(resource, seconds / move.units, after, part.value, yields))
+                ends.append(self._line.add(resource, seconds / move.units, after, part.value, reduces))
             else:
-                ends = [self._line.add(resource, seconds / move.units, ends, part.value, yields)]
+                ends = [self._line.add(resource, seconds / move.units, ends, part.value, reduces)]
         return self._copy(Resource.TO_HOST, move.down / move.units, ends or after)
 
     def _copy(self, direction: Resource, seconds: float, after: list[int]) -> list[int]:

@@ -28,12 +28,17 @@ Note [Cost of a save]
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from deepspeed_ext.planner.intervals import daly, share_lost, young
+from deepspeed_ext.planner.choice import Plan
+from deepspeed_ext.planner.closed_form import UPDATE
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.costs import Prediction
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, ModelStates, Placement, Strategy, Volume
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
+from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
 
 
 @dataclass(frozen=True)
@@ -202,48 +207,64 @@ class SavePrediction:
         )
 
 
-def predict_saves(
-    saves: Saves,
-    strategy: Strategy,
-    families: Sequence[Family],
-    rates: Rates,
-    step: float,
-    update: float,
-    *,
-    plain: bool = False,
-    states_on_host: bool = False,
-) -> SavePrediction:
-    """Return what saves cost; see Note [Cost of a save].
+@dataclass(frozen=True)
+class SavedPrediction(Prediction):
+    """A prediction with what saves cost; ``host`` includes what they pin."""
 
-    Args:
-        saves: where and how.
-        strategy: the placements.
-        families: of parameters, the dense one first.
-        rates: of hops and copies.
-        step: seconds of a step.
-        update: seconds of these in which optimizer states change.
-        plain: whether this is a plain stage, whose partitions are in DeepSpeed's order.
-        states_on_host: whether optimizer states are in host memory.
+    saves: SavePrediction = field(kw_only=True)
+
+
+def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
+    """Return a plan whose predictions include saves; ``sent``: the form of its strategies.
 
     Raises:
         ValueError: see ``Schedule.of``.
     """
-    found = Contents.of(strategy, families)
-    of_first = sum(one.each for one in found.all)
-    of_states = 0.0 if states_on_host else found.states.each / rates.host
-    waits = (of_first - found.states.each) / rates.host  # for weights and errors
-    writing = saves.writing(found.all)
-    at_once = (0.0 if plain else _crossing(strategy, families, rates)) + waits + of_states + writing
-    beside = min(of_states, step - update)
+
+    def of(one: Prediction) -> SavedPrediction:
+        return predict_saves(saves, one, plan.sizes, plan.model, plan.rates, AS_IT_IS if one.plain else sent)
+
+    predictions = tuple(map(of, plan.predictions))
+    choice = None if plan.choice is None else predictions[plan.predictions.index(plan.choice)]
+    return replace(plan, predictions=predictions, choice=choice, plain=tuple(map(of, plan.plain)))
+
+
+def predict_saves(
+    saves: Saves, one: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
+) -> SavedPrediction:
+    """Add what saves cost to a prediction; see Note [Cost of a save].
+
+    Args:
+        saves: where and how.
+        one: of a strategy or a plain stage, whose partitions are in DeepSpeed's order.
+        sizes, model, rates, sent: what it was predicted from.
+
+    Raises:
+        ValueError: see ``Schedule.of``.
+    """
+    strategy, step = STRATEGIES[one.strategy], one.total_seconds
+    families = [
+        Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable))
+        for ranks, part in model.families(sizes)
+    ]
+    files = Contents.of(strategy, families)
+    of_first = sum(file.each for file in files.all)
+    of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
+    waits = (of_first - files.states.each) / rates.host  # for weights and errors
+    writing = saves.writing(files.all)
+    at_once = (0.0 if one.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    beside = min(of_states, step - one.seconds[UPDATE])
     held = waits + of_states - beside
-    return SavePrediction(
+    found = SavePrediction(
         of_first,
-        sum(one.total for one in found.all),
+        sum(file.total for file in files.all),
         of_first if saves.asynchronous else 0.0,
         "asynchronous" if saves.asynchronous else "synchronous",
         Schedule.of(at_once, at_once, step, saves),
         Schedule.of(held, held + beside + writing, step, saves),
     )
+    given = {field.name: getattr(one, field.name) for field in fields(one)}
+    return SavedPrediction(**given | {"host": one.host + found.pinned}, saves=found)
 
 
 def figure(value: float) -> str:

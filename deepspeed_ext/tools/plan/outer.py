@@ -30,13 +30,13 @@ from typing import Any
 
 from deepspeed_ext.config.outer import MOST_AT_ONCE, NEEDS, OuterSettings
 from deepspeed_ext.loco.settings import of_outer_steps
-from deepspeed_ext.planner.cost import Model, Prediction, predict
+from deepspeed_ext.planner.closed_form import BETWEEN
+from deepspeed_ext.planner.costs import Prediction, predict
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, Rates
-from deepspeed_ext.planner.timeline import Resource
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, Volume, redistribution_volume
 
 _FP32 = 4  # bytes
-_BETWEEN = Resource.BETWEEN.value
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def predict_outer(
         transient=inner.transient + held + transfer,
         host=inner.host + host,
         volume=inner.volume + Volume(inter=(there + back) / settings.steps),
-        seconds=inner.seconds | {_BETWEEN: exposed / settings.steps},
-        busy=inner.busy | {_BETWEEN: parts * seconds / settings.steps},
+        seconds=inner.seconds | {BETWEEN: exposed / settings.steps},
+        busy=inner.busy | {BETWEEN: parts * seconds / settings.steps},
     )
     return OuterPrediction(average, held, transfer, there + back, exposed, parts * seconds)
 

@@ -1,18 +1,21 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What overlaps in a predicted step, against bounds and figures by hand. Pure."""
+"""The seconds of a step in closed form, against a simulation, bounds, and figures by hand. Pure."""
 
 from dataclasses import replace
+from random import Random
+from unittest import mock
 
 import pytest
 
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.planner import step
+from deepspeed_ext.planner.closed_form import Step
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.cost import Model, predict, predict_plain
+from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain, predict_plain_stage
+from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.planner.timeline import Resource, Timeline
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
+from tests.harness.step_simulator import simulated
 
 pytestmark = pytest.mark.quick
 
@@ -54,14 +57,6 @@ def test_nothing_of_p_n_overlaps_on_a_host(name: str) -> None:
     assert found.seconds == pytest.approx(found.busy)
 
 
-def test_a_host_copies_inside_groups_with_cores_that_compute() -> None:
-    host, device = (replace(MODEL, streams=streams, overlap=True) for streams in (False, True))
-    for name, hidden in (("NNG", 2 * 0.5 * LATER), ("IIG", 3 * 0.5)):
-        rates = links(0.1, within=0.5)
-        slow, quick = (predict(STRATEGIES[name], CLUSTER, one, rates).total_seconds for one in (host, device))
-        assert slow - quick == pytest.approx(hidden, abs=0.1)
-
-
 def test_prefetches_by_hand() -> None:
     """A device starts a layer's first hop under the second one of the layer before, a host after it."""
     free = replace(MODEL, compute=0.0, accumulation=2, regathered=False)
@@ -72,6 +67,9 @@ def test_prefetches_by_hand() -> None:
     for found, gathered in zip(totals, (2.0, 2.0 + 1.0), strict=True):
         assert found.total_seconds == pytest.approx(2 * gathered + reduced - 1.0, abs=3 * last)
         assert found.busy["within"] == pytest.approx((2 + 1) * 1.0) and found.busy["between"] == pytest.approx(3 * 2.0)
+    # Two layers take a layer's compute and both of its hops, all 1 s a pass, for each.
+    alike = predict(STRATEGIES["GNG"], CLUSTER, replace(free, compute=3.0, accumulation=1), links(1.0, within=1.0))
+    assert alike.total_seconds == pytest.approx(1.5 + BACKWARD, abs=0.2)
     twice = predict(STRATEGIES["GNG"], CLUSTER, replace(free, regathered=True), rates)
     assert twice.busy["within"] == pytest.approx((4 + 1) * 1.0)
 
@@ -115,21 +113,64 @@ def test_what_crosses_in_each_micro_step_by_hand() -> None:
     for name, times, beside in (("GGG", 4 * 3, 0.0), ("IGG", 4 + 1, rests), ("NGG", 4 + 1, rests)):
         found = predict(STRATEGIES[name], CLUSTER, model, links(6.0))
         assert found.busy["between"] == pytest.approx(6.0 * times)
-        assert found.total_seconds == pytest.approx(6.0 * times + beside, abs=0.01)
+        assert found.total_seconds == pytest.approx(6.0 * times + beside, abs=0.05)
     loco = predict(STRATEGIES["IGG"], CLUSTER, model, links(6.0), Compression(LocoSettings(bits=4, block_size=32)))
     reduction = 6.0 * 4.5 / 16  # less than a backward takes, so all is hidden but the last unit
     assert loco.busy["between"] == pytest.approx(4 * reduction + 6.0)
     assert loco.seconds["between"] == pytest.approx(4 * reduction / LAYERS + 6.0 - FORWARD * LATER, abs=0.01)
 
 
-def test_micro_steps_in_the_middle_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = replace(MODEL, accumulation=9)
-    short = {name: predict(row, CLUSTER, model, links(2.0, within=0.7)) for name, row in STRATEGIES.items()}
-    monkeypatch.setattr(step, "_SIMULATED", 9)
-    for name, row in STRATEGIES.items():
-        whole = predict(row, CLUSTER, model, links(2.0, within=0.7))
-        assert short[name].seconds == pytest.approx(whole.seconds, abs=1e-9), name
-        assert short[name].busy == pytest.approx(whole.busy), name
+def drawn(random: Random) -> Step:
+    """Return the step of a strategy or a plain stage, drawn from what runs and what is measured."""
+    sizes = GroupSizes(*random.choice([(8, 1), (16, 4), (8, 8), (32, 8), (4, 2)]))
+    states = ModelStates.of(10**9, random.choice([10**9, 10**8]))
+
+    def rate() -> Rate:
+        return Rate(random.choice([0.0, 1e-4, 1e-3]), 10 ** random.uniform(8, 11.3))
+
+    rates = Rates(HopRates(rate(), rate()), HopRates(rate(), rate()), 1e12, host=10 ** random.uniform(8.5, 10.5))
+    on_host, with_muon, own = (random.random() < 0.2 for _ in range(3))
+    model = Model(
+        states,
+        accumulation=random.choice([1, 2, 3, 8]),
+        compute=random.choice([0.0, 0.3, 1.0, 3.0]),
+        fetches=random.choice([4, 16, 32, 100]),
+        bucket=random.choice([10**9, 2 * 10**8, 625 * 10**5, 10**7]),
+        streams=random.random() < 0.6,
+        overlap=random.choice([None, None, True, False]),
+        overlap_updates=random.random() < 0.5,
+        regathered=random.random() < 0.8,
+        host=HostParameters(pinned=random.random() < 0.7) if on_host else None,
+        held=replace(states, parameters=0.0) if on_host else None,
+        matrices=states.gradients if with_muon else 0.0,
+        orthogonalizing=10 ** random.uniform(-1, 1) if with_muon else 0.0,
+        experts=(Experts(2, ModelStates.of(10**8), fetches=8),) if own and sizes.ranks > sizes.group_size > 1 else (),
+    )
+    steps: list[Step] = []
+    with mock.patch.object(Step, "busy", lambda step: steps.append(step) or busy(step)):
+        if random.random() < 0.15:
+            predict_plain_stage(random.choice(list(PLAIN)), sizes, model, rates)
+        else:
+            predict(random.choice(list(STRATEGIES.values())), sizes, model, rates)
+    return steps[0]
+
+
+busy = Step.busy
+CASES = 250
+
+
+def test_the_closed_form_is_near_a_simulation() -> None:
+    """It is inexact where buckets hold up gathers, and in the first and last layers."""
+    errors = []
+    for seed in range(CASES):
+        step = drawn(Random(seed))
+        found, expected = step.seconds(), simulated(step)
+        assert step.busy() == pytest.approx(expected.busy)
+        assert found["compute"] == pytest.approx(expected.exposed["compute"])
+        assert all(0 <= seconds <= step.busy()[part] * (1 + 1e-9) for part, seconds in found.items()), seed
+        errors.append(abs(sum(found.values()) / sum(expected.exposed.values()) - 1))
+    errors.sort()
+    assert errors[CASES // 2] < 1e-9 and errors[int(0.95 * CASES)] < 0.02 and errors[-1] < 0.1
 
 
 MUON = replace(MODEL, matrices=STATES.gradients)
@@ -170,12 +211,6 @@ def test_an_exchange_starts_two_messages_a_round() -> None:
     assert with_muon.busy["between"] - without.busy["between"] == pytest.approx(2 * 8 * 0.5, abs=1e-3)
 
 
-def test_a_host_exchanges_with_the_cores_that_orthogonalize() -> None:
-    host, rates = replace(MUON, streams=False, orthogonalizing=2 * 4.0), links(0.8, within=0.4)
-    without = predict(STRATEGIES["III"], CLUSTER, replace(MODEL, streams=False), rates).total_seconds
-    assert predict(STRATEGIES["III"], CLUSTER, host, rates).total_seconds - without == pytest.approx(4.0 + 0.4)
-
-
 def test_plain_stages_by_hand() -> None:
     """ZeRO-1 waits for what it has updated; hops run at the same time, so none inside a group is seen."""
     plain = {one.name: one.total_seconds for one in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
@@ -193,25 +228,3 @@ def test_plain_stages_by_hand() -> None:
         assert stock.name == "ZeRO-3"
         ours = predict(STRATEGIES["GGG"], CLUSTER, coarse, links(between))
         assert ours.total_seconds == pytest.approx(stock.total_seconds, rel=0.01)
-
-
-def test_on_a_host_plain_stages_wait_for_reductions() -> None:
-    """DeepSpeed's stages wait; DDP hides everything after its first bucket."""
-    host = replace(MODEL, streams=False)
-    found = {one.name: one.seconds["between"] for one in predict_plain(CLUSTER, host, links(3.0))}
-    beside = {one.name: one.seconds["between"] for one in predict_plain(CLUSTER, MODEL, links(3.0))}
-    assert found["ZeRO-1"] == pytest.approx(3.0 + 3.0, abs=0.01) and found["ZeRO-2"] == pytest.approx(found["ZeRO-1"])
-    assert found["DDP"] == pytest.approx(beside["DDP"], abs=0.01)
-    assert beside["ZeRO-1"] < found["ZeRO-1"] and beside["ZeRO-3"] < found["ZeRO-3"]
-
-
-def test_a_resource_serves_in_the_order_of_readiness() -> None:
-    line = Timeline(["compute", "within", "between", "update"])
-    first = line.add(Resource.COMPUTE, 2.0)
-    late = line.add(Resource.BETWEEN, 1.0, [first])  # ready at 2
-    soon = line.add(Resource.WITHIN, 1.0)
-    early = line.add(Resource.BETWEEN, 3.0, [soon])  # ready at 1, so served from 1 to 4, and the late one then
-    line.add(Resource.COMPUTE, 1.0, [early, late], "update")
-    usage = line.usage()
-    assert usage.exposed == {"compute": 2.0, "within": 0.0, "between": 3.0, "update": 1.0}
-    assert usage.busy == {"compute": 2.0, "within": 1.0, "between": 4.0, "update": 1.0}
