@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calculator of strategies as one HTML page, which needs neither an installation nor a network. Pure.
 
-``assets/calculator.js`` has the planner's closed form once more, under the names of the Python code. The style sheet and
-``dom.js`` are those of reports.
+``assets/calculator.js`` has the planner's closed form once more, under the names of the Python code. The style sheet
+and ``dom.js`` are those of reports.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
 // Copyright (c) deepspeed_ext contributors
 // SPDX-License-Identifier: Apache-2.0
 // The planner for a dense model in bf16 with Adam, on GPUs, in groups that are nodes. Pure. Names are those of the
-// Python code, where the notes explain them: deepspeed_ext/strategy.py and planner/{closed_form,costs,rates,choice}.py.
+// Python code, whose notes explain them: deepspeed_ext/strategy.py, planner/{closed_form,costs,rates,choice}.py.
 // tests/unit/planner/test_calculator.py compares the two.
 
 const LAYERS = 32;

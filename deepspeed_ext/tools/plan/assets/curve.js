@@ -71,7 +71,9 @@ function drawCurve(settings, result) {
     const points = columns.map((rows, at) => `${x(rates[at]).toFixed(1)} ${y(rows[i].total_seconds).toFixed(1)}`);
     return svg("path", { class: `curve ${classOf(columns[0][i], choice.name)}`, d: `M${points.join("L")}` });
   });
-  drawing.append(here, ...lines);
+  // The wide one is behind the others, and dashed ones before them, since many coincide.
+  const depth = (line) => (line.matches(".choice") ? 0 : line.matches(".plain") ? 2 : 1);
+  drawing.append(here, ...lines.sort((a, b) => depth(a) - depth(b)));
   figure.replaceChildren(drawing);
   const show = (rate) => {
     here.setAttribute("d", `M${x(rate)} ${MARGIN.top}V${height - MARGIN.bottom}`);

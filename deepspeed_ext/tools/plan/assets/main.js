@@ -2,6 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reads the inputs, and shows what a plan says: a sentence, the curve, and a table. The fragment keeps the inputs.
 
+const GIGABYTES = BYTES.filter(([name]) => name !== "TB"); // and less
 const SCALES = { K: 1e3, M: 1e6, B: 1e9, T: 1e12 };
 
 function readNumber(text) {
@@ -116,17 +117,19 @@ function verdict(result) {
   const { plain, predictions, fits, choice } = result;
   if (!choice) {
     const least = predictions.reduce((a, b) => (b.total_memory < a.total_memory ? b : a));
-    return `Nothing fits: ${called(least)} needs least, ${bytes(least.total_memory)} on each GPU. Use more GPUs, or offload.`;
+    const needed = bytes(least.total_memory);
+    return `Nothing fits: ${called(least)} needs least, ${needed} on each GPU. Use more GPUs, or offload.`;
   }
   const { total_seconds: taken, total_memory: memory } = choice;
   const rival = compared(result);
   if (rival && !(rival.ties && rival.total_memory > memory)) {
-    const how = rival.ties ? `no strategy is more than ${100 * TIE} % faster` : "no strategy is as fast";
-    return `You gain nothing here: ${called(rival)} takes ${seconds(rival.total_seconds)} per step, and ${how}.`;
+    const itself = `${called(choice)}, the best strategy, ${seconds(taken)}`;
+    return `You gain nothing here: ${called(rival)} takes ${seconds(rival.total_seconds)} per step, and ${itself}.`;
   }
   if (rival) {
     const less = bytes(rival.total_memory - memory);
-    return `${called(choice)} is as fast as ${called(rival)}, ${seconds(taken)} per step, in ${less} less memory on each GPU.`;
+    const both = `${called(choice)} is as fast as ${called(rival)}, ${seconds(taken)} per step`;
+    return `${both}, in ${less} less memory on each GPU.`;
   }
   const quickest = plain.filter(fits).reduce((a, b) => (b.total_seconds < a.total_seconds ? b : a));
   const times = grouped(quickest.total_seconds / taken, quickest.total_seconds < 10 * taken ? 2 : 0);
@@ -147,16 +150,16 @@ function keysOf(result, rows) {
 }
 
 function commandOf(settings) {
-  const options = INPUTS.map(({ name }) => [name, field(name).value.trim()]).filter(([, value]) => value);
-  const words = options.map(([name, value]) =>
-    name === "trained" ? ["trainable", settings.trainable] : [name, value],
-  );
-  return `python -m deepspeed_ext plan ${words.map(([name, value]) => `--${name} ${value}`).join(" ")}`;
+  const trainable = settings.trainable < settings.params ? [`--trainable ${settings.trainable}`] : [];
+  const options = INPUTS.filter(({ name }) => name !== "trained" && field(name).value.trim());
+  const words = options.map(({ name }) => `--${name} ${field(name).value.trim()}`);
+  return ["python -m deepspeed_ext plan", ...words, ...trainable];
 }
 
 function showVerdict(result, settings, rows) {
   document.querySelector(".verdict").textContent = verdict(result);
-  document.getElementById("command").textContent = commandOf(settings);
+  const words = commandOf(settings).flatMap((one) => [el("span", { class: "whole" }, one), " "]);
+  document.getElementById("command").replaceChildren(...words.slice(0, -1)); // lines break between options only
   document.getElementById("setting").hidden = !result.choice;
   if (result.choice) document.getElementById("keys").textContent = keysOf(result, rows);
 }
@@ -183,15 +186,15 @@ function showTable({ plain, predictions, fits, choice }, rows) {
       ["Step", (row) => row.total_seconds],
       ["Waits", (row) => Math.max(0, row.total_seconds - row.compute_seconds)],
     ]),
-    quantity("Memory", all, (row) => row.total_memory, BYTES),
-    ...quantities(all, BYTES, [
+    quantity("Memory", all, (row) => row.total_memory, GIGABYTES),
+    ...quantities(all, GIGABYTES, [
       ["Within a node", (row) => row.volume.intra],
       ["Between nodes", (row) => row.volume.inter],
     ]),
     {
       head: "Known as",
       kind: "words",
-      value: (row) => (row.plain ? "as DeepSpeed ships it" : rows[row.strategy].known_as),
+      value: (row) => (row.plain ? "plain" : rows[row.strategy].known_as),
     },
   ];
   const classOf = (row) => (row === choice ? "now" : fits(row) ? null : "unfit");
