@@ -50,6 +50,7 @@ setup(
     package_dir={"deepspeed_ext.csrc.loco": "csrc/loco"},
     package_data={
         "deepspeed_ext": ["py.typed"],
+        "deepspeed_ext.tools.plan": ["assets/*"],
         "deepspeed_ext.tools.report": ["assets/*"],
         "deepspeed_ext.csrc.loco": ["*.h", "*.cpp", "*.cu"],
     },

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext plan`` shows what each strategy would cost, and which to use.
+"""``python -m deepspeed_ext plan`` shows what each strategy would cost, and which to use, or writes a page that does.
 
 Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rates that are not given are measured.
 """
@@ -23,7 +23,7 @@ from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes, Placement
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
-from deepspeed_ext.tools.plan import report
+from deepspeed_ext.tools.plan import page, report
 from deepspeed_ext.tools.plan.outer import OuterPlan, plan_outer
 from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 
@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either = what.add_mutually_exclusive_group(required=True)
     either.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
     either.add_argument("--params", type=some, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
+    calculator = "write a calculator that needs no installation, with inputs of its own, as one HTML file"
+    either.add_argument("--page", type=new_file, metavar="FILE", help=calculator)
     what.add_argument("--trainable", type=number(count, zero=True), metavar="N", help="of these (default: all)")
     layer = "parameters of the largest module, with --params"
     what.add_argument("--largest-layer", type=number(count, zero=True), metavar="N", help=layer)
@@ -135,6 +137,10 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: an argument is missing, out of bounds, or contradicts another.
     """
     _check(arguments)
+    if arguments.page:
+        if not int(os.environ.get("RANK", "0")):
+            arguments.page.write_text(page.render(), encoding="utf-8")
+        return
     settings = _outer(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
@@ -190,6 +196,9 @@ def _add_key(rows: Sequence[dict[str, Any]]) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse arguments that contradict one another."""
     given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
+    others = sorted(given - {"page", "command", "local_rank", "dtype", "accumulation"})
+    if arguments.page and others:
+        raise ValueError(f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(others[0])}.")
     for option, needed, why in NEEDED:
         if option in given and needed not in given:
             raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{why and ': '}{why}.")

@@ -40,21 +40,35 @@ def render(report: Mapping[str, Any]) -> str:
     Raises:
         TypeError: the report has something that JSON has not.
     """
-    style, script = _text("page.css"), "\n".join(map(_text, _SCRIPTS))
     training = report.get("training") or {}
     called = html.escape(str(training.get("called") or "training"))
-    return Template(_text("page.html")).substitute(
-        policy=_policy(style, script),
+    return fill_template(
+        read_asset("page.html"),
+        read_asset("page.css"),
+        "\n".join(map(read_asset, _SCRIPTS)),
+        report,
         title=f"Where a step goes: {called}",
         called=called,
         verdict=html.escape(str(report.get("paragraph") or "")),
-        style=style,
-        script=script,
-        data=_embedded(report),
     )
 
 
-def _text(name: str) -> str:
+def fill_template(template: str, style: str, script: str, data: Mapping[str, Any], **texts: str) -> str:
+    """Return a page that loads nothing, with its style sheet, its script, and its data as JSON.
+
+    Args:
+        template: HTML with ``$policy``, ``$style``, ``$script``, ``$data``, and the names of ``texts``.
+        style, script: CSS and JavaScript.
+        data: what the script reads.
+        texts: HTML.
+    """
+    return Template(template).substitute(
+        policy=_policy(style, script), style=style, script=script, data=_embedded(data), **texts
+    )
+
+
+def read_asset(name: str) -> str:
+    """Return a file of the page's; other pages share the style sheet and ``dom.js``."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 

@@ -205,11 +205,12 @@ def test_bad_arguments_get_clear_errors(refused: Plan, words: str, message: str)
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([*NODES, *LINKS], "one of the arguments --model --params is required"),
+        ([*NODES, *LINKS], "one of the arguments --model --params --page is required"),
         (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
         (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
         (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps goes with --inter-gbps"),
         (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps goes with --inter-gbps: without it all"),
+        (["--page", "x.html", "--nodes", "4"], "--page goes alone, the page has inputs of its own: leave out --nodes"),
     ],
 )
 def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str], message: str) -> None:
@@ -287,4 +288,10 @@ def test_a_launch_that_contradicts_the_arguments(
 def test_ranks_that_write_nothing_need_no_folder(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert not plan("--params", "7B", *LINKS, "--json", "/nowhere/plan")
+    assert not plan("--params", "7B", *LINKS, "--json", "/nowhere/plan") and not plan("--page", "/nowhere/page.html")
+
+
+def test_a_page_is_written_that_loads_nothing(plan: Plan, tmp_path: Path) -> None:
+    assert not plan("--page", str(tmp_path / "page.html"))
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>") and "default-src 'none'" in text and " src=" not in text

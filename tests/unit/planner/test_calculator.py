@@ -1,0 +1,145 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The calculator in a browser: its figures are those of ``plan``, the address keeps its inputs, and it is drawn."""
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.plan import cli, page
+from tests.harness import browser
+
+pytestmark = pytest.mark.skipif(browser.CHROMIUM is None, reason="needs Chromium: apt install chromium")
+
+CASES = 500
+WIDTHS = {"wide": 1280, "narrow": 390}
+# All figures of all cases in one frame; then, in each: both schemes, other inputs, a fragment of them, a wrong one.
+LOOK = """(window, document) => {
+  const figures = (one) => {
+    return [one.total_seconds, one.compute_seconds, one.total_memory, one.volume.intra, one.volume.inter];
+  };
+  const found = CASES.map((settings) => {
+    const made = window.plan(settings);
+    const rows = Object.fromEntries([...made.predictions, ...made.plain].map((one) => [one.name, figures(one)]));
+    return { rows, choice: made.choice && figures(made.choice), words: window.verdict(made) };
+  });
+  const style = (selector) => window.getComputedStyle(document.querySelector(selector));
+  const colors = () => [style("section").backgroundColor, style("input").color, style(".curve.plain").stroke];
+  const schemes = [colors()];
+  const dark = [...document.styleSheets[0].cssRules].find((rule) => rule.media?.mediaText.includes("dark"));
+  dark.media.mediaText = "screen";
+  schemes.push(colors());
+  const read = () => ({
+    words: document.querySelector(".verdict").textContent, lines: document.querySelectorAll("figure .curve").length,
+    rows: document.querySelectorAll("tbody tr").length, command: document.querySelector("#command").textContent,
+    keys: document.querySelector("#keys").textContent, hash: window.location.hash,
+    shown: !document.querySelector("#strategies").hidden,
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+  });
+  const type = (name, text) => {
+    const input = document.querySelector(`#input-${name}`);
+    input.value = text;
+    input.dispatchEvent(new window.InputEvent("input", { bubbles: true }));
+  };
+  const states = [read()];
+  type("params", "70B"); type("trained", "10"); states.push(read());
+  window.history.replaceState(null, "", "#nodes=1&params=1e9");
+  window.dispatchEvent(new window.HashChangeEvent("hashchange")); states.push(read());
+  type("tokens", "many"); states.push(read());
+  return { found, schemes, states };
+}"""
+SETTING = tuple[dict[str, Any], Plan]
+
+
+@pytest.fixture(scope="module")
+def settings() -> list[SETTING]:
+    """Random clusters and models: what the page is given, and the plan of the command for it."""
+    draw, made, parser = random.Random(70), [], argparse.ArgumentParser()
+    cli.add_arguments(parser)
+    for _ in range(CASES):
+        params = draw.choice([int(10 ** draw.uniform(5, 12.5)), draw.randrange(1, 60) * 250_000_000])
+        made.append(
+            {
+                "nodes": draw.choice([1, 2, 3, 4, 16, 64, 500]),
+                "ranks_per_node": draw.choice([1, 2, 4, 8, 16, 72]),
+                "intra_gbps": 10 ** draw.uniform(1, 4),
+                "inter_gbps": 10 ** draw.uniform(-1, 4),
+                "params": params,
+                "trainable": draw.choice([params, params, params // 2, params // 100]),
+                "accumulation": draw.choice([1, 2, 4, 32]),
+                "tokens": draw.randrange(1, 60_000),
+                "tflops": 10 ** draw.uniform(0, 3),
+                "budget": draw.choice([None, 10.0 ** draw.randrange(9, 13)]),
+            }
+        )
+    return [(one, planned(one, parser)) for one in made]
+
+
+def planned(setting: dict[str, Any], parser: argparse.ArgumentParser) -> Plan:
+    options = [f"--{key.replace('_', '-')}={value!r}" for key, value in setting.items() if key != "budget"]
+    arguments = parser.parse_args(options)
+    sizes = GroupSizes(setting["nodes"] * setting["ranks_per_node"], setting["ranks_per_node"])
+    rates = cli._rates(arguments, sizes, setting["ranks_per_node"], launched=False)
+    return plan(sizes, cli._model(arguments), rates, setting["budget"])
+
+
+@pytest.fixture(scope="module")
+def looked(settings: Sequence[SETTING], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One start of the browser for all tests, without an error."""
+    look = LOOK.replace("CASES", f'(window.name === "wide" ? {json.dumps([one for one, _ in settings])} : [])')
+    pages = {name: (page.render(), width) for name, width in WIDTHS.items()}
+    found, logged = browser.look_at(pages, look, tmp_path_factory.mktemp("browser"))
+    assert not logged and not [one["error"] for one in found.values() if "error" in one]
+    return found
+
+
+def test_figures_are_those_of_the_command(looked: dict[str, Any], settings: Sequence[SETTING]) -> None:
+    for found, (setting, expected) in zip(looked["wide"]["found"], settings, strict=True):
+        rows = {one.name: figures(one) for one in (*expected.predictions, *expected.plain)}
+        assert found["rows"].keys() == rows.keys()
+        assert all(same(found["rows"][name], row) for name, row in rows.items()), setting
+        # Not its name: several strategies may have the same figures.
+        choice = expected.choice and figures(expected.choice)
+        assert found["choice"] == choice is None or same(found["choice"], choice), setting
+        nothing = "no strategy is needed" in expected.reason or "faster: plain" in expected.reason
+        assert found["words"].startswith("You gain nothing here") == nothing, (setting, expected.reason)
+    words = [found["words"] for found in looked["wide"]["found"]]
+    for part in ("gain nothing here: plain ", "you gain a factor of ", " less memory on each GPU", "Nothing fits: "):
+        assert sum(part in one for one in words) >= 10, part
+
+
+def same(found: Sequence[float], expected: Sequence[float]) -> bool:
+    return all(math.isclose(a, b, rel_tol=5e-5) for a, b in zip(found, expected, strict=True))
+
+
+def figures(one: Any) -> list[float]:
+    volume = one.volume
+    return [one.total_seconds, one.busy["compute"], one.total_memory, volume.intra, volume.inter]
+
+
+@pytest.mark.parametrize("name", WIDTHS)
+def test_it_is_drawn_in_both_schemes_within_its_window(looked: dict[str, Any], name: str) -> None:
+    first, typed, address, wrong = looked[name]["states"]
+    assert all(state["overflow"] == 0 for state in (first, typed, address, wrong))
+    assert (first["rows"], first["lines"], address["rows"]) == (18, 6, 18)
+    for surface, ink, line in looked[name]["schemes"]:
+        assert surface not in (ink, line)
+    assert not set(looked[name]["schemes"][0]) & set(looked[name]["schemes"][1][:2])
+    assert first["keys"] == '{"zero_optimization": {"stage": 3, "paro_strategy": "IIG"}}'
+    assert "--params 70B" in typed["command"] and typed["command"].endswith(" --trainable 7000000000")
+    assert address["words"].startswith("You gain nothing here") and "paro_strategy" not in address["keys"]
+    assert not wrong["shown"] and wrong["words"] == "“Tokens per GPU and micro-batch” needs a number above 0."
+
+
+def test_the_address_keeps_the_inputs(looked: dict[str, Any]) -> None:
+    first, typed, address, _ = looked["wide"]["states"]
+    assert first["hash"] == "" and "params=70B&trained=10&" in typed["hash"]
+    assert "--nodes 1 " in address["command"] and "--params 1e9 " in address["command"]
+    assert "--trainable" not in address["command"]  # absent from the fragment, so as at first
