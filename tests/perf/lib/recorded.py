@@ -15,9 +15,9 @@ import torch.distributed as dist
 from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.tools.report import measures
-from deepspeed_ext.tools.report.hooks import recorded_by
+from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
-from deepspeed_ext.tools.report.recording import BETWEEN, WITHIN, hop_of
+from deepspeed_ext.tools.report.reporter import attach
 from tests.perf.lib.measurements import OverlapMeasurement
 from tests.perf.lib.records import Row, spread
 from tests.perf.lib.turns import over_ranks
@@ -50,9 +50,9 @@ class RecordedMeasurement(OverlapMeasurement):
 
         def counted(*args: Any, **kwargs: Any) -> None:
             step(*args, **kwargs)
-            recorder.step_ends(1)
+            recorder.end_step(1)
 
-        with recorded_by(recorder, method.engine):
+        with attach(recorder, method.engine):
             method.step = counted
             try:
                 self._seconds[name] += self.turn(method).seconds

@@ -19,9 +19,8 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_ext import clocks
-from deepspeed_ext.tools.report.made import _made, write
-from deepspeed_ext.tools.report.page import render
-from deepspeed_ext.tools.report.trace import chrome_trace
+from deepspeed_ext.tools.report.contents import _origin, write
+from deepspeed_ext.tools.report.page import chrome_trace, render
 from tests.harness import reports
 
 pytestmark = pytest.mark.quick
@@ -124,7 +123,7 @@ def test_ranks_on_processors_beside_gpus_are_said_to_be_there() -> None:
         mock.patch.object(torch, "get_device_module", lambda kind=None: of_kind(kind) if kind else gpu),
         mock.patch.object(clocks, "get_accelerator", lambda: mock.Mock(current_device_name=lambda: "cpu")),
     ):
-        assert _made([])["device"] == "cpu"
+        assert _origin([])["device"] == "cpu"
 
 
 VOID = {"meta", "link"}
