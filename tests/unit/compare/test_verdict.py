@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.tools.compare.spread import difference, ratio
+from deepspeed_ext.tools.compare.verdict import difference, ratio
 from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
 
 pytestmark = pytest.mark.quick
