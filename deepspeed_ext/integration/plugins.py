@@ -22,7 +22,8 @@ GROUP = "deepspeed_ext.plugins"
 
 @functools.cache  # to search all installed packages takes milliseconds
 def _plugins() -> list[Any]:
-    return [entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)]
+    entries = set(entry_points(group=GROUP))  # a fork of DeepSpeed with this package in it has the same ones again
+    return [entry.load() for entry in sorted(entries, key=lambda entry: entry.name)]
 
 
 def configure(config: dict[str, Any]) -> None:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.tools.compare.verdict import difference, ratio
-from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
+from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, difference, ratio, table
 
 pytestmark = pytest.mark.quick
 

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings that are reported on: the same losses, the bytes of the formula, and an engine that is as it was."""
 
+import functools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,6 +14,8 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_ext.config.report import VARIABLE, ReportSettings
 from deepspeed_ext.planner import probe
@@ -83,6 +87,36 @@ def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path)
     called = {name: report["training"]["called"] for name, report in found.items()}
     assert called == {"none": "training without ZeRO", "true": "ZeRO-1"}
     assert all(report["choices"] for report in found.values())
+
+
+def with_slow_hooks(folder: str) -> float:
+    """Train with ZeRO-3 whose hooks sleep where they neither fetch nor release; return how long, in a step."""
+    slept, steps = [], AFTER + STEPS + 6
+
+    def slow(run: Any) -> Any:
+        @functools.wraps(run)
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.01)
+            slept.append(0.01)
+            return run(*args, **kwargs)
+
+        return slower
+
+    follow, apply = PartitionedParameterCoordinator.trace_prologue, parameter_offload.apply_to_tensors_only
+    report = {"folder": folder, "after": AFTER, "steps": STEPS, "probe": False}
+    with (
+        mock.patch.object(PartitionedParameterCoordinator, "trace_prologue", slow(follow)),
+        mock.patch.object(parameter_offload, "apply_to_tensors_only", slow(apply)),
+    ):
+        train(Job(steps=steps, empty=False), {"stage": 3, "paro_report": report})
+    return sum(slept) / steps
+
+
+def test_hooks_of_modules_are_not_compute(ranks: Any, tmp_path: Path) -> None:
+    (slept,) = ranks(1).run(with_slow_hooks, str(tmp_path))
+    rows = json.loads((tmp_path / "report.json").read_text())["parts"]
+    found = {row["part"]: row["seconds"] for row in rows}
+    assert found["other"] > slept > 0.1 and found["compute"] < slept / 2
 
 
 def apart(folder: str) -> None:

@@ -1,0 +1,53 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Plugins: found by their entry points, and called with configurations and engines."""
+
+import functools
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from deepspeed_ext.integration import plugins
+
+
+def planted_case() -> tuple[list[Any], list[str]]:
+    """Return the calls of a planted plugin while an engine is made, and what our own put on another engine."""
+    from tests.harness.training import Job, make_engine
+
+    calls: list[Any] = []
+
+    class Plugin:
+        @staticmethod
+        def configure(config: dict[str, Any]) -> None:
+            calls.append("configure")
+            config["zero_optimization"]["stage"] = 2
+
+        @staticmethod
+        def engine_ready(engine: Any) -> None:
+            calls.append((engine.zero_optimization_stage(), engine.module is not None, engine.optimizer))
+
+    with mock.patch.object(plugins, "_plugins", lambda: [Plugin, object()]):
+        make_engine(Job(), {"stage": 1})
+    engine, _ = make_engine(Job(), {"stage": 2})
+    return calls, [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
+
+
+def test_a_plugin_gets_the_configuration_and_the_engine(ranks: Any) -> None:
+    assert ranks(1).run(planted_case) == [(["configure", (2, True, None)], [])]
+
+
+@pytest.mark.quick
+def test_an_entry_point_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even without an installation, and once where two packages have the same one."""
+    (tmp_path / "planted.py").write_text("def configure(config): config['calls'] += 1")
+    for name in ("one", "other"):
+        info = tmp_path / f"{name}-1.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nplanted = planted\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "_plugins", functools.cache(plugins._plugins.__wrapped__))
+    plugins.configure(config := {"calls": 0})
+    assert config == {"calls": 1}
