@@ -12,30 +12,21 @@ import pytest
 from deepspeed_ext.integration import plugins
 
 
-def planted_case() -> tuple[list[Any], list[str]]:
-    """Return the calls of a planted plugin while an engine is made, and what our own put on another engine."""
+def planted_case() -> tuple[int, Any, list[str]]:
+    """Return what a planted plugin gets of an engine that it configures, and what ours put on another engine."""
     from tests.harness.training import Job, make_engine
 
-    calls: list[Any] = []
-
-    class Plugin:
-        @staticmethod
-        def configure(config: dict[str, Any]) -> None:
-            calls.append("configure")
-            config["zero_optimization"]["stage"] = 2
-
-        @staticmethod
-        def engine_ready(engine: Any) -> None:
-            calls.append((engine.zero_optimization_stage(), engine.module is not None, engine.optimizer))
-
-    with mock.patch.object(plugins, "_plugins", lambda: [Plugin, object()]):
-        make_engine(Job(), {"stage": 1})
+    plugin = mock.Mock()
+    plugin.configure = lambda config: config["zero_optimization"].update(stage=2)
+    with mock.patch.object(plugins, "_plugins", lambda: [plugin, object()]):
+        made, _ = make_engine(Job(), {"stage": 1})
     engine, _ = make_engine(Job(), {"stage": 2})
-    return calls, [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
+    touched = [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
+    return made.zero_optimization_stage(), plugin.engine_ready.call_args.args == (made,), touched
 
 
 def test_a_plugin_gets_the_configuration_and_the_engine(ranks: Any) -> None:
-    assert ranks(1).run(planted_case) == [(["configure", (2, True, None)], [])]
+    assert ranks(1).run(planted_case) == [(2, True, [])]
 
 
 @pytest.mark.quick

@@ -101,18 +101,11 @@ def test_a_summary_has_means_of_steps_and_counts_of_hops() -> None:
 
 
 def test_a_timeline_begins_with_its_step() -> None:
-    step = Step(
-        7,
-        100.0,
-        110.0,
-        (Phase(FORWARD, 101.0, 104.0),),
-        (Wait(102.0, 103.0, True, Communication("all_gather", BETWEEN, 8.0, 101.5, 103.0), "layer"),),
-        (Communication("all_gather", BETWEEN, 8.0, 101.5, 103.0),),
-    )
-    training, between = measures.timeline(step)
-    assert training["lane"] == "training" and between["lane"] == BETWEEN
+    phases, waits = (Phase(FORWARD, 1.5, 4.0),), (Wait(2.0, 2.5, True, GATHER, "layer"), Wait(3.0, 3.0, True))
+    training, within = measures.timeline(Step(7, 1.0, 11.0, phases, waits, (GATHER,)))
+    assert training["lane"] == "training" and within["lane"] == WITHIN
     assert training["spans"] == [
-        [1.0, 4.0, "forward", "forward", None, None],
-        [2.0, 3.0, "wait for all_gather", "wait", None, "layer"],
+        [0.5, 3.0, "forward", "forward", None, None],
+        [1.0, 1.5, "wait for intra_all_gather", "wait", None, "layer"],
     ]
-    assert between["spans"] == [[1.5, 3.0, "all_gather", "gather", 8.0, None]]
+    assert within["spans"] == [[1.0, 1.5, "intra_all_gather", "gather", 500.0, None]]

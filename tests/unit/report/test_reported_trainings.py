@@ -92,30 +92,28 @@ def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path)
 def with_slow_hooks(folder: str) -> float:
     """Train with ZeRO-3 whose hooks sleep where they neither fetch nor release; return how long, in a step."""
     slept, steps = [], AFTER + STEPS + 6
+    section = {"stage": 3, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS, "probe": False}}
 
-    def slow(run: Any) -> Any:
+    def slow(owner: Any, name: str) -> Any:
+        run = getattr(owner, name)
+
         @functools.wraps(run)
         def slower(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.01)
             slept.append(0.01)
+            time.sleep(0.01)
             return run(*args, **kwargs)
 
-        return slower
+        return mock.patch.object(owner, name, slower)
 
-    follow, apply = PartitionedParameterCoordinator.trace_prologue, parameter_offload.apply_to_tensors_only
-    report = {"folder": folder, "after": AFTER, "steps": STEPS, "probe": False}
-    with (
-        mock.patch.object(PartitionedParameterCoordinator, "trace_prologue", slow(follow)),
-        mock.patch.object(parameter_offload, "apply_to_tensors_only", slow(apply)),
-    ):
-        train(Job(steps=steps, empty=False), {"stage": 3, "paro_report": report})
+    with slow(PartitionedParameterCoordinator, "trace_prologue"), slow(parameter_offload, "apply_to_tensors_only"):
+        train(Job(steps=steps, empty=False), section)
     return sum(slept) / steps
 
 
 def test_hooks_of_modules_are_not_compute(ranks: Any, tmp_path: Path) -> None:
     (slept,) = ranks(1).run(with_slow_hooks, str(tmp_path))
-    rows = json.loads((tmp_path / "report.json").read_text())["parts"]
-    found = {row["part"]: row["seconds"] for row in rows}
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = {row["part"]: row["seconds"] for row in report["parts"]}
     assert found["other"] > slept > 0.1 and found["compute"] < slept / 2
 
 
