@@ -139,7 +139,8 @@ class Recorder:
         """Return the steps between the recorded ends, in seconds. Ends the recording."""
         self.clock.settle()
         seconds, last = self.clock.seconds, self._ends[-1][1]
-        for one in (*self._communications, *self._waits, *self._phases):
+        timed: list[Communication | Wait | Phase] = [*self._communications, *self._waits, *self._phases]
+        for one in timed:
             one.begin, one.end = seconds(one.begin), seconds(last if one.end is None else one.end)
         ends = [(number, seconds(end)) for number, end in self._ends]
         return [

@@ -103,11 +103,11 @@ class _Reporter:
         self._looking.close()
         self._recording.close()
         for name, (wrapper, replaced) in self._wrappers.items():
-            current = vars(self._engine).get(name)
-            if current is None or current is not wrapper():
+            ours = wrapper()
+            if ours is None or vars(self._engine).get(name) is not ours:
                 continue
             if replaced:
-                setattr(self._engine, name, current.__wrapped__)
+                setattr(self._engine, name, ours.__wrapped__)
             else:
                 delattr(self._engine, name)
         atexit.unregister(self._warn)
