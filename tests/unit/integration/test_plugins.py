@@ -36,7 +36,6 @@ def test_an_entry_point_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("one", "other"):
         info = tmp_path / f"{name}-1.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
         (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nplanted = planted\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plugins, "_plugins", functools.cache(plugins._plugins.__wrapped__))

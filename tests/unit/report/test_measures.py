@@ -33,7 +33,6 @@ def test_intervals_are_united_and_subtracted() -> None:
     assert some == [(0.0, 2.5), (3.0, 4.0)]
     assert length(some) == 3.5
     assert without(some, [(0.5, 1.0), (2.0, 3.5)]) == [(0.0, 0.5), (1.0, 2.0), (3.5, 4.0)]
-    assert without(some, []) == some
 
 
 def by_hop(charges: measures.Charges) -> dict[str, float]:

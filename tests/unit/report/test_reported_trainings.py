@@ -18,10 +18,9 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_ext.config.report import VARIABLE, ReportSettings
-from deepspeed_ext.planner import probe
 from deepspeed_ext.tools.report.reporter import report_on
 from tests.harness import pipelines, stream_cases
-from tests.harness.reported import AFTER, LINKS, STEPS, links_given
+from tests.harness.reported import AFTER, STEPS, links_given
 from tests.harness.tiers import deep
 from tests.harness.training import Job, placed, train
 
@@ -138,7 +137,7 @@ def pipeline(folder: str, name: str) -> list[str]:
     for more in ({}, {"paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}):
         engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        with mock.patch.object(probe, "measure", lambda *_: LINKS):
+        with links_given():
             losses.append(str([engine.train_batch(data).item() for _ in range(10)]))
         assert "train_batch" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
         engine.destroy()
