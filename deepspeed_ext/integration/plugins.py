@@ -22,6 +22,7 @@ GROUP = "deepspeed_ext.plugins"
 
 @functools.cache  # to search all installed packages takes milliseconds
 def _plugins() -> dict[str, Any]:
+    # By name: a fork of DeepSpeed that contains this package has the same entry points again.
     return {entry.name: entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
 
 

@@ -26,11 +26,11 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy
+from deepspeed_ext.tools.compare.verdict import BOUNDS, difference
 from scripts import ROOT
 from scripts.emulation.launching import RunFailed, exit_on_signals, launch
 
 CONFIGS = ROOT / "scripts" / "examples" / "configs"
-LOSS_BOUND = 1e-5
 BYTES_BOUND = 0.02
 COLORS = ("#7a8ba6", "#d9622b")
 MEGABYTE = 1e6
@@ -161,12 +161,12 @@ def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
 
 def checks_of(a: TrainingRun, b: TrainingRun) -> list[Check]:
     """Return the checks: the same training; B's traffic between groups and its optimizer state match the formulas."""
-    loss = max(abs(left - right) for left, right in zip(a.losses, b.losses, strict=True))
+    loss = difference(a.losses, b.losses)
     deviation = abs(b.measured.inter / b.formula.inter - 1)
     held = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
     share, due = b.measured.inter / a.measured.inter, b.formula.inter / a.formula.inter
     return [
-        Check(f"largest difference of the losses, {b.label} against {a.label}", loss, LOSS_BOUND),
+        Check(f"largest relative difference of the losses, {b.label} against {a.label}", loss, BOUNDS["float32"]),
         Check(f"bytes between groups of {b.label} against the formula", 100 * deviation, 100 * BYTES_BOUND, " %"),
         Check(f"bytes between groups of {b.label} as a share of {a.label}'s", 100 * share, round(100 * due, 1), " %"),
         Check(f"optimizer state of a rank with {b.label} against the formula", 100 * held, 100 * BYTES_BOUND, " %"),
@@ -191,7 +191,7 @@ def draw_losses(axes: Axes, a: TrainingRun, b: TrainingRun, checks: list[Check])
     axes.plot(b.losses, color=COLORS[1], linewidth=1.5, marker="o", markersize=3.5, label=b.label)
     axes.set(title="Loss", xlabel="optimizer step", ylabel="loss (nats per byte)")
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.text(0.97, 0.72, f"largest difference {checks[0].value:.1e}", transform=axes.transAxes, ha="right")
+    axes.text(0.97, 0.72, f"largest relative difference {checks[0].value:.1e}", transform=axes.transAxes, ha="right")
     axes.legend(frameon=False, loc="upper right")
 
 

@@ -55,7 +55,8 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
     parts["other"] = (0.02, 0.4)
     hop = {"busy": 0.2, "exposed": 0.1, "predicted_exposed": 0.08, "rate": 4e8, "probed_rate": 5e8}
     operations = [("inter_reduce_scatter", "between", 8, 0.12), ("intra_reduce_scatter", "within", 32, 0.08)]
-    shards = {"parameters": 1 if strategy == "NIG" else group_size, "gradients": group_size, "optimizer states": ranks}
+    due = {"parameters": 4 * parameters / (1 if strategy == "NIG" else group_size)}
+    due |= {"gradients": 4 * parameters / group_size, "optimizer states": 12 * parameters / ranks}
     # Of the rank, seconds of the step, of waits within and between groups, bytes between groups, and GB.
     choices = {
         "NIG + LoCo": (0.6, 0.3, 0.05, 3e6, 0.08),
@@ -79,25 +80,12 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             "script": "train.py",
         },
         "training": {
-            "strategy": strategy,
-            "called": called,
-            "stage": 2 if strategy == "NIG" else 3,
-            "ranks": ranks,
-            "group_size": group_size,
-            "groups": groups,
-            "accumulation": _MICRO_STEPS,
-            "parameters": parameters,
-            "trainable": parameters,
-            "dtype": "fp32",
-            "loco": False,
-            "updates": False,
+            **{"strategy": strategy, "called": called, "stage": 2 if strategy == "NIG" else 3, "dtype": "fp32"},
+            **{"ranks": ranks, "group_size": group_size, "groups": groups, "accumulation": _MICRO_STEPS},
+            **dict.fromkeys(("parameters", "trainable"), parameters),
+            **dict.fromkeys(("loco", "updates"), False),
         },
-        "steps": {
-            "first": 11,
-            "seconds": [STEP * 1.01, STEP, STEP * 0.99],
-            "undisturbed": STEP / 1.004,
-            "overhead": 0.004,
-        },
+        "steps": {"first": 11, "seconds": [STEP * 1.01, STEP, STEP * 0.99], "undisturbed": 0.498, "overhead": 0.004},
         "parts": [
             {"part": part, "seconds": seconds, "predicted": seconds * share}
             for part, (seconds, share) in parts.items()
@@ -113,24 +101,11 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
         "modules": [
             {"module": f"blocks.{number}", "exposed": 0.01} for number in range(_BLOCKS if strategy == "IIG" else 0)
         ],
-        "memory": [
-            {
-                "state": state,
-                "bytes": parameters * size * 1.01 / shards[state],
-                "formula": parameters * size / shards[state],
-            }
-            for state, size in (("parameters", 4), ("gradients", 4), ("optimizer states", 12))
-        ],
+        "memory": [{"state": state, "bytes": 1.01 * formula, "formula": formula} for state, formula in due.items()],
         "ranks": [
-            {
-                "rank": rank,
-                "host": f"node{rank // group_size}",
-                "step": STEP,
-                "compute": compute,
-                "waiting": 0.45 - compute,
-            }
+            {"rank": rank, "host": f"node{rank // group_size}", "step": STEP, "compute": one, "waiting": 0.45 - one}
             for rank in range(ranks)
-            for compute in [0.3 if rank == 0 else 0.25 + 0.02 * rank / ranks]
+            for one in [0.3 if rank == 0 else 0.25 + 0.02 * rank / ranks]
         ],
         "timelines": [
             {"which": which, "rank": rank, "host": host, "step": 12, "seconds": STEP, "lanes": _lanes(strategy, speed)}

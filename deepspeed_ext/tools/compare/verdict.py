@@ -1,6 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the reports of all turns say: a table, a sentence for each configuration, and whether losses agree. Pure."""
+"""Decides which of two measurements is better, and whether losses agree: statistics, sentences, a table. Pure.
+
+Note [Rounds]
+    A machine, and a network even more, is slower at some times than at others. So configurations take turns, and the
+    ratio is taken within a round, whose turns are close in time. The interval is a bootstrap of two levels: rounds are
+    drawn with replacement, and in each of them the steps of each configuration.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,8 +15,11 @@ from itertools import chain
 from statistics import median
 from typing import Any
 
-from deepspeed_ext.tools.compare.spread import LEVEL, Ratio, difference, ratio
+import numpy
+from numpy.typing import NDArray
 
+LEVEL = 0.95  # of the interval
+DRAWS = 2000
 # Largest relative difference of losses that counts as rounding, by the dtype of the model: about 100 units of fp32 in
 # the last place, which training makes more of from step to step, and a few of 16 bits.
 BOUNDS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
@@ -27,6 +36,64 @@ _TITLES = (
     "parameters GB",
     "optimizer GB",
 )
+
+
+# Statistics #######################################################################################
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio, and the bounds of its interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def shows_a_difference(self) -> bool:
+        """Whether the interval is above or below 1."""
+        return self.low > 1 or self.high < 1
+
+
+def ratio(seconds: Sequence[Sequence[float]], of_other: Sequence[Sequence[float]]) -> Ratio:
+    """Return how many times as fast one configuration is as another: the other's seconds over its own.
+
+    The value is the geometric mean of the rounds' ratios of medians; see Note [Rounds].
+
+    Args:
+        seconds: of each step in each round, all rounds with as many steps.
+        of_other: of the other, as many rounds.
+    """
+    own, other = numpy.asarray(seconds), numpy.asarray(of_other)
+    draw = numpy.random.default_rng(0)  # the same figures for the same seconds
+    rounds = draw.integers(len(own), size=(DRAWS, len(own)))
+    drawn = [numpy.log(_medians(some, rounds, draw)).mean(axis=1) for some in (own, other)]
+    low, high = numpy.quantile(numpy.exp(drawn[1] - drawn[0]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    logs = [math.log(median(theirs) / median(mine)) for mine, theirs in zip(seconds, of_other, strict=True)]
+    return Ratio(math.exp(sum(logs) / len(logs)), float(low), float(high))
+
+
+def _medians(
+    seconds: NDArray[numpy.float64], rounds: NDArray[numpy.int64], draw: numpy.random.Generator
+) -> NDArray[numpy.float64]:
+    """Return the medians of drawn steps in drawn rounds, (DRAWS, rounds)."""
+    steps = draw.integers(seconds.shape[1], size=(*rounds.shape, seconds.shape[1]))
+    medians: NDArray[numpy.float64] = numpy.median(seconds[rounds[..., None], steps], axis=-1)
+    return medians
+
+
+def difference(losses: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference of two runs' losses of the same steps; infinite if one is not finite."""
+    return max(_relative(one, other) for one, other in zip(losses, others, strict=True))
+
+
+def _relative(one: float, other: float) -> float:
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0
+
+
+# Configurations ###################################################################################
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A report as one HTML page, which needs neither a network nor a server. Pure.
+"""A report in words, as one HTML page, and as a trace. Pure; each takes the contents of ``report.json``.
 
-The page consists of ``assets``: a template, a style sheet, and scripts, which draw the report that the page carries as
-JSON. The title and the verdict are in the page itself, for readers without scripts.
+The page needs neither a network nor a server. It consists of ``assets``: a template, a style sheet, and scripts, which
+draw the report that the page carries as JSON. The title and the verdict are in the page itself, for readers without
+scripts.
 """
 
 import base64
@@ -11,31 +12,157 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from string import Template
 from typing import Any
 
+from deepspeed_ext.planner.choice import best
+from deepspeed_ext.tools.report.measures import BETWEEN, COMPUTE, OTHER, UPDATE, WITHIN
+
 _ASSETS = Path(__file__).with_name("assets")
-_SCRIPTS = (
-    "dom.js",
-    "bars.js",
-    "spans.js",
-    "view.js",
-    "timeline.js",
-    "tables.js",
-    "ranks.js",
-    "main.js",
-)  # in their order
+_SCRIPTS = ("dom.js", "bars.js", "spans.js", "view.js", "timeline.js", "tables.js", "ranks.js", "main.js")  # in order
+_HOPS = {WITHIN: "within groups", BETWEEN: "between groups"}
+_PARTS = {COMPUTE: "compute", **{hop: f"exposed {name}" for hop, name in _HOPS.items()}, UPDATE: "the update"}
+_WORTH = 0.05  # of a step: what is less is not pointed out
+_SLOW = 2.0  # times that a hop may take of what the probe finds
+_UNEVEN = 0.1  # of the median of compute
+_LARGER = 0.1  # of bytes of model states
+_MORE = 0.2  # of bytes that are received
+_OVERHEAD = 0.02
+_NESTED = "training"  # the lane of which spans lie inside one another
+
+Report = Mapping[str, Any]
+Event = dict[str, Any]
+Span = Sequence[Any]
 
 
-def render(report: Mapping[str, Any]) -> str:
-    """Return a page that shows the report.
+# In words #########################################################################################
 
-    Numbers that are not finite are left out, like those that are None.
 
-    Args:
-        report: the contents of ``report.json``.
+def paragraph(report: Report) -> str:
+    """Return the seconds of a step, its parts, their prediction, and the first findings."""
+    training, parts = report["training"], _parts(report)
+    named = [f"{seconds:.3g} s {_PARTS[part]}" for part, seconds in parts.items() if part in _PARTS]
+    text = (
+        f"A step of {training['called']} takes {_step(report):.3g} s on {training['ranks']} ranks in "
+        f"{training['groups']} group(s) of {training['group_size']}: {', '.join(named)}, and {parts[OTHER]:.3g} s of "
+        f"anything else"
+    )
+    predicted = [row["predicted"] for row in report["parts"] if row["predicted"] is not None]
+    if predicted:
+        text += f". The planner predicts {sum(predicted):.3g} s"
+    return f"{text}. {' '.join(report['findings'][:2])}".strip()
+
+
+def findings(report: Report) -> list[str]:
+    """Return what stands out, the most important first; each is a sentence that says what to do about it."""
+    judges = (_faster, _slow_hops, _other, _uneven, _memory, _bytes, _overhead)
+    return [sentence for judge in judges for sentence in judge(report)]
+
+
+def _step(report: Report) -> float:
+    return float(median(report["steps"]["seconds"]))
+
+
+def _parts(report: Report) -> dict[str, float]:
+    return {row["part"]: row["seconds"] for row in report["parts"]}
+
+
+def _faster(report: Report) -> Iterator[str]:
+    fitting = [row for row in report["choices"] if row["fits"] is not False]
+    now = next((row for row in report["choices"] if row["now"]), None)
+    if now is None:
+        return
+    exact = _best([row for row in fitting if " + " not in row["strategy"]] or [now])
+    lossy = _best([*fitting, now])
+    if exact["step"] < (1 - _WORTH) * now["step"]:
+        yield _gain(exact, now, "is predicted to be faster")
+    # 4 bits change the training a little: that is for its user to weigh.
+    if lossy["step"] < (1 - 2 * _WORTH) * min(exact["step"], now["step"]):
+        yield _gain(lossy, now, "would be faster still, with gradients or updates in 4 bits")
+    elif exact["step"] >= (1 - _WORTH) * now["step"]:
+        yield f"No strategy is predicted to be faster by more than {_WORTH:.0%}."
+
+
+def _best(rows: Sequence[Report]) -> Report:
+    return best(rows, lambda row: float(row["step"]), lambda row: float(row["gb"]))
+
+
+def _gain(row: Report, now: Report, how: str) -> str:
+    memory = f"{row['gb']:.3g} GB of model states on each rank, now {now['gb']:.3g}"
+    return f"{row['strategy']} {how}: {row['step']:.3g} s instead of {now['step']:.3g} ({memory})."
+
+
+def _slow_hops(report: Report) -> Iterator[str]:
+    for hop in report["hops"]:
+        share = hop["exposed"] / _step(report)
+        if share < _WORTH:
+            continue
+        reached, probed = hop["rate"], hop["probed_rate"]
+        if reached and probed and probed > _SLOW * reached:
+            yield (
+                f"What crosses {_HOPS[hop['hop']]} reaches {reached / 1e6:.3g} MB/s a rank, where the probe finds "
+                f"{probed / 1e6:.3g}: messages are small, ranks come late, or compute takes the cores that move them."
+            )
+        else:
+            yield f"The step waits for {share:.0%} of its time for what crosses {_HOPS[hop['hop']]}."
+
+
+def _other(report: Report) -> Iterator[str]:
+    share = _parts(report)[OTHER] / _step(report)
+    if share > 2 * _WORTH:
+        yield (
+            f"{share:.0%} of the step is neither compute, update nor an exposed hop: copies into and out of buckets, "
+            f"the data loader, the script, or ranks that wait for one another."
+        )
+
+
+def _uneven(report: Report) -> Iterator[str]:
+    if len(report["ranks"]) < 2:
+        return
+    usual = median(row["compute"] for row in report["ranks"])
+    worst = max(report["ranks"], key=lambda row: row["compute"])
+    if usual and worst["compute"] > (1 + _UNEVEN) * usual:
+        yield (
+            f"Rank {worst['rank']} on {worst['host']} computes {worst['compute'] / usual:.2g} times as long as the "
+            f"median rank, and the others wait for it."
+        )
+
+
+def _memory(report: Report) -> Iterator[str]:
+    for row in report["memory"]:
+        if row["formula"] and row["bytes"] > (1 + _LARGER) * row["formula"]:
+            yield (
+                f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}, where the strategy needs "
+                f"{row['formula'] / 1e9:.3g}."
+            )
+
+
+def _bytes(report: Report) -> Iterator[str]:
+    for hop in report["hops"]:
+        formula = hop["formula_bytes"]
+        # Fewer are gathered where modules are kept, and what a thread sends may count for the step after its own.
+        if formula and hop["bytes"] > (1 + _MORE) * formula:
+            source = "its group" if hop["hop"] == WITHIN else "other groups"
+            yield (
+                f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step, where the formula has "
+                f"{formula / 1e6:.3g}."
+            )
+
+
+def _overhead(report: Report) -> Iterator[str]:
+    share = report["steps"]["overhead"]
+    if share is not None and share > _OVERHEAD:
+        yield f"Recorded steps took {share:.1%} longer than those around them, so their parts are a little too long."
+
+
+# As a page ########################################################################################
+
+
+def render(report: Report) -> str:
+    """Return a page that shows the report. Numbers that are not finite are left out, like those that are None.
 
     Raises:
         TypeError: the report has something that JSON has not.
@@ -62,9 +189,11 @@ def fill_template(template: str, style: str, script: str, data: Mapping[str, Any
         data: what the script reads.
         texts: HTML.
     """
-    return Template(template).substitute(
-        policy=_policy(style, script), style=style, script=script, data=_embedded(data), **texts
+    policy = (  # nothing is loaded, and nothing runs but this style and this script
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        f"base-uri 'none'; form-action 'none'"
     )
+    return Template(template).substitute(policy=policy, style=style, script=script, data=_embedded(data), **texts)
 
 
 def read_asset(name: str) -> str:
@@ -72,19 +201,11 @@ def read_asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str) -> str:
-    """Return a Content-Security-Policy: nothing is loaded, and nothing runs but this style and this script."""
-    return (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
-    )
-
-
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _embedded(report: Mapping[str, Any]) -> str:
+def _embedded(report: Report) -> str:
     """Return the report as JSON that no HTML parser takes for a tag, an end of the script, or a comment."""
     text = json.dumps(_finite(report), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
@@ -93,7 +214,73 @@ def _embedded(report: Mapping[str, Any]) -> str:
 def _finite(value: Any) -> Any:
     """Return the value with None in the place of numbers that JSON does not have."""
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# As a trace #######################################################################################
+
+
+def chrome_trace(report: Report) -> dict[str, Any]:
+    """Return the timelines of a report in the Chrome Trace Event format, for Perfetto and chrome://tracing.
+
+    A timeline is a process, and a lane is a thread. Complete events of one thread must nest, and transfers of a link
+    overlap, so a lane has as many threads as it needs. Times are in microseconds from the begin of the step. Without
+    timelines, the trace is empty.
+    """
+    events = [event for pid, one in enumerate(report.get("timelines") or (), 1) for event in _process(pid, one)]
+    training = report.get("training") or {}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"training": str(training.get("called", ""))}}
+
+
+def _process(pid: int, timeline: Mapping[str, Any]) -> Iterator[Event]:
+    """Yield the events of a timeline. Its number is not the rank's, since two timelines may be of one rank."""
+    rank, host, which, step = (timeline[key] for key in ("rank", "host", "which", "step"))
+    yield _metadata("process_name", pid, 0, name=f"rank {rank} on {host}, {which}, step {step}")
+    yield _metadata("process_sort_index", pid, 0, sort_index=pid)
+    tid = 0
+    for lane in timeline["lanes"]:
+        title = _HOPS.get(lane["lane"], lane["lane"])
+        for number, row in enumerate(_rows(lane["spans"], nested=lane["lane"] == _NESTED), 1):
+            tid += 1
+            yield _metadata("thread_name", pid, tid, name=title if number == 1 else f"{title} ({number})")
+            yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
+            yield from (_complete(pid, tid, span) for span in row)
+
+
+def _metadata(kind: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": args}
+
+
+def _complete(pid: int, tid: int, span: Span) -> Event:
+    begin, end, name, kind, nbytes, module = span
+    args = {key: value for key, value in (("bytes", nbytes), ("module", module)) if value is not None}
+    first, last = _nanoseconds(begin), _nanoseconds(end)
+    event = {"name": name, "cat": kind, "ph": "X", "ts": first / 1e3, "dur": (last - first) / 1e3}
+    return {**event, "pid": pid, "tid": tid, "args": args}
+
+
+def _nanoseconds(seconds: float) -> int:
+    """Return whole nanoseconds, so that no rounding makes a span end after the one that it lies in."""
+    return round(seconds * 1e9)
+
+
+def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:
+    """Return spans in rows, ordered by begin: those of a row do not overlap, or (``nested``) one lies in the other."""
+    rows: list[list[Span]] = []
+    open_ends: list[list[int]] = []  # of each row: ends of the spans that the last one lies in, and its own
+    for span in sorted(spans, key=lambda span: (span[0], -span[1])):
+        begin, end = _nanoseconds(span[0]), _nanoseconds(span[1])
+        for row, ends in zip(rows, open_ends, strict=True):
+            while ends and ends[-1] <= begin:
+                ends.pop()
+            if not ends or (nested and end <= ends[-1]):
+                row.append(span)
+                ends.append(end)
+                break
+        else:
+            rows.append([span])
+            open_ends.append([end])
+    return rows

@@ -1,40 +1,40 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Takes down what a rank does while steps are recorded: moments of a clock, which are resolved afterwards."""
+"""Records what a rank does in a step, in moments of a clock that become seconds afterwards.
 
-from collections.abc import Callable, Iterator
+Note [Why not torch.profiler]
+    Its ranges have no waits of the host, no group and no bytes of DeepSpeed's own communications, nothing of a device
+    other than CUDA's, and it records each operator, which slows the step that is to be measured.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
-from torch.distributed import ProcessGroup
+from deepspeed import comm as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, irecv
 
 from deepspeed_ext.clocks import Clock
-from deepspeed_ext.tools.report.recording import HANDLING, Communication, Phase, Step, Wait
+from deepspeed_ext.comm import watching
+from deepspeed_ext.tools.report.measures import HANDLING, Communication, Moment, Phase, Step, Wait
 
-
-@dataclass
-class _Started:
-    """A communication, in moments; ``end`` is None until something has waited for it."""
-
-    name: str
-    hop: str
-    nbytes: float
-    begin: Any
-    end: Any = None
+_Timed = TypeVar("_Timed", Communication, Phase, Wait)
 
 
 class WatchedHandle:
-    """The handle of a communication, of which the first wait that ends tells when it has ended."""
+    """The handle of a communication, whose first completed wait is the communication's end."""
 
-    def __init__(self, recorder: "Recorder", started: _Started, handle: Any) -> None:
-        self._recorder, self._started, self._handle = recorder, started, handle
+    def __init__(self, recorder: "Recorder", communication: Communication, handle: Any) -> None:
+        self._recorder, self._communication, self._handle = recorder, communication, handle
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
         """Wait for it."""
         begin = self._recorder.clock.mark()
         result = self._handle.wait(*args, **kwargs)
-        self._recorder.waited(begin, self._started)
+        self._recorder.waited(begin, self._communication)
         return result
 
     def __getattr__(self, name: str) -> Any:
@@ -42,46 +42,44 @@ class WatchedHandle:
 
 
 class Recorder:
-    """What a rank does, as moments of a clock; a ``Watcher`` of our communications.
+    """A record of what a rank does; a ``Watcher`` of our communications.
 
     Args:
         clock: made on the training lane.
-        hop_of: returns which hop a process group is.
+        hop_of: returns the hop of a process group.
 
     Attributes:
         clock: the same.
-        module: the module whose parameters are being fetched; empty if none is.
     """
 
     def __init__(self, clock: Clock, hop_of: Callable[[ProcessGroup | None], str]) -> None:
-        self.clock, self.module = clock, ""
-        self._hop_of = hop_of
-        self._started: list[_Started] = []
-        self._waits: list[tuple[Any, Any, bool, _Started | None, str]] = []
-        self._phases: list[tuple[str, Any, Any, str]] = []
-        self._open: dict[str, Any] = {}
-        self._ends: list[tuple[int, Any]] = []
+        self.clock, self._hop_of = clock, hop_of
+        self._module = ""  # whose parameters are being fetched
+        self._communications: list[Communication] = []
+        self._waits: list[Wait] = []
+        self._phases: list[Phase] = []
+        self._open: dict[str, Moment] = {}
+        self._ends: list[tuple[int, Moment]] = []
 
-    # Communications ###################################################################################
+    def started(
+        self, name: str, group: ProcessGroup | None, nbytes: float, handle: Any, begin: Moment = None
+    ) -> WatchedHandle:
+        """Record a communication that was started at ``begin`` or now; see ``Watcher.started``."""
+        moment = self.clock.mark() if begin is None else begin
+        self._communications.append(Communication(name, self._hop_of(group), nbytes, moment, None))
+        return WatchedHandle(self, self._communications[-1], handle)
 
-    def started(self, name: str, group: ProcessGroup | None, nbytes: float, handle: Any, begin: Any = None) -> Any:
-        """Take down one that has been started, at ``begin`` or now; see ``Watcher.started``."""
-        taken = _Started(name, self._hop_of(group), nbytes, self.clock.mark() if begin is None else begin)
-        self._started.append(taken)
-        return WatchedHandle(self, taken, handle)
+    def completed(self, name: str, group: ProcessGroup | None, nbytes: float, begin: Moment) -> None:
+        """Record a communication for which this thread or stream has waited since ``begin``."""
+        self._communications.append(Communication(name, self._hop_of(group), nbytes, begin, None))
+        self.waited(begin, self._communications[-1])
 
-    def completed(self, name: str, group: ProcessGroup | None, nbytes: float, begin: Any) -> None:
-        """Take down one that began at that moment, and for which this thread or stream has waited until now."""
-        taken = _Started(name, self._hop_of(group), nbytes, begin)
-        self._started.append(taken)
-        self.waited(begin, taken)
-
-    def waited(self, begin: Any, started: _Started | None) -> None:
-        """Take down a wait from that moment until now."""
+    def waited(self, begin: Moment, communication: Communication | None) -> None:
+        """Record a wait from ``begin`` until now."""
         end = self.clock.mark()
-        if started is not None and started.end is None:
-            started.end = end
-        self._waits.append((begin, end, self.clock.trains(), started, self.module))
+        if communication is not None and communication.end is None:
+            communication.end = end
+        self._waits.append(Wait(begin, end, self.clock.trains(), communication, self._module))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -92,11 +90,9 @@ class Recorder:
         finally:
             self.waited(begin, None)
 
-    # Phases ###########################################################################################
-
     @contextmanager
     def phase(self, kind: str, module: str = "") -> Iterator[None]:
-        """Take down a phase of the training lane; one inside another of its kind is a part of it."""
+        """Record a phase of the training lane; one inside another of its kind is a part of it."""
         opened = self.open(kind)
         try:
             yield
@@ -113,66 +109,151 @@ class Recorder:
 
     def close(self, kind: str, module: str = "") -> None:
         """End a phase, if it has begun."""
-        begin = self._open.pop(kind, None)
-        if begin is not None:
-            self._phases.append((kind, begin, self.clock.mark(), module))
+        if kind in self._open:
+            self._phases.append(Phase(kind, self._open.pop(kind), self.clock.mark(), module))
 
     @contextmanager
     def fetching(self, module: str) -> Iterator[None]:
-        """Take down that the parameters of a module are being fetched, and on a host that this is handled."""
-        before, self.module = self.module, module
+        """Record that the parameters of a module are being fetched, and on a host that this is handled."""
+        before, self._module = self._module, module
         try:
             with self.handling(module):
                 yield
         finally:
-            self.module = before
+            self._module = before
 
     @contextmanager
     def handling(self, module: str = "") -> Iterator[None]:
-        """Take down that the host handles what communicates. A device does so beside what the host does."""
+        """Record that the host handles what communicates. A device computes meanwhile."""
         if not self.clock.on_host:
             yield
             return
         with self.phase(HANDLING, module):
             yield
 
-    def step_ends(self, number: int) -> None:
-        """Take down that step ``number`` ends here, and the next one begins."""
+    def end_step(self, number: int) -> None:
+        """Record that step ``number`` ends here, and the next one begins."""
         self._ends.append((number, self.clock.mark()))
 
-    # What was recorded ################################################################################
-
     def steps(self) -> list[Step]:
-        """Return the steps between the ends that were taken down."""
+        """Return the steps between the recorded ends, in seconds. Ends the recording."""
         self.clock.settle()
-        at = self.clock.seconds
-        last = at(self._ends[-1][1])
-        made = {
-            id(one): Communication(
-                one.name, one.hop, one.nbytes, at(one.begin), last if one.end is None else at(one.end)
+        seconds, last = self.clock.seconds, self._ends[-1][1]
+        timed: list[Communication | Wait | Phase] = [*self._communications, *self._waits, *self._phases]
+        for one in timed:
+            one.begin, one.end = seconds(one.begin), seconds(last if one.end is None else one.end)
+        ends = [(number, seconds(end)) for number, end in self._ends]
+        return [
+            Step(
+                number,
+                begin,
+                end,
+                _within(begin, end, self._phases),
+                _within(begin, end, self._waits),
+                _within(begin, end, self._communications),
             )
-            for one in self._started
-        }
-        waits = [
-            Wait(at(begin), at(end), trains, None if one is None else made[id(one)], module)
-            for begin, end, trains, one, module in self._waits
+            for (_, begin), (number, end) in itertools.pairwise(ends)
         ]
-        phases = [Phase(kind, at(begin), at(end), module) for kind, begin, end, module in self._phases]
-        found = []
-        for (_, begin), (number, end) in zip(self._ends, self._ends[1:], strict=False):
-            since, until = at(begin), at(end)
 
-            def inside(one: Communication | Wait | Phase, since: float = since, until: float = until) -> bool:
-                return since <= one.begin < until
 
-            found.append(
-                Step(
-                    number,
-                    since,
-                    until,
-                    tuple(filter(inside, phases)),
-                    tuple(filter(inside, waits)),
-                    tuple(filter(inside, made.values())),
-                )
-            )
-        return found
+def _within(begin: float, end: float, timed: Sequence[_Timed]) -> list[_Timed]:
+    return [one for one in timed if begin <= one.begin < end]
+
+
+# DeepSpeed's communications #######################################################################
+
+Arguments = Mapping[str, Any]
+
+
+class Operation(NamedTuple):
+    """An operation of DeepSpeed's backend.
+
+    Attributes:
+        arguments: their names, in order: DeepSpeed's decorators hide the signature.
+        received: returns the bytes that a rank receives, of its arguments and the number of ranks of the group.
+        asynchronous: whether it always returns a handle.
+    """
+
+    arguments: tuple[str, ...]
+    received: Callable[[Arguments, int], float]
+    asynchronous: bool = False
+
+    def given(self, args: Iterable[Any], kwargs: Arguments) -> dict[str, Any]:
+        """Return its arguments by name."""
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
+
+
+def _nbytes(value: Any) -> float:
+    return float(value.nbytes if isinstance(value, Tensor) else sum(tensor.nbytes for tensor in value))
+
+
+def _collective(arguments: str, of: str, times: float = 1.0) -> Operation:
+    """Return a collective that receives the other ranks' parts of one of its arguments, so many times."""
+    return Operation(
+        (*arguments.split(), "group", "async_op"),
+        lambda given, ranks: times * _nbytes(given[of]) * (ranks - 1) / ranks,
+    )
+
+
+def _message(other: str, asynchronous: bool) -> Operation:
+    """Return a message to or from a rank."""
+    return Operation(
+        ("tensor", other, "group", "tag"),
+        lambda given, ranks: _nbytes(given["tensor"]) if other == "src" and ranks > 1 else 0.0,
+        asynchronous,
+    )
+
+
+# A reduce to one rank passes through all of them, as it does in a ring: each receives about what the others have.
+OPERATIONS: Mapping[str, Operation] = {
+    "all_reduce": _collective("tensor op", "tensor", 2),
+    "inference_all_reduce": _collective("tensor op", "tensor", 2)._replace(arguments=("tensor", "op", "group")),
+    "all_reduce_coalesced": _collective("tensors op", "tensors", 2),
+    "reduce": _collective("tensor dst op", "tensor"),
+    "reduce_scatter": _collective("output input_list op", "input_list"),
+    "reduce_scatter_tensor": _collective("output_tensor input_tensor op", "input_tensor"),
+    "broadcast": _collective("tensor src", "tensor"),
+    "all_gather": _collective("tensor_list tensor", "tensor_list"),
+    "all_gather_into_tensor": _collective("output_tensor input_tensor", "output_tensor"),
+    "all_gather_coalesced": _collective("output_tensors input_tensors", "output_tensors"),
+    "all_to_all_single": _collective("output input output_split_sizes input_split_sizes", "output"),
+    "all_to_all": _collective("output_tensor_list input_tensor_list", "output_tensor_list"),
+    "gather": _collective("tensor gather_list dst", "tensor", 0),
+    "scatter": _collective("tensor scatter_list src", "tensor"),
+    "send": _message("dst", False),
+    "recv": _message("src", False),
+    "isend": _message("dst", True),
+    "irecv": _message("src", True),
+    "batch_isend_irecv": Operation(
+        ("p2p_op_list",),
+        lambda given, _: sum(_nbytes(one.tensor) for one in given["p2p_op_list"] if one.op is irecv),
+        asynchronous=True,
+    ),
+    "barrier": Operation(("group", "async_op", "device_ids"), lambda given, ranks: 0.0),
+}
+
+
+def recorded(recorder: Recorder, name: str, operation: Operation, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operation of DeepSpeed's backend that is recorded, unless it is one of our communications."""
+
+    @functools.wraps(run)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if watching.is_ours():
+            return run(*args, **kwargs)
+        given = operation.given(args, kwargs)
+        group = given["p2p_op_list"][0].group if "p2p_op_list" in given else given.get("group")
+        nbytes = operation.received(given, dist.get_world_size(group=group))
+        begin = recorder.clock.mark()
+        with watching.ours():  # what it calls in turn is recorded already
+            result = run(*args, **kwargs)
+        if not (operation.asynchronous or given.get("async_op")):
+            recorder.completed(name, group, nbytes, begin)
+            return result
+        if isinstance(result, list):  # a batch of messages, whose bytes are recorded with the first one
+            return [
+                recorder.started(name, group, nbytes if not number else 0.0, handle, begin)
+                for number, handle in enumerate(result)
+            ]
+        return result if result is None else recorder.started(name, group, nbytes, result, begin)
+
+    return wrapper

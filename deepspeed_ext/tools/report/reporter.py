@@ -1,37 +1,42 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which steps of an engine are recorded: it counts them, and does nothing else until their turn comes.
+"""Counts the steps of an engine, records those that were asked for, and has the report made.
 
 Note [Recorded steps]
     After a warm-up come steps that are only timed, then those that are recorded, then as many again that are only
     timed: the difference is what recording costs. Then all ranks make the report together, at the end of a step, where
     they all are. From then on the engine is as it was. Where somebody has wrapped our methods since, they stay, and do
     nothing but call the engine's.
+
+While steps are recorded, methods and hooks of the engine's objects are wrapped, and so are the operations of
+DeepSpeed's backend. Our own communications report to ``comm/watching.py``.
 """
 
 import atexit
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from deepspeed import comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed_ext.clocks import Clock, make_clock
+from deepspeed_ext.comm import watching
 from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
 from deepspeed_ext.config.report import AROUND, KEY, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
 from deepspeed_ext.strategy import StateBytes
-from deepspeed_ext.tools.report.hooks import looked_at, recorded_by
-from deepspeed_ext.tools.report.made import make, write
-from deepspeed_ext.tools.report.recorder import Recorder
-from deepspeed_ext.tools.report.recording import hop_of
+from deepspeed_ext.tools.report.contents import make, write
+from deepspeed_ext.tools.report.measures import BACKWARD, FORWARD, UPDATE, hop_of
+from deepspeed_ext.tools.report.recorder import OPERATIONS, Recorder, recorded
 
 _reporter: "_Reporter | None" = None  # of the engine of this process that is reported on
 
@@ -41,7 +46,7 @@ def report_on(engine: Engine, settings: ReportSettings) -> None:
 
     Args:
         engine: whose steps are counted from now on.
-        settings: which are recorded.
+        settings: of the report.
     """
     global _reporter
     if _reporter is not None:
@@ -55,7 +60,6 @@ class _Reporter:
 
     def __init__(self, engine: Engine, settings: ReportSettings) -> None:
         self._engine, self._settings = weakref.proxy(engine), settings
-        self._counted = "train_batch" if engine.pipeline_parallelism else "step"
         self._taken, self._known = 0, engine.global_steps
         self._clock: Clock | None = None
         self._ends: list[Any] = []  # of the steps that are timed or recorded
@@ -66,60 +70,61 @@ class _Reporter:
         # By the method's name: what is in its place, weakly, since that refers to the engine; and whether it replaces
         # one that was put on the engine, and not its class's.
         self._wrappers: dict[str, tuple[weakref.ref[Any], bool]] = {}
-        self._wrap(engine, self._counted, self._counting(engine, getattr(engine, self._counted)))
-        self._wrap(engine, "destroy", self._destroying(engine.destroy))
-        atexit.register(self._tell)
+        self._wrap(engine, "train_batch" if engine.pipeline_parallelism else "step", after=self._count)
+        self._wrap(engine, "destroy", before=self._give_up)
+        atexit.register(self._warn)
 
-    def _wrap(self, engine: Engine, name: str, ours: Callable[..., Any]) -> None:
-        self._wrappers[name] = weakref.ref(ours), name in vars(engine)
-        setattr(engine, name, ours)
-
-    def _counting(self, engine: Engine, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the method that takes steps, such that they are counted."""
+    def _wrap(
+        self,
+        engine: Engine,
+        name: str,
+        before: Callable[[], None] = lambda: None,
+        after: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call functions around a method of the engine until the report has been made."""
+        method = getattr(engine, name)
 
         @functools.wraps(method)
-        def counted(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not self._ended:
+                before()
             result = method(*args, **kwargs)
-            if not self._ended and engine.global_steps != self._known:
-                self._known = engine.global_steps
-                self._after_step()
+            if not self._ended:
+                after()
             return result
 
-        return counted
-
-    def _destroying(self, destroy: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what destroys the engine, such that nothing is recorded from then on."""
-
-        @functools.wraps(destroy)
-        def destroyed(*args: Any, **kwargs: Any) -> Any:
-            if not self._ended:
-                self._end()
-                self._tell()
-            return destroy(*args, **kwargs)
-
-        return destroyed
+        self._wrappers[name] = weakref.ref(wrapper), name in vars(engine)
+        setattr(engine, name, wrapper)
 
     def _end(self) -> None:
-        """Leave the engine as it was, but for what others have put on it since."""
+        """Restore the engine, except for what others have put on it since."""
         global _reporter
         _reporter, self._ended = None, True
         self._looking.close()
         self._recording.close()
-        for name, (ours, replaced) in self._wrappers.items():
-            found = vars(self._engine).get(name)
-            if found is not ours() or found is None:
+        for name, (wrapper, replaced) in self._wrappers.items():
+            ours = wrapper()
+            if ours is None or vars(self._engine).get(name) is not ours:
                 continue
             if replaced:
-                setattr(self._engine, name, found.__wrapped__)
+                setattr(self._engine, name, ours.__wrapped__)
             else:
                 delattr(self._engine, name)
-        atexit.unregister(self._tell)
+        atexit.unregister(self._warn)
 
-    def _after_step(self) -> None:
+    def _give_up(self) -> None:
+        """Record nothing of an engine that is destroyed."""
+        self._end()
+        self._warn()
+
+    def _count(self) -> None:
+        """Count an optimizer step, and none of the micro-steps before."""
         settings = self._settings
-        self._taken += 1
+        if self._engine.global_steps == self._known:
+            return
+        self._known, self._taken = self._engine.global_steps, self._taken + 1
         if self._taken == settings.after - 1:  # the last step that is not timed
-            self._looking.enter_context(looked_at(self._engine, self._look))
+            self._looking.enter_context(call_before_phases(self._engine, self._look))
         if self._taken < settings.after:
             return
         self._looking.close()
@@ -127,21 +132,17 @@ class _Reporter:
             self._clock = make_clock()
         self._ends.append(self._clock.mark())
         if self._taken == settings.first:
-            self._begin(self._clock)
-        elif self._recorder is not None and self._taken <= settings.first + settings.steps:
-            self._recorder.step_ends(self._engine.global_steps)
+            self._recorder = Recorder(self._clock, functools.cache(self._hop_of))
+            self._recording.enter_context(attach(self._recorder, self._engine))
+        if self._recorder is not None and self._taken <= settings.first + settings.steps:
+            self._recorder.end_step(self._known)
             if self._taken == settings.first + settings.steps:
                 self._recording.close()
         if self._taken > settings.last:
-            self._report()
-
-    def _begin(self, clock: Clock) -> None:
-        self._recorder = Recorder(clock, functools.cache(self._hop_of))
-        self._recording.enter_context(recorded_by(self._recorder, self._engine))
-        self._recorder.step_ends(self._engine.global_steps)
+            self._report(self._clock, self._recorder)
 
     def _look(self) -> None:
-        """Called before each forward and each update of a step; keeps the moment at which most is held."""
+        """Keep the bytes of model states at the moment at which they are most."""
         self._held = max(self._held, held(self._engine), key=lambda states: states.total)
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
@@ -152,22 +153,195 @@ class _Reporter:
             size = topology.whole.sizes.group_size
         return hop_of(ranks, size)
 
-    def _report(self) -> None:
-        engine, recorder, clock = self._engine, self._recorder, self._clock
-        assert recorder is not None and clock is not None
+    def _report(self, clock: Clock, recorder: Recorder | None) -> None:
+        assert recorder is not None
         self._end()
         steps = recorder.steps()
-        lasted = [later - one for one, later in itertools.pairwise(clock.seconds(end) for end in self._ends)]
-        undisturbed = lasted[:AROUND] + lasted[AROUND + self._settings.steps :]
-        report = make(engine, steps, undisturbed, self._held, self._settings.probe)
+        seconds = [end - begin for begin, end in itertools.pairwise(map(clock.seconds, self._ends))]
+        undisturbed = seconds[:AROUND] + seconds[AROUND + self._settings.steps :]
+        report = make(self._engine, steps, undisturbed, self._held, self._settings.probe)
         if report is not None:
             write(report, Path(self._settings.folder))
 
-    def _tell(self) -> None:
-        """Called at the end of an engine, or of a process, for which no report was made."""
+    def _warn(self) -> None:
+        """Log, at the end of an engine or of a process, that no report was made."""
         if dist.is_initialized() and dist.get_rank() == 0:
             logger.warning(
                 f"deepspeed_ext: there is no report: the training ended after {self._taken} optimizer steps, and the "
                 f"report needs {self._settings.last + 1} ({KEY}.after {self._settings.after}, and "
                 f"{2 * AROUND + self._settings.steps} around and with those that are recorded)."
             )
+
+
+# Attaching a recorder ############################################################################
+
+# Methods of DeepSpeed's optimizers, and of ours, in which the training lane handles what communicates.
+_HANDLING = (
+    "reduce_ready_partitions_and_remove_grads",
+    "overlapping_partition_gradients_reduce_epilogue",
+    "reduce_gradients",
+    "update_hook_state_and_maybe_run_epilogue",
+    "reduce_leaf",  # ours, as the next one
+    "reduce_window",
+)
+Around = Callable[..., AbstractContextManager[None]]  # of the arguments of a method
+
+
+@contextmanager
+def call_before_phases(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
+    """Call a function before each forward and each update of an engine, within this context."""
+
+    @contextmanager
+    def looking(*_: Any) -> Iterator[None]:
+        look()
+        yield
+
+    with ExitStack() as installed:
+        for name in ("_take_model_step", *(() if engine.pipeline_parallelism else ("forward",))):
+            _wrap(installed, engine, name, looking)
+        yield
+
+
+@contextmanager
+def attach(recorder: Recorder, engine: Engine) -> Iterator[None]:
+    """Record the steps of an engine, within this context.
+
+    Args:
+        recorder: to attach.
+        engine: that trains.
+
+    Raises:
+        RuntimeError: another engine is recorded.
+    """
+    with ExitStack() as installed:
+        installed.enter_context(watching.watched_by(recorder))
+        _wrap(installed, engine, "_take_model_step", lambda *_: recorder.phase(UPDATE))
+        if engine.pipeline_parallelism:
+            _replace(installed, engine, "_INSTRUCTION_MAP", _instructions(recorder, engine))
+        else:
+            _wrap(installed, engine, "forward", lambda *_: recorder.phase(FORWARD))
+            _wrap(installed, engine, "backward", lambda *_: recorder.phase(BACKWARD))
+            _attach_to_loss_backward(recorder, engine, installed)
+        for name in _HANDLING:
+            _wrap(installed, engine.optimizer, name, lambda *_: recorder.handling())
+        _attach_to_module_hooks(recorder, engine, installed)
+        for name, operation in OPERATIONS.items():
+            run = getattr(deepspeed_comm.cdb, name, None)
+            if run is not None:
+                _replace(installed, deepspeed_comm.cdb, name, recorded(recorder, name, operation, run))
+        if not recorder.clock.on_host:
+            _attach_to_streams(recorder, installed)
+        yield
+
+
+def _replace(installed: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute until the stack is closed."""
+    own = vars(owner)
+    installed.callback(setattr, owner, name, own[name]) if name in own else installed.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _inside(method: Callable[..., Any], around: Around) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with around(*args):
+            return method(*args, **kwargs)
+
+    return wrapped
+
+
+def _wrap(installed: ExitStack, owner: Any, name: str, around: Around) -> None:
+    """Run a method of an object, if it has that, inside a context, until the stack is closed."""
+    method = getattr(owner, name, None)
+    if method is not None:
+        _replace(installed, owner, name, _inside(method, around))
+
+
+def _instructions(recorder: Recorder, engine: Engine) -> Mapping[type, Callable[..., Any]]:
+    """Return a pipeline's instructions, of which forward and backward are phases."""
+    from deepspeed.runtime.pipe import schedule
+
+    kinds = {schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD}
+    return {
+        kind: _inside(run, lambda *_, kind=kind: recorder.phase(kinds[kind])) if kind in kinds else run
+        for kind, run in engine._INSTRUCTION_MAP.items()
+    }
+
+
+def _attach_to_loss_backward(recorder: Recorder, engine: Engine, installed: ExitStack) -> None:
+    """Record ``loss.backward()`` as a phase, too: DeepSpeed's hooks run at its beginning and its end."""
+    begin, end = engine._backward_prologue, engine._backward_epilogue
+    opened = []
+
+    def prologue() -> Any:
+        if recorder.open(BACKWARD):
+            opened.append(True)
+        return begin()
+
+    def epilogue() -> Any:
+        result = end()
+        if opened:
+            opened.clear()
+            recorder.close(BACKWARD)
+        return result
+
+    _replace(installed, engine, "_backward_prologue", prologue)
+    _replace(installed, engine, "_backward_epilogue", epilogue)
+
+
+def _attach_to_module_hooks(recorder: Recorder, engine: Engine, installed: ExitStack) -> None:
+    """Record what ZeRO's hooks of modules and parameters do, and for which module ZeRO-3 fetches parameters.
+
+    Forward hooks are wrapped as a whole: besides fetching and releasing, they follow the trace of modules and put
+    nodes into the graph. In a backward autograd runs those nodes, which call methods of ``parameter_offload``.
+    """
+    optimizer: Any = engine.optimizer
+    offload = getattr(optimizer, "parameter_offload", None)
+    handles = [*getattr(optimizer, "_grad_acc_hooks", ()), *getattr(optimizer, "_leaf_module_hooks", ())]
+    names = {id(module): name or "the model" for name, module in engine.module.named_modules()}
+
+    def handling(module: Any = None, *_: Any) -> AbstractContextManager[None]:
+        return recorder.handling(names.get(id(module), ""))
+
+    if offload is not None:
+        handles += [*offload.forward_hooks, *offload.backward_hooks]
+        for direction in ("forward", "backward"):
+            _wrap(
+                installed,
+                offload,
+                f"pre_sub_module_{direction}_function",
+                lambda module, *_: recorder.fetching(names.get(id(module), "")),
+            )
+            _wrap(installed, offload, f"post_sub_module_{direction}_function", handling)
+    if recorder.clock.on_host:
+        _wrap_hooks(installed, handles, handling)
+
+
+def _wrap_hooks(installed: ExitStack, handles: Iterable[Any], around: Around) -> None:
+    """Run the hooks of modules or tensors behind these handles inside a context, until the stack is closed."""
+    for handle in handles:
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and handle.id in hooks:
+            installed.callback(_put_back, hooks, handle.id, hooks[handle.id])
+            hooks[handle.id] = _inside(hooks[handle.id], around)
+
+
+def _put_back(hooks: dict[int, Any], number: int, hook: Any) -> None:
+    if number in hooks:  # it has not been removed since
+        hooks[number] = hook
+
+
+def _attach_to_streams(recorder: Recorder, installed: ExitStack) -> None:
+    """Record when the stream that trains waits for another one: the only class that is changed is torch's own."""
+    kind = type(get_accelerator().current_stream())
+    wait = kind.wait_event
+
+    def wait_event(self: Any, event: Any) -> Any:
+        if not recorder.clock.trains() or self != get_accelerator().current_stream():
+            return wait(self, event)
+        begin = recorder.clock.mark()
+        result = wait(self, event)
+        recorder.waited(begin, None)
+        return result
+
+    _replace(installed, kind, "wait_event", wait_event)

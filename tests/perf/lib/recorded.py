@@ -15,9 +15,9 @@ import torch.distributed as dist
 from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.tools.report import measures
-from deepspeed_ext.tools.report.hooks import recorded_by
+from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
-from deepspeed_ext.tools.report.recording import BETWEEN, WITHIN, hop_of
+from deepspeed_ext.tools.report.reporter import attach
 from tests.perf.lib.measurements import OverlapMeasurement
 from tests.perf.lib.records import Row, spread
 from tests.perf.lib.turns import over_ranks
@@ -31,7 +31,8 @@ class RecordedMeasurement(OverlapMeasurement):
     methods = ("ZeRO-2", "ZeRO-3", "NIG", "IIG")
     rounds, steps = 4, 3
     keys: ClassVar[Mapping[str, Any]] = {}
-    agrees, overhead = 0.05, 0.01
+    agrees: ClassVar = {"ZeRO-2": 0.03, "ZeRO-3": 0.03, "NIG": 0.03, "IIG": 0.05}
+    overhead = 0.01
 
     def round(self, number: int, rows: Mapping[str, Row]) -> float:
         if number == 0:
@@ -50,9 +51,9 @@ class RecordedMeasurement(OverlapMeasurement):
 
         def counted(*args: Any, **kwargs: Any) -> None:
             step(*args, **kwargs)
-            recorder.step_ends(1)
+            recorder.end_step(1)
 
-        with recorded_by(recorder, method.engine):
+        with attach(recorder, method.engine):
             method.step = counted
             try:
                 self._seconds[name] += self.turn(method).seconds
@@ -61,8 +62,7 @@ class RecordedMeasurement(OverlapMeasurement):
         self._parts[name] += map(measures.parts, recorder.steps()[-self.args.steps :])
 
     def _hop_of(self, group: Any) -> str:
-        ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-        return hop_of(ranks, self.setting.ranks_per_node)
+        return hop_of(dist.get_process_group_ranks(group or dist.group.WORLD), self.setting.ranks_per_node)
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         means = [statistics.fmean(parts[name] for parts in self._parts[row.method]) for name in measures.PARTS]
@@ -81,5 +81,5 @@ class RecordedMeasurement(OverlapMeasurement):
         return [
             f"{row.method}: exposed {row.more['error']:+.1%} apart, overhead {row.more['overhead']:+.1%}"
             for row in rows
-            if abs(row.more["error"]) > cls.agrees or row.more["overhead"] > cls.overhead
+            if abs(row.more["error"]) > cls.agrees[row.method] or row.more["overhead"] > cls.overhead
         ]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed_ext
-from deepspeed_ext.tools.compare.spread import Ratio, ratio
+from deepspeed_ext.tools.compare.verdict import Ratio, ratio
 from tests.perf.lib.settings import UNLIMITED, rate_name
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

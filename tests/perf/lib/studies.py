@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.tools.compare.spread import ratio
+from deepspeed_ext.tools.compare.verdict import ratio
 from tests.perf.lib.records import RESULTS
 
 FINAL = 0.1  # of the steps: over them the learning rate goes to zero, and losses are averaged
@@ -320,7 +320,8 @@ def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]
 
 
 def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
-    """Judge each method that has a bound, by ``tools/compare``'s ratio of losses with its interval; rounds are seeds."""
+    """Judge each method that has a bound, by the ratio of losses with the interval of ``tools/compare``; seeds are
+    rounds."""
     for (optimizer, groups, name), cell in cells(study, runs).items():
         method, each = study.methods[name], cell.differences(cell.against)
         if method.bound is None or not each:

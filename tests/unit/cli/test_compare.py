@@ -22,6 +22,7 @@ import deepspeed, torch
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
 parser = argparse.ArgumentParser()
 parser.add_argument("--config")
+parser.add_argument("--local_rank")  # DeepSpeed's launcher passes that
 path = parser.parse_args().config
 torch.manual_seed(json.load(open(path))["seed"])
 model = torch.nn.Linear(64, 64)
@@ -112,11 +113,7 @@ def test_a_script_under_two_configurations(
 
 @pytest.mark.deep
 @pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_stock_launchers(compare: Any, folder: Path, capfd: pytest.CaptureFixture[str], launcher: str) -> None:
-    script = SCRIPT.replace(
-        'add_argument("--config")', 'add_argument("--local_rank"); parser.add_argument("--config")'
-    )
-    (folder / "train.py").write_text(script)  # DeepSpeed's passes that
+def test_stock_launchers(compare: Any, capfd: pytest.CaptureFixture[str], launcher: str) -> None:
     options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--launcher", launcher, "--ranks", "2"]
     assert compare("a.json", "nig.json", *options, "--", "train.py", "--config", "{config}") == 0
     assert "losses agree (largest difference " in capfd.readouterr().out

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands of launchers, what reaches their ranks, and that none of them is left."""
 
+import importlib
 import os
 import re
 import shlex
@@ -26,12 +27,8 @@ def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
     """Return what the stock launcher reads of our command."""
     python, minus_m, module, *words = launcher.command(script, CONFIG)
     assert (python, minus_m) == (sys.executable, "-m")
-    if module == "torch.distributed.run":
-        from torch.distributed.run import parse_args
-    else:
-        assert module == "deepspeed.launcher.runner"
-        from deepspeed.launcher.runner import parse_args
-    return vars(parse_args(words))
+    assert module in ("torch.distributed.run", "deepspeed.launcher.runner")
+    return vars(importlib.import_module(module).parse_args(words))
 
 
 def test_stock_launchers_read_our_commands() -> None:

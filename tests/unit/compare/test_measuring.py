@@ -94,11 +94,6 @@ def two_engines_case(report: str) -> int:
     return int(other.global_steps)
 
 
-def untouched_case() -> list[str]:
-    engine, _ = make_engine(Job(), {"stage": 2})
-    return [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
-
-
 @pytest.mark.parametrize(
     ("zero", "name"), [({"paro_strategy": "NIG", "paro_group_size": 1}, "NIG"), *deep(({"stage": 3}, "ZeRO-3"))]
 )
@@ -155,15 +150,10 @@ def test_the_first_engine_that_ends_a_step_is_measured(ranks: Any, tmp_path: Pat
     assert len(json.loads(path.read_text())["losses"]) == STEPS + WARM_UP
 
 
-def test_without_the_variable_nothing_is_touched(ranks: Any) -> None:
-    assert ranks(1).run(untouched_case) == [[]]
-
-
 @pytest.mark.quick
 def test_a_turn_survives_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     turn = Turn(10, 3, "/some where/1-A.json", {"zero_optimization": {"stage": 3}, "x": 'ü"$('})
     assert Turn.decode(turn.encode()) == turn
-    assert set(turn.encode()) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_=")
     monkeypatch.setenv(VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{VARIABLE} is set by python -m deepspeed_ext compare .* Unset it"):
         current()

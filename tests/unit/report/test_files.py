@@ -19,20 +19,19 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_ext import clocks
-from deepspeed_ext.tools.report.made import _made, write
-from deepspeed_ext.tools.report.page import render
-from deepspeed_ext.tools.report.trace import chrome_trace
+from deepspeed_ext.tools.report.contents import _origin, write
+from deepspeed_ext.tools.report.page import chrome_trace, render
 from tests.harness import reports
 
 pytestmark = pytest.mark.quick
 
 
-def complete(trace: dict[str, Any]) -> dict[tuple[int, int], list[dict[str, Any]]]:
-    """Return complete events by process and thread."""
-    found = defaultdict(list)
+def complete(trace: dict[str, Any]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """Return complete events by process and name of their thread, in order."""
+    threads, found = names(trace, "thread_name"), defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
-            found[event["pid"], event["tid"]].append(event)
+            found[event["pid"], threads[event["pid"], event["tid"]]].append(event)
     return found
 
 
@@ -44,42 +43,35 @@ def names(trace: dict[str, Any], kind: str) -> dict[tuple[int, int], str]:
 def test_each_span_is_an_event_with_its_figures() -> None:
     report = reports.report("IIG")
     trace = json.loads(json.dumps(chrome_trace(report)))
-    processes, threads = names(trace, "process_name"), names(trace, "thread_name")
-    assert len(processes) == len(report["timelines"])
-    assert processes[1, 0] == "rank 0 on node0, slowest, step 12"
-    events = complete(trace)
+    assert names(trace, "process_name") == {
+        (1, 0): "rank 0 on node0, slowest, step 12",
+        (2, 0): "rank 3 on node1, fastest, step 12",
+    }
+    found, expected = defaultdict(list), {}
+    for (pid, thread), events in complete(trace).items():
+        for e in events:
+            times = (round(time, 2) for time in (e["ts"], e["ts"] + e["dur"]))
+            row = (*times, e["name"], e["cat"], e["args"].get("bytes"), e["args"].get("module"))
+            found[pid, thread.split(" (")[0].removesuffix(" groups")].append(row)
     for pid, timeline in enumerate(report["timelines"], 1):
         for lane in timeline["lanes"]:
-            title = {"within": "within groups", "between": "between groups"}.get(lane["lane"], lane["lane"])
-            tids = [tid for (of, tid), name in threads.items() if of == pid and name.split(" (")[0] == title]
-            found = [
-                (e["name"], e["cat"], e["args"].get("bytes"), e["args"].get("module"), e["ts"], e["ts"] + e["dur"])
-                for tid in tids
-                for e in events[pid, tid]
-            ]
-            expected = [(*span[2:], span[0] * 1e6, span[1] * 1e6) for span in lane["spans"]]
-            assert in_order(found) == in_order(expected)
-
-
-def in_order(spans: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Return spans with their microseconds rounded, sorted."""
-    rounded = [(*names, round(begin, 2), round(end, 2)) for *names, begin, end in spans]
-    return sorted(rounded, key=lambda span: (span[4], span[5], repr(span)))
+            rows = [(round(begin * 1e6, 2), round(end * 1e6, 2), *rest) for begin, end, *rest in lane["spans"]]
+            expected[pid, lane["lane"]] = sorted(rows, key=repr)
+    assert {lane: sorted(rows, key=repr) for lane, rows in found.items()} == expected
 
 
 def test_events_of_a_thread_nest_and_of_a_link_do_not_overlap() -> None:
-    trace = chrome_trace(reports.report("IIG"))
-    threads = names(trace, "thread_name")
-    assert "within groups (2)" in threads.values()  # else nothing has been distributed
-    assert "training (2)" not in threads.values()  # what nests stays on one thread
-    for place, events in complete(trace).items():
+    threads = complete(chrome_trace(reports.report("IIG")))
+    assert (1, "within groups (2)") in threads  # else nothing has been distributed
+    assert (1, "training (2)") not in threads  # what nests stays on one thread
+    for (_, thread), events in threads.items():
         ends: list[int] = []
         assert [e["ts"] for e in events] == sorted(e["ts"] for e in events)
         for event in events:
             begin, end = round(event["ts"] * 1e3), round((event["ts"] + event["dur"]) * 1e3)
             while ends and ends[-1] <= begin:
                 ends.pop()
-            assert not ends or (threads[place] == "training" and end <= ends[-1]), (place, event)
+            assert not ends or (thread == "training" and end <= ends[-1]), (thread, event)
             ends.append(end)
 
 
@@ -88,12 +80,9 @@ def test_spans_that_overlap_without_nesting_get_another_thread() -> None:
     report = reports.report()
     spans = [[0.0, 2.0, "a", "forward", None, None], [1.0, 3.0, "b", "wait", None, None]]
     report["timelines"] = [report["timelines"][0] | {"lanes": [{"lane": "training", "spans": spans}]}]
-    trace = chrome_trace(report)
-    assert {place: [e["name"] for e in events] for place, events in complete(trace).items()} == {
-        (1, 1): ["a"],
-        (1, 2): ["b"],
-    }
-    assert list(names(trace, "thread_name").values()) == ["training", "training (2)"]
+    threads = complete(chrome_trace(report))
+    found = {thread: [e["name"] for e in events] for (_, thread), events in threads.items()}
+    assert found == {"training": ["a"], "training (2)": ["b"]}
 
 
 def test_without_timelines_the_trace_is_empty() -> None:
@@ -104,18 +93,12 @@ def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, cap
     write(reports.report(), tmp_path)
     before = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert before.keys() == {"report.html", "report.json", "trace.json"}
-    put = Path.write_text
-
-    def full(path: Path, text: str, **more: Any) -> int:
-        if "trace" in path.name:
-            put(path, text[:10], **more)
-            raise OSError(28, "No space left on device")
-        return put(path, text, **more)
-
-    with mock.patch.object(Path, "write_text", full), mock.patch.object(logger, "propagate", True):
+    (tmp_path / ".trace.json.part").mkdir()  # which is written after the figures
+    with mock.patch.object(logger, "propagate", True):
         write(reports.report("IIG"), tmp_path)
+    (tmp_path / ".trace.json.part").rmdir()
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == before
-    assert "No space left on device" in caplog.text
+    assert "the report could not be written" in caplog.text
 
 
 def test_ranks_on_processors_beside_gpus_are_said_to_be_there() -> None:
@@ -124,7 +107,7 @@ def test_ranks_on_processors_beside_gpus_are_said_to_be_there() -> None:
         mock.patch.object(torch, "get_device_module", lambda kind=None: of_kind(kind) if kind else gpu),
         mock.patch.object(clocks, "get_accelerator", lambda: mock.Mock(current_device_name=lambda: "cpu")),
     ):
-        assert _made([])["device"] == "cpu"
+        assert _origin([])["device"] == "cpu"
 
 
 VOID = {"meta", "link"}

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trainings that are reported on: the same losses, the bytes of the formula, and an engine that is as it was."""
 
+import functools
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,12 +14,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed import comm as dist
+from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 from deepspeed_ext.config.report import VARIABLE, ReportSettings
-from deepspeed_ext.planner import probe
 from deepspeed_ext.tools.report.reporter import report_on
 from tests.harness import pipelines, stream_cases
-from tests.harness.reported import AFTER, LINKS, STEPS, links_given
+from tests.harness.reported import AFTER, STEPS, links_given
 from tests.harness.tiers import deep
 from tests.harness.training import Job, placed, train
 
@@ -85,6 +88,34 @@ def test_a_training_without_a_section_is_reported_on(ranks: Any, tmp_path: Path)
     assert all(report["choices"] for report in found.values())
 
 
+def with_slow_hooks(folder: str) -> float:
+    """Train with ZeRO-3 whose hooks sleep where they neither fetch nor release; return how long, in a step."""
+    slept, steps = [], AFTER + STEPS + 6
+    section = {"stage": 3, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS, "probe": False}}
+
+    def slow(owner: Any, name: str) -> Any:
+        run = getattr(owner, name)
+
+        @functools.wraps(run)
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            slept.append(0.01)
+            time.sleep(0.01)
+            return run(*args, **kwargs)
+
+        return mock.patch.object(owner, name, slower)
+
+    with slow(PartitionedParameterCoordinator, "trace_prologue"), slow(parameter_offload, "apply_to_tensors_only"):
+        train(Job(steps=steps, empty=False), section)
+    return sum(slept) / steps
+
+
+def test_hooks_of_modules_are_not_compute(ranks: Any, tmp_path: Path) -> None:
+    (slept,) = ranks(1).run(with_slow_hooks, str(tmp_path))
+    report = json.loads((tmp_path / "report.json").read_text())
+    found = {row["part"]: row["seconds"] for row in report["parts"]}
+    assert found["other"] > slept > 0.1 and found["compute"] < slept / 2
+
+
 def apart(folder: str) -> None:
     """Train groups that an outer optimizer brings together, and leave a report."""
     report = {"folder": folder, "after": AFTER, "steps": STEPS}
@@ -106,7 +137,7 @@ def pipeline(folder: str, name: str) -> list[str]:
     for more in ({}, {"paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}):
         engine = pipelines.make_pipeline(pipelines.Pipe(), placed(name, 1, **more))
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        with mock.patch.object(probe, "measure", lambda *_: LINKS):
+        with links_given():
             losses.append(str([engine.train_batch(data).item() for _ in range(10)]))
         assert "train_batch" not in vars(engine) and "_INSTRUCTION_MAP" not in vars(engine)
         engine.destroy()

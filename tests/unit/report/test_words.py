@@ -9,8 +9,8 @@ import pytest
 import torch
 from deepspeed.comm.torch import TorchBackend
 
-from deepspeed_ext.tools.report import told
-from deepspeed_ext.tools.report.operations import OPERATIONS
+from deepspeed_ext.tools.report import page
+from deepspeed_ext.tools.report.recorder import OPERATIONS
 
 pytestmark = pytest.mark.quick
 
@@ -76,21 +76,18 @@ def report(**changed: Any) -> dict[str, Any]:
     ],
 )
 def test_what_stands_out_is_said(changed: dict[str, Any], said: str) -> None:
-    found = told.findings(report(**changed))
+    found = page.findings(report(**changed))
     assert any(one.startswith(said) for one in found), found
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{}, {"choices": [choice("IIG", 2.0, now=True), choice("NIG", 1.0, fits=False)]}],
-    ids=["as usual", "too large"],
-)
-def test_where_nothing_stands_out_it_says_so(changed: dict[str, Any]) -> None:
-    assert told.findings(report(**changed)) == ["No strategy is predicted to be faster by more than 5%."]
+def test_where_nothing_stands_out_it_says_so() -> None:
+    too_large = [choice("IIG", 2.0, now=True), choice("NIG", 1.0, fits=False)]
+    for one in (report(), report(choices=too_large)):
+        assert page.findings(one) == ["No strategy is predicted to be faster by more than 5%."]
 
 
 def test_a_paragraph_has_the_step_its_parts_and_a_prediction() -> None:
-    said = told.paragraph(report(findings=["First.", "Second.", "Third."]))
+    said = page.paragraph(report(findings=["First.", "Second.", "Third."]))
     assert said == (
         "A step of NIG (p=N, g=I, os=G) takes 1 s on 4 ranks in 2 group(s) of 2: 0.9 s compute, 0.02 s exposed within "
         "groups, 0.03 s exposed between groups, 0.02 s the update, and 0.03 s of anything else. The planner predicts "

@@ -1,0 +1,323 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a report of what all ranks have recorded, with predictions for the same links; rank 0 writes it."""
+
+import contextlib
+import json
+import platform
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from deepspeed import comm as dist
+from deepspeed import version as deepspeed_version
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import groups, logger
+
+from deepspeed_ext.clocks import device_name
+from deepspeed_ext.comm.agreement import all_gather_texts, broadcast_text
+from deepspeed_ext.comm.process_groups import Topology, get_topology
+from deepspeed_ext.config.keys import OUTER
+from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
+from deepspeed_ext.config.section import active_strategy
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.leaf.modules import numel_of
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.costs import PLAIN, Prediction
+from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, same_everywhere
+from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import GroupSizes, StateBytes
+from deepspeed_ext.tools.report import measures, page
+from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step
+from deepspeed_ext.version import __version__
+
+FORMAT = 1
+_STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+_FORMS = (AS_IT_IS, Compression(LocoSettings(), None), Compression(LocoSettings(), UpdateSettings()))
+_SAME = 1e-6  # of predicted seconds
+
+
+def make(
+    engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], held: StateBytes, probes: bool
+) -> dict[str, Any] | None:
+    """Return the report, on rank 0; None on others. Collective over all ranks.
+
+    Args:
+        engine: that has trained.
+        steps: recorded on this rank.
+        undisturbed: seconds of steps before and after them.
+        held: bytes of model states on this rank.
+        probes: whether to measure the links, and predict.
+    """
+    own = measures.summary(steps)
+    own["held"] = [held.parameters, held.gradients, held.optimizer]
+    ranks = _rows_of_ranks(own)
+    slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
+    fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
+    step = measures.middle(steps)
+    timelines = [_timeline(which, rank, ranks, step) for which, rank in (("slowest", slowest), ("fastest", fastest))]
+    measured = json.loads(broadcast_text(json.dumps(own), slowest))
+    sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
+    if dist.get_rank() != 0:
+        return None
+    now = None if predictions is None else predictions.now
+    report = {
+        "format": FORMAT,
+        "made": _origin(ranks),
+        "training": _training(engine, sizes),
+        "steps": _steps(steps[0].number, measured["seconds"], undisturbed),
+        "parts": _parts(measured["parts"], now),
+        "hops": [{**row, **_predicted_of_hop(row["hop"], predictions)} for row in measured["hops"]],
+        "operations": measured["operations"],
+        "modules": measured["modules"],
+        "memory": _memory(measured["held"], now),
+        "ranks": ranks,
+        "timelines": timelines if slowest != fastest else timelines[:1],
+        "choices": [] if predictions is None else predictions.choices(),
+        "findings": [],
+    }
+    report["findings"] = page.findings(report) + problems
+    report["paragraph"] = page.paragraph(report)
+    return report
+
+
+def _rows_of_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each rank. Collective."""
+    row = {
+        "rank": dist.get_rank(),
+        "host": socket.gethostname(),
+        "step": median(own["seconds"]),
+        "compute": own["parts"][measures.COMPUTE],
+        "waiting": own["waiting"],
+    }
+    return [json.loads(text) for text in all_gather_texts(json.dumps(row))]
+
+
+def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
+    """Return the timeline of a rank, on all ranks. Collective."""
+    own = {
+        "which": which,
+        "rank": rank,
+        "host": ranks[rank]["host"],
+        "step": step.number,
+        "seconds": step.seconds,
+        "lanes": measures.timeline(step) if rank == dist.get_rank() else [],
+    }
+    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(own), rank))
+    return shown
+
+
+def _origin(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "when": datetime.now().astimezone().isoformat(timespec="minutes"),
+        "versions": {
+            "deepspeed_ext": __version__,
+            "deepspeed": deepspeed_version,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "device": device_name(),
+        "hosts": list(dict.fromkeys(row["host"] for row in ranks)),
+        "script": Path(sys.argv[0]).name,
+    }
+
+
+def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
+    config, strategy, sent = engine._config, active_strategy(engine._config), compression_of(engine._config)
+    stage = int(config.zero_config.stage)
+    letters = "" if strategy is None else f"p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}"
+    parameters = list(engine.module.parameters())
+    dtype, _ = engine.get_data_types()
+    return {
+        "strategy": None if strategy is None else strategy.name,
+        "called": _STAGES[stage] if strategy is None else f"{strategy.name}{sent.label} ({letters})",
+        "stage": stage,
+        "ranks": sizes.ranks,
+        "group_size": sizes.group_size,
+        "groups": sizes.groups,
+        "accumulation": config.gradient_accumulation_steps,
+        "parameters": sum(map(numel_of, parameters)),
+        "trainable": sum(numel_of(parameter) for parameter in parameters if parameter.requires_grad),
+        "dtype": str(dtype).removeprefix("torch."),
+        "loco": sent.loco is not None,
+        "updates": sent.updates is not None,
+    }
+
+
+def _steps(first: int, seconds: Sequence[float], undisturbed: Sequence[float]) -> dict[str, Any]:
+    usual = median(undisturbed) if undisturbed else None
+    overhead = median(seconds) / usual - 1 if usual else None
+    return {"first": first, "seconds": list(seconds), "undisturbed": usual, "overhead": overhead}
+
+
+def _parts(measured: dict[str, float], now: Prediction | None) -> list[dict[str, Any]]:
+    predicted = {} if now is None else {**now.seconds, "other": now.seconds["host"]}
+    return [{"part": part, "seconds": measured[part], "predicted": predicted.get(part)} for part in measures.PARTS]
+
+
+def _memory(held: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
+    formulas = [None] * 3 if now is None else [now.memory.parameters, now.memory.gradients, now.memory.optimizer]
+    names = ("parameters", "gradients", "optimizer states")
+    return [
+        {"state": name, "bytes": nbytes, "formula": formula}
+        for name, nbytes, formula in zip(names, held, formulas, strict=True)
+    ]
+
+
+# Predictions ######################################################################################
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Predictions with the compute and the links of a training that runs.
+
+    Attributes:
+        rates: of the links, as measured.
+        now: of what runs; None if that is not predicted.
+        all: of every strategy in every form, and the plain stages; the fastest first.
+    """
+
+    rates: Rates
+    now: Prediction | None
+    all: Sequence[Prediction]
+
+    def choices(self) -> list[dict[str, Any]]:
+        """Return a row of ``report.json`` for each strategy; only a device has a limit of memory."""
+        device = get_accelerator()
+        limit = None if device.is_synchronized_device() else device.total_memory()
+        return [
+            {
+                "strategy": prediction.name,
+                "step": prediction.total_seconds,
+                "within": prediction.busy["within"],
+                "between": prediction.busy["between"],
+                "bytes_between": prediction.volume.inter,
+                "gb": prediction.total_memory / 1e9,
+                "fits": None if limit is None else prediction.total_memory <= limit,
+                "now": prediction is self.now,
+            }
+            for prediction in self.all
+        ]
+
+
+def _predicted_of_hop(hop: str, predictions: Predictions | None) -> dict[str, float | None]:
+    """Return the predicted figures of a hop; None for those that are unknown.
+
+    DeepSpeed's own collectives are over all ranks, so theirs are all between groups, if there are several.
+    """
+    row: dict[str, float | None] = {"formula_bytes": None, "predicted_exposed": None, "probed_rate": None}
+    if predictions is None:
+        return row
+    name, rates = {WITHIN: "intra", BETWEEN: "inter"}[hop], predictions.rates
+    probed = (getattr(kind, name).bandwidth for kind in (rates.gather, rates.reduce))
+    row["probed_rate"] = max((rate for rate in probed if rate != float("inf")), default=None)
+    if (now := predictions.now) is not None:
+        row["predicted_exposed"], row["formula_bytes"] = now.seconds[hop], getattr(now.volume, name)
+        if now.plain and now.volume.inter:
+            row["formula_bytes"] = 0.0 if hop == WITHIN else now.volume.intra + now.volume.inter
+    return row
+
+
+def _topology(engine: Engine) -> Topology:
+    """Return the groups of all ranks: the strategy's of an engine, or those that one would have. Collective.
+
+    Raises:
+        ValueError: on all ranks; nodes have different numbers of ranks, or it is not known how many.
+    """
+    topology: Topology | None = getattr(engine.optimizer, "topology", None)
+    return get_topology(groups._get_sequence_data_parallel_group()) if topology is None else topology.whole
+
+
+def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, Predictions | None, list[str]]:
+    """Measure the links, and predict. Collective; takes some seconds.
+
+    Args:
+        engine: that trains.
+        compute: seconds of a step's forward and backward, the same on all ranks.
+        probes: whether to do that.
+
+    Returns:
+        The groups, the predictions, and why there are none.
+    """
+    try:
+        topology = _topology(engine)
+        if not probes:
+            return topology.sizes, None, []
+        model = same_everywhere(describe_engine(engine, engine.module))
+        model = replace(model, compute=compute / model.accumulation)
+        rates = measured_rates(engine._config, topology, model)
+        sent = compression_of(engine._config)
+        forms = [form for form in _FORMS if _few_bits(form) != _few_bits(sent)]
+        planned = plan(topology.sizes, model, rates, None, [*forms, sent])
+    except ValueError as error:
+        return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
+    every = sorted([*planned.predictions, *planned.plain], key=lambda one: (one.total_seconds, one.total_memory))
+    return topology.sizes, Predictions(rates, _running(engine, planned, sent), _without_twins(every)), []
+
+
+def _few_bits(sent: Compression) -> tuple[bool, bool]:
+    return sent.loco is not None, sent.updates is not None
+
+
+def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
+    """Return the prediction of what runs."""
+    if getattr(engine._config.zero_config, OUTER, None) is not None:
+        return None  # its steps are not alike
+    strategy = active_strategy(engine._config)
+    if strategy is None:
+        name = STRATEGY_OF_STAGE.get(int(engine._config.zero_config.stage), "NNN")
+        return next((one for one in planned.plain if one.strategy == name), None)
+    wanted = (strategy.name, *_few_bits(sent))
+    return next((one for one in planned.predictions if (one.strategy, one.loco, one.updates) == wanted), None)
+
+
+def _without_twins(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Omit strategies that are a plain stage's twin in all that is predicted, where a group is all ranks."""
+    plain = {one.strategy: one.total_seconds for one in predictions if one.plain}
+    return [
+        one
+        for one in predictions
+        if one.plain
+        or one.strategy not in PLAIN
+        or one.loco
+        or one.updates
+        or abs(one.total_seconds - plain[one.strategy]) > _SAME * one.total_seconds
+    ]
+
+
+# Files ############################################################################################
+
+
+def write(report: dict[str, Any], folder: Path) -> None:
+    """Write the page, the trace and the figures; if that fails, keep the previous ones.
+
+    An error is logged, for the training goes on.
+    """
+    texts = {
+        "report.json": json.dumps(report),
+        "trace.json": json.dumps(page.chrome_trace(report)),
+        "report.html": page.render(report),
+    }
+    aside = {name: folder / f".{name}.part" for name in texts}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            aside[name].write_text(text, encoding="utf-8")
+        for name, path in aside.items():
+            path.replace(folder / name)
+    except OSError as error:
+        logger.error(f"deepspeed_ext: the report could not be written to {folder}: {error}")
+        for path in aside.values():
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        return
+    # Shown at DeepSpeed's default level, for somebody has asked for it.
+    logger.warning(f"deepspeed_ext: {report['paragraph']} See {folder / 'report.html'}; trace.json is for Perfetto.")
