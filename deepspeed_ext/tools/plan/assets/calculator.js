@@ -64,13 +64,7 @@ function of_links(sizes, nodes, intra_gbps, inter_gbps) {
   return {
     intra: { latency: hop_latency(sizes.group_size, 1), bandwidth: own },
     inter: { latency: hop_latency(sizes.groups, nodes), bandwidth: inter },
-    world: hop_latency(sizes.ranks, nodes),
   };
-}
-
-// Rates of collectives over all ranks, which use both links at once.
-function flat({ intra, inter, world }) {
-  return { intra: { ...intra, latency: 0 }, inter: { ...inter, latency: world } };
 }
 
 function rate_seconds({ latency, bandwidth }, nbytes, messages) {
@@ -181,7 +175,7 @@ function received(found, accumulation, hop) {
 function predict(strategy, sizes, model, rates, plain = false) {
   const found = phases(strategy, sizes, model.states);
   const bucket = Math.min(model.bucket, plain && strategy === "NNN" ? DDP_BUCKET / WIDTH : BUCKET);
-  const moves = moves_of(found, model, bucket, plain ? flat(rates) : rates);
+  const moves = moves_of(found, model, bucket, rates);
   const { layers, accumulation, compute } = model;
   const overlap = { at_once: plain, overlap_updates: strategy[0] !== "N" };
   const [p, g, os] = [...strategy].map((placement) => shards(sizes, placement));
