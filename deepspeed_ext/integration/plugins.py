@@ -21,9 +21,9 @@ GROUP = "deepspeed_ext.plugins"
 
 
 @functools.cache  # to search all installed packages takes milliseconds
-def _plugins() -> dict[str, Any]:
-    # By name: a fork of DeepSpeed that contains this package has the same entry points again.
-    return {entry.name: entry.load() for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name)}
+def _plugins() -> list[tuple[str, Any]]:
+    entries = set(entry_points(group=GROUP))  # a fork of DeepSpeed that contains this package has the same ones again
+    return [(entry.name, entry.load()) for entry in sorted(entries, key=lambda entry: (entry.name, entry.value))]
 
 
 def require(name: str, key: str) -> None:
@@ -32,22 +32,25 @@ def require(name: str, key: str) -> None:
     Raises:
         ValueError: it is not.
     """
-    if name not in _plugins():
+    names = [installed for installed, _ in _plugins()]
+    if name not in names:
         raise ValueError(
             f"{key} needs the plugin {name!r}: expected an entry point of this name in the group {GROUP}, found "
-            f"{sorted(_plugins())}. Install deepspeed_ext again (an editable installation as well), or remove the key."
+            f"{names}. Install deepspeed_ext again (an editable installation as well), or remove the key."
         )
 
 
 def configure(config: dict[str, Any]) -> None:
     """Call ``configure`` of each plugin with a configuration that DeepSpeed is about to read."""
-    for plugin in _plugins().values():
-        if hasattr(plugin, "configure"):
-            plugin.configure(config)
+    _call("configure", config)
 
 
 def engine_ready(engine: "Engine") -> None:
     """Call ``engine_ready`` of each plugin with an engine that has its model, and not yet its optimizer."""
-    for plugin in _plugins().values():
-        if hasattr(plugin, "engine_ready"):
-            plugin.engine_ready(engine)
+    _call("engine_ready", engine)
+
+
+def _call(function: str, argument: Any) -> None:
+    for _, plugin in _plugins():
+        if hasattr(plugin, function):
+            getattr(plugin, function)(argument)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What happens when an engine knows its model: a strategy is decided on, and plugins are told."""
+"""Decides on a strategy when an engine gets its model, and calls plugins."""
 
 import functools
 from collections.abc import Callable

@@ -18,7 +18,7 @@ def planted_case() -> tuple[int, Any, list[str]]:
 
     plugin = mock.Mock()
     plugin.configure = lambda config: config["zero_optimization"].update(stage=2)
-    with mock.patch.object(plugins, "_plugins", lambda: {"planted": plugin, "empty": object()}):
+    with mock.patch.object(plugins, "_plugins", lambda: [("planted", plugin), ("empty", object())]):
         made, _ = make_engine(Job(), {"stage": 1})
     engine, _ = make_engine(Job(), {"stage": 2})
     touched = [name for name in ("step", "backward", "train_batch") if name in vars(engine)]
@@ -31,16 +31,17 @@ def test_a_plugin_gets_the_configuration_and_the_engine(ranks: Any) -> None:
 
 @pytest.mark.quick
 def test_an_entry_point_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even without an installation, and once where two packages have the same one."""
+    """Even without an installation, once where two packages have the same one, and others of the same name as well."""
     (tmp_path / "planted.py").write_text("def configure(config): config['calls'] += 1")
-    for name in ("one", "other"):
+    (tmp_path / "namesake.py").write_text("def configure(config): config['namesake'] = True")
+    for name, module in (("one", "planted"), ("other", "planted"), ("third", "namesake")):
         info = tmp_path / f"{name}-1.dist-info"
         info.mkdir()
-        (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nplanted = planted\n")
+        (info / "entry_points.txt").write_text(f"[{plugins.GROUP}]\nplanted = {module}\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(plugins, "_plugins", functools.cache(plugins._plugins.__wrapped__))
     plugins.configure(config := {"calls": 0})
-    assert config == {"calls": 1}
+    assert config.pop("namesake") and config == {"calls": 1}
     plugins.require("planted", "a key")
     with pytest.raises(ValueError, match="a key needs the plugin 'other': expected an entry point"):
         plugins.require("other", "a key")
