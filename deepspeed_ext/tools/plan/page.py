@@ -21,6 +21,7 @@ def render() -> str:
     rows = {name: {"stage": row.stage, "known_as": row.known_as} for name, row in STRATEGIES.items()}
     return fill_template(
         _text("page.html"),
+        "Which ZeRO strategy: a calculator",
         read_asset("page.css") + _text("calculator.css"),
         "\n".join([read_asset("dom.js"), *map(_text, _SCRIPTS)]),
         rows,

@@ -171,20 +171,21 @@ def render(report: Report) -> str:
     called = html.escape(str(training.get("called") or "training"))
     return fill_template(
         read_asset("page.html"),
+        f"Where a step goes: {called}",
         read_asset("page.css"),
         "\n".join(map(read_asset, _SCRIPTS)),
         report,
-        title=f"Where a step goes: {called}",
         called=called,
         verdict=html.escape(str(report.get("paragraph") or "")),
     )
 
 
-def fill_template(template: str, style: str, script: str, data: Mapping[str, Any], **texts: str) -> str:
+def fill_template(template: str, title: str, style: str, script: str, data: Mapping[str, Any], **texts: str) -> str:
     """Return a page that loads nothing, with its style sheet, its script, and its data as JSON.
 
     Args:
-        template: HTML with ``$policy``, ``$style``, ``$script``, ``$data``, and the names of ``texts``.
+        template: HTML with ``$head``, ``$script``, ``$data``, and the names of ``texts``.
+        title: of the page, as HTML.
         style, script: CSS and JavaScript.
         data: what the script reads.
         texts: HTML.
@@ -193,11 +194,12 @@ def fill_template(template: str, style: str, script: str, data: Mapping[str, Any
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         f"base-uri 'none'; form-action 'none'"
     )
-    return Template(template).substitute(policy=policy, style=style, script=script, data=_embedded(data), **texts)
+    head = Template(read_asset("head.html")).substitute(policy=policy, title=title, style=style)
+    return Template(template).substitute(head=head, script=script, data=_embedded(data), **texts)
 
 
 def read_asset(name: str) -> str:
-    """Return a file of the page's; other pages share the style sheet and ``dom.js``."""
+    """Return a file of the page's; other pages share the head, the style sheet and ``dom.js``."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
