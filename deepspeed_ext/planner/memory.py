@@ -16,7 +16,6 @@ Note [Cost of parameters in host memory]
     compute meanwhile. Copies of an offloaded optimizer's gradients are not counted.
 """
 
-import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -62,7 +61,14 @@ class Copies:
     in_step: bool = False
 
     def __add__(self, other: "Copies") -> "Copies":
-        return Copies(*map(operator.add, astuple(self), astuple(other)))
+        return Copies(
+            self.use + other.use,
+            self.up + other.up,
+            self.down + other.down,
+            self.cached + other.cached,
+            self.windows + other.windows,
+            self.in_step or other.in_step,
+        )
 
     @classmethod
     def of(
@@ -280,18 +286,18 @@ def copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sen
 
 def held_bytes(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> tuple[StateBytes, float]:
     """Return the bytes of each state that a rank holds on its device, and those of all states in host memory."""
-    names = ("parameters", "gradients", "optimizer")
-    here = dict.fromkeys(names, 0.0)
-    whole = dict.fromkeys(names, 0.0)
-    for ranks, family in families:
-        held = family.held or family.states
-        if strategy.p == Placement.N:  # whole parameters are not offloaded
-            held = replace(held, parameters=family.states.parameters)
-        for found, states in ((here, held), (whole, family.states)):
-            one = strategy.memory(ranks, states)
-            found.update({name: found[name] + getattr(one, name) for name in names})
-    host = sum(whole[name] - here[name] for name in ("parameters", "optimizer"))
-    return StateBytes(**here), host
+
+    def held(family: Model) -> ModelStates:
+        states = family.held or family.states  # whole parameters are not offloaded
+        return replace(states, parameters=family.states.parameters) if strategy.p == Placement.N else states
+
+    here = _total([strategy.memory(ranks, held(family)) for ranks, family in families])
+    whole = _total([strategy.memory(ranks, family.states) for ranks, family in families])
+    return here, (whole.parameters - here.parameters) + (whole.optimizer - here.optimizer)
+
+
+def _total(parts: Sequence[StateBytes]) -> StateBytes:
+    return StateBytes(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
 def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:

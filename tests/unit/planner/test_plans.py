@@ -10,9 +10,8 @@ import pytest
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
-from deepspeed_ext.planner.costs import predict, predict_plain
+from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Experts, Model
-from deepspeed_ext.planner.numbers import predict_numbers
 from deepspeed_ext.planner.rates import HopRates, Latencies, Rate, Rates, fit, hop_latency
 from deepspeed_ext.strategy import STRATEGIES, Direction, GroupSizes, ModelStates, Volume
 
@@ -170,23 +169,6 @@ def test_latencies_are_those_of_nccl_and_gloo() -> None:
     assert hop_latency(8, 4) == pytest.approx((8.4 + 4 * 3.4 + 3 * 14) * 1e-6)  # two ranks on each node: no PAT
     assert Latencies.of(GroupSizes(32, 4), 8).inter == hop_latency(8, 4)
     assert Latencies.of(GroupSizes(4, 1), 1, step=2e-4, backend="gloo") == pytest.approx((0.0, 6e-4))
-
-
-def test_a_prediction_from_plain_numbers() -> None:
-    cluster = {"nodes": 4, "ranks_per_node": 4, "intra_gbps": 800, "inter_gbps": 80, "parameters": 10**9}
-    given = {**cluster, "trainable": 6 * 10**8, "micro_batches": 4, "latencies": Latencies()}
-    model = replace(Model.of_size(10**9, 6 * 10**8), accumulation=4)
-    few_bits = Compression(LocoSettings(bits=8), UpdateSettings(bits=4))
-    expected = predict(STRATEGIES["IIG"], CLUSTER, model, RATES, few_bits)
-    assert predict_numbers("IIG", **given, gradient_bits=8, update_bits=4) == expected
-    assert predict_numbers("ZeRO-3", **given) == predict_plain(CLUSTER, model, RATES)[-1]
-    computed = given | {"compute": 0.5}
-    changed = [computed | {"latencies": None}, computed, computed | {"overlap_updates": True}]
-    slowest, slower, quicker = (predict_numbers("NIG", **one).total_seconds for one in changed)
-    assert slowest > slower > quicker + 0.05
-    for name, message in (("GGG", "GGG does not allow updates in 4 bits"), ("NIX", "must be one of NNN")):
-        with pytest.raises(ValueError, match=message):
-            predict_numbers(name, **given, update_bits=4)
 
 
 @pytest.mark.parametrize("figure, bad", [("intra_gbps", 0), ("inter_gbps", 0), ("ranks_per_node", 0), ("host", -1)])
