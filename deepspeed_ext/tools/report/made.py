@@ -25,6 +25,7 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.described import compression_of
 from deepspeed_ext.strategy import GroupSizes, StateBytes
+from deepspeed_ext.tools.plan import recorded
 from deepspeed_ext.tools.report import measures, told
 from deepspeed_ext.tools.report.page import render
 from deepspeed_ext.tools.report.predicted import Predicted, predict, topology_of
@@ -73,6 +74,7 @@ def make(
         "ranks": ranks,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predicted is None else predicted.choices(),
+        recorded.KEY: None if predicted is None or predicted.described is None else predicted.described.as_dict(),
         "findings": [],
     }
     report["findings"] = told.findings(report) + why_not

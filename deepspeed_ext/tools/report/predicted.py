@@ -9,7 +9,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
-from deepspeed_ext.comm.process_groups import Topology, get_topology
+from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import OUTER
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.config.section import active_strategy
@@ -18,8 +18,16 @@ from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
-from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, same_everywhere
+from deepspeed_ext.planner.described import (
+    compression_of,
+    describe_engine,
+    dtype_of,
+    measured_rates,
+    same_everywhere,
+)
 from deepspeed_ext.planner.rates import HopRates, Rates
+from deepspeed_ext.tools.plan.recorded import Cluster, Described
+from deepspeed_ext.tools.report import flat
 from deepspeed_ext.tools.report.recording import WITHIN
 
 _FORMS = (AS_IT_IS, Compression(LocoSettings(), None), Compression(LocoSettings(), UpdateSettings()))
@@ -44,11 +52,13 @@ class Predicted:
         rates: of the links, as measured.
         now: of what runs; None if that is not predicted.
         all: of every strategy in every form, and the plain stages; the fastest first.
+        described: what ``plan --from`` predicts from; None if it does not predict such trainings.
     """
 
     rates: Rates
     now: Prediction | None
     all: Sequence[Prediction]
+    described: Described | None = None
 
     @property
     def kinds(self) -> tuple[HopRates, HopRates]:
@@ -103,7 +113,19 @@ def predict(engine: Engine, compute: float) -> Predicted:
     runs, sent = active_strategy(config), compression_of(config)
     made = plan(topology.sizes, model, rates, None, _forms(sent))
     every = sorted([*made.predictions, *made.plain], key=lambda one: (one.total_seconds, one.total_memory))
-    return Predicted(rates, _now(engine, made, runs.name if runs else None, sent), _without_twins(every))
+    now = _now(engine, made, runs.name if runs else None, sent)
+    described = None
+    if now is not None and not engine.pipeline_parallelism:
+        sizes = topology.sizes
+        cluster = Cluster(sizes, ranks_per_node() or sizes.group_size)
+        flat_rates = flat.measure(config, dtype_of(model))
+        described = Described(now.strategy, now.plain, sent, cluster, _backend(), model, rates, flat_rates)
+    return Predicted(rates, now, _without_twins(every), described)
+
+
+def _backend() -> str:
+    """Return the backend whose latencies grow as those of the one in use."""
+    return "gloo" if get_accelerator().is_synchronized_device() else "nccl"
 
 
 def _forms(sent: Compression) -> list[Compression]:
