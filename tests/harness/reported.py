@@ -16,7 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.comm import watching
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
-from deepspeed_ext.tools.plan.recorded import FlatRates
+from deepspeed_ext.tools.plan.recorded import FlatRates, Recorded
+from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import flat
 from tests.harness.training import Job, train
 
@@ -113,6 +114,11 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
         yield f"other phases: {kinds}"
     if not plain:
         yield from _other_amounts(report, name)
+    recorded = Recorded.of(report)
+    again = WhatIf.of(recorded, recorded.described.cluster, recorded.described.model).now
+    (now,) = (row for row in report["choices"] if row["now"])
+    if recorded.name != name or not (plain or math.isclose(again.prediction.busy["between"], now["between"])):
+        yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()
     if (

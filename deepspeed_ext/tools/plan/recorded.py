@@ -3,10 +3,14 @@
 """Predicts a recorded training under other links, nodes, strategies and bits. Pure.
 
 Note [Prediction from a record]
-    A report has what the planner needs of a training: its model, the links as probed, and of a step C seconds of
-    compute, U of the update, and H that no compute, hop or update explains. A step is predicted as
+    A report has what the planner needs of a training: its model, the links as probed, and of a step of T seconds C of
+    compute, U of the update, and O that are neither of these nor exposed (its part "other"). A step is predicted as
 
-        closed form (compute C/s of each of s micro-batches; the update U, scaled by the states of a rank) + H
+        P + H,  P = closed form (compute C/s of each of s micro-batches; update U, scaled by the states of a rank)
+
+    where H is the host's time that nothing explains, the same for all strategies: O, as far as P where it was recorded
+    is less than T. On a host, the cores that compute also run hops inside groups. P has these, and O has them, too.
+    What else P is apart from T is stated, and nothing is scaled by it.
 
     *Links.* A probed rate B of the hop between groups is a node's link of B times its flows (Note [Rates]), which
     gives rates on other clusters. Latencies grow as those of the backend (Note [Latency of a hop]).
@@ -15,13 +19,14 @@ Note [Prediction from a record]
     may send more: gloo's reduce-scatter sends twice that. So these collectives are probed, too. If a rank receives F
     bytes/s by one, a ring enters a node u = (the link's rate)/F times, and takes u X (n-1)/n / link on other links.
 
-    Left out: H and the seconds of LoCo's kernels are those of what was recorded. If a flat collective is limited by
+    Left out: copies of strategies other than the recorded one, and LoCo's kernels. If a flat collective is limited by
     the host rather than by the link, u is too large for slower links.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from math import inf
 from pathlib import Path
 from statistics import median
@@ -29,6 +34,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Model, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.rates import BITS, GIGA, HopRates, Latencies, Rate, Rates, hop_latency
@@ -126,13 +132,13 @@ class Recorded:
         described: what the report has for the planner.
         step: seconds.
         update: seconds of the optimizer's step.
-        unexplained: seconds of a step that no compute, hop or update explains.
+        other: seconds of a step that are neither compute, nor update, nor exposed.
     """
 
     described: Described
     step: float
     update: float
-    unexplained: float
+    other: float
 
     @classmethod
     def read(cls, path: Path) -> "Recorded":
@@ -158,7 +164,7 @@ class Recorded:
         """
         try:
             seconds = {row["part"]: row["seconds"] for row in report["parts"]}
-            step, update, unexplained = median(report["steps"]["seconds"]), seconds["update"], seconds["other"]
+            step, update, other = median(report["steps"]["seconds"]), seconds["update"], seconds["other"]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError("expected the report.json of paro_report, got something else.") from error
         if report.get(KEY) is None:
@@ -167,10 +173,16 @@ class Recorded:
                 "with an outer optimizer, or of a pipeline. Record again, without these."
             )
         try:
-            described = TypeAdapter(Described).validate_python(report[KEY])
-        except ValueError as error:
+            given, sent = report[KEY], report[KEY]["sent"]
+            loco, updates = sent["loco"], sent["updates"]
+            parsed = Compression(
+                None if loco is None else LocoSettings.parse(loco),
+                None if updates is None else UpdateSettings.parse(updates),
+            )
+            described = TypeAdapter(Described).validate_python({**given, "sent": parsed})
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{KEY!r} in the report is of another version ({error}). Record again.") from error
-        return cls(described, step, update, max(0.0, unexplained))
+        return cls(described, step, update, other)
 
     def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = AS_IT_IS) -> Prediction:
         """Predict a strategy, or a plain stage; see Note [Prediction from a record].
@@ -189,6 +201,13 @@ class Recorded:
             return predict(STRATEGIES[name], cluster.sizes, model, rates, sent)
         letters = next(letters for letters, stage in PLAIN.items() if stage == name)
         return predict_plain_stage(letters, cluster.sizes, model, self._flat(letters, rates, cluster))
+
+    @cached_property
+    def unexplained(self) -> float:
+        """Return H."""
+        one = self.described
+        explained = self.predict(self.name, one.cluster, one.model, one.sent).total_seconds
+        return max(0.0, min(self.other, self.step - explained))
 
     @property
     def name(self) -> str:

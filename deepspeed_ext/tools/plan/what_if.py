@@ -160,11 +160,13 @@ class WhatIf:
         for row in self.rows:
             by_name.setdefault(row.prediction.strategy if row.bits != ALL else row.name, {})[row.bits] = row
         lines = [
-            f"{sizes.ranks} ranks in {sizes.groups} group(s) of {sizes.group_size}; a step has {model.accumulation} "
-            f"micro-batch(es) of {model.compute:.3g} s of compute, as recorded,",
-            f"and every row has {self.recorded.unexplained:.3g} s that no compute, hop or update of the record explains",
+            f"{sizes.ranks} ranks in {sizes.groups} group(s) of {sizes.group_size}; as in the report, "
+            f"{model.accumulation} micro-batch(es) of {model.compute:.3g} s of compute in a step,",
+            f"and {self.recorded.unexplained:.3g} s of the host, in every row, that nothing explains. Seconds by bits "
+            "of gradients (g) and updates (u)",
+            "between groups; GB that a rank holds and receives from other groups without these",
             "",
-            f"{'s, by bits:':<11}{''.join(f'{_title(bits):>10}' for bits in columns)}{'GB held':>10}{'between':>10}",
+            f"{'':<11}{''.join(f'{_title(bits):>10}' for bits in columns)}{'held':>10}{'received':>10}",
         ]
         return "\n".join([*lines, *(self._line(name, by_name[name], columns) for name in by_name), "", self.sentence])
 
