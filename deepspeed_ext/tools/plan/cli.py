@@ -61,9 +61,9 @@ EXCLUSIVE = (
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
 
-# Options that go with --from: those of the cluster replace what was recorded.
-WITH_RECORD = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us", "memory_gb")
-WITH_RECORD += ("accumulation", "overlap_updates", "json")
+# Options that go with --from; the first ones replace what was recorded of the cluster.
+_REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
+WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
