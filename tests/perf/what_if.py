@@ -44,7 +44,6 @@ SOURCES = {"own": "its own report", "plain": f"a report of {STOCK}"}
 class WhatIfMeasurement(BlocksMeasurement):
     """Steps at the rates of ``ELSEWHERE``, beside what reports at ``AT`` predict."""
 
-    file = "what_if.csv"
     probes = False
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
@@ -68,23 +67,18 @@ class WhatIfMeasurement(BlocksMeasurement):
         own = self._recorded[row.method]
         row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
-            assert row.mbit is not None
-            cluster = replace(recorded.described.cluster, inter_gbps=row.mbit / 1000 / FRAME)
+            cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
             found = WhatIf.of(recorded, cluster, recorded.described.model)
-            some = (one for one in found.rows if one.prediction.name == row.method and 8 not in one.bits)
-            seconds = next(some).seconds
+            seconds = next(o.seconds for o in found.rows if o.prediction.name == row.method and 8 not in o.bits)
             row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
         header = ["Mbit/s", "", "a step, s", *(f"predicted from {said}" for said in SOURCES.values())]
-        lines = []
-        for row in rows:
-            predicted = [
-                f"{seconds_of(row.more[f'seconds_predicted_{one}'])} ({row.more[f'error_{one}']:+.0%})"
-                for one in SOURCES
-            ]
-            lines.append([rate_name(row.mbit), row.method, seconds_of(row.median), *predicted])
+        lines = [[rate_name(row.mbit), row.method, seconds_of(row.median)] for row in rows]
+        for row, line in zip(rows, lines, strict=True):
+            for one in SOURCES:
+                line.append(f"{seconds_of(row.more[f'seconds_predicted_{one}'])} ({row.more[f'error_{one}']:+.0%})")
         return header, lines
 
     @classmethod

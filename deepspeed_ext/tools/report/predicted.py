@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups
 
@@ -117,7 +118,8 @@ def predict(engine: Engine, compute: float) -> Predicted:
     described = None
     if now is not None and not engine.pipeline_parallelism:
         sizes = topology.sizes
-        cluster = Cluster(sizes, ranks_per_node() or sizes.group_size)
+        together = ranks_per_node() if sizes.ranks == dist.get_world_size() else None  # else some hold other parts
+        cluster = Cluster(sizes, together or sizes.group_size)
         flat_rates = flat.measure(config, dtype_of(model))
         described = Described(now.strategy, now.plain, sent, cluster, _backend(), model, rates, flat_rates)
     return Predicted(rates, now, _without_twins(every), described)

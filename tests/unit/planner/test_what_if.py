@@ -26,8 +26,8 @@ def recorded(name: str = "NIG") -> Recorded:
 
 def test_a_report_keeps_all_that_the_planner_needs() -> None:
     assert recorded() == Recorded(reports.described(), step=0.5, update=0.03, other=0.02)
-    alone = reports.described(ranks=2)  # of whose second hop the rate is infinite
-    assert Recorded.of(reports.report(ranks=2)).described == alone
+    # Of one group, between whose ranks a rate is infinite.
+    assert Recorded.of(reports.report(ranks=2)).described == reports.described(ranks=2)
 
 
 def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
