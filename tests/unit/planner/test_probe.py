@@ -137,9 +137,7 @@ REDUCTIONS = ("reduce", "reduce_scatter_tensor")
 
 
 @pytest.mark.parametrize("scatter, as_shipped", [(True, True), (True, False), (False, False)])
-def test_collectives_of_plain_stages_are_those_of_the_configuration(
-    ranks: Any, scatter: bool, as_shipped: bool
-) -> None:
+def test_collectives_of_plain_stages_are_as_configured(ranks: Any, scatter: bool, as_shipped: bool) -> None:
     first, *others = ranks(4).run(flat_case, scatter, as_shipped)
     assert all(one == first for one in others) and first[1] == [scatter and not as_shipped, scatter]
     assert all(1e6 < rate.bandwidth < 1e12 for rate in vars(first[0]).values())

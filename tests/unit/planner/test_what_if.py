@@ -44,7 +44,7 @@ def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
     assert parts["between"] == exact.seconds["between"]
 
 
-def test_links_are_those_that_are_given_and_else_the_probed_ones() -> None:
+def test_links_are_those_given_and_else_the_probed_ones() -> None:
     one = recorded()
     was = one.described.cluster
     slower = one.predict("NIG", replace(was, inter_gbps=0.1), one.described.model)
@@ -57,7 +57,7 @@ def test_links_are_those_that_are_given_and_else_the_probed_ones() -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
-def test_collectives_of_plain_stages_send_as_many_rings_as_were_probed(nodes: int) -> None:
+def test_plain_stages_send_as_many_rings_as_were_probed(nodes: int) -> None:
     one = recorded("ZeRO-3")
     cluster = replace(one.described.cluster, sizes=GroupSizes(2 * nodes, 2), inter_gbps=0.1)
     found = one.predict("ZeRO-3", cluster, one.described.model)
