@@ -90,9 +90,7 @@ def make(
         "ranks": ranks,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predictions is None else predictions.choices(),
-        recorded.KEY: None
-        if predictions is None or predictions.described is None
-        else predictions.described.as_dict(),
+        recorded.KEY: None if described is None else described.as_dict(),
         "findings": [],
     }
     report["findings"] = page.findings(report) + problems
