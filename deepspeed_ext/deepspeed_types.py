@@ -35,6 +35,7 @@ class ZeroConfig(Protocol):
 
     stage: int
     reduce_scatter: bool
+    use_multi_rank_bucket_allreduce: bool
     reduce_bucket_size: int
     allgather_bucket_size: int
     allgather_sequential: bool

@@ -101,6 +101,10 @@ def compression_of(config: Config) -> Compression:
 
 def measured_rates(config: Config, topology: Topology, model: Model) -> Rates:
     """Measure the links with what they will carry of a model. Collective; takes some seconds."""
-    dtype = {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
     pinned = None if model.host is None else model.host.pinned
-    return probe.measure(topology, dtype, config.zero_config.reduce_scatter, pinned)
+    return probe.measure(topology, dtype_of(model), config.zero_config.reduce_scatter, pinned)
+
+
+def dtype_of(model: Model) -> torch.dtype:
+    """Return a dtype with as many bytes as a gradient."""
+    return {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)

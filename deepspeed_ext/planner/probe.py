@@ -10,6 +10,7 @@ rates.
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -77,15 +78,18 @@ def samples(hop: Hop, dtype: torch.dtype) -> list[tuple[float, float]]:
     Returns:
         (bytes that a rank receives, seconds), the same on all ranks; nothing for a hop over one rank.
     """
-    if hop.size == 1:
-        return []
+    return [] if hop.size == 1 else sampled(hop.size, dtype, lambda share: _runner(hop, share, dtype))
+
+
+def sampled(ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[], Any]]) -> list[tuple[float, float]]:
+    """Measure as ``samples`` does; ``runner`` returns what a rank runs to receive so many elements from each other."""
     found: list[tuple[float, float]] = []
     for size in SIZES:
-        share = max(1, round(size / (hop.size - 1) / dtype.itemsize))
-        run = _runner(hop, share, dtype)
+        share = max(1, round(size / (ranks - 1) / dtype.itemsize))
+        run = runner(share)
         run()  # opens connections
         seconds = _seconds(run)
-        found.append((float(share * (hop.size - 1) * dtype.itemsize), seconds))
+        found.append((float(share * (ranks - 1) * dtype.itemsize), seconds))
         if seconds > LONG and len(found) > 2:
             break
     return found
@@ -106,7 +110,7 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
     return lambda: Started(hop.reduce_scatter(flat, [share] * hop.size)).finish()
 
 
-def _seconds(run: Callable[[], Tensor]) -> float:
+def _seconds(run: Callable[[], Any]) -> float:
     """Return the seconds of one run, of many in a row; the same on all ranks."""
     once = _slowest([_timed(run)])
     if once > ENOUGH:
@@ -114,7 +118,7 @@ def _seconds(run: Callable[[], Tensor]) -> float:
     return _slowest([_timed(run, IN_A_ROW) for _ in range(REPEATS)])
 
 
-def _timed(run: Callable[[], Tensor], times: int = 1) -> float:
+def _timed(run: Callable[[], Any], times: int = 1) -> float:
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(times):

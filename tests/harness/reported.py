@@ -5,6 +5,7 @@
 import json
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.comm import watching
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.tools.plan.recorded import FlatRates, Recorded
+from deepspeed_ext.tools.plan.what_if import WhatIf
+from deepspeed_ext.tools.report import flat
 from tests.harness.training import Job, train
 
 LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)  # to measure them would take seconds
@@ -64,7 +68,11 @@ def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links
 
 def links_given(links: Rates | None = LINKS) -> Any:
     """Return a context in which links need not be measured; None: they are."""
-    return mock.patch.object(probe, "measure", probe.measure if links is None else lambda *_: links)
+    installed = ExitStack()
+    if links is not None:
+        installed.enter_context(mock.patch.object(probe, "measure", lambda *_: links))
+        installed.enter_context(mock.patch.object(flat, "measure", lambda *_: FlatRates(*[Rate(0.0, 5e7)] * 3)))
+    return installed
 
 
 def faults_of(folder: str | Path, name: str) -> list[str]:
@@ -106,6 +114,11 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
         yield f"other phases: {kinds}"
     if not plain:
         yield from _other_amounts(report, name)
+    recorded = Recorded.of(report)
+    again = WhatIf.of(recorded, recorded.described.cluster, recorded.described.model).now
+    (now,) = (row for row in report["choices"] if row["now"])
+    if recorded.name != name or not (plain or math.isclose(again.prediction.busy["between"], now["between"])):
+        yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()
     if (

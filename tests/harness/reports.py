@@ -2,7 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reports of trainings that did not happen, with the fields that ``paro_report`` writes and figures by hand."""
 
+from dataclasses import replace
 from typing import Any
+
+from deepspeed_ext.planner.compression import AS_IT_IS
+from deepspeed_ext.planner.costs import PLAIN
+from deepspeed_ext.planner.memory import Model
+from deepspeed_ext.planner.rates import Rate, Rates
+from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.tools.plan.recorded import KEY, Cluster, Described, FlatRates
 
 LETTERS = {"NIG": "p=N, g=I, os=G", "IIG": "p=I, g=I, os=G"}
 STEP = 0.5  # seconds
@@ -45,6 +53,20 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
         training.append([end, STEP, "wait", "wait", None, None])
     lanes = {"training": training, "within": within, "between": between, "copies": copies}
     return [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
+
+
+def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
+    """Return what a report has for the planner, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
+    letters = {stage: letters for letters, stage in PLAIN.items()}.get(name, name)
+    sizes = GroupSizes(ranks, group_size)
+    model = replace(Model.of_size(8_400_000, width=4), accumulation=_MICRO_STEPS, compute=0.25 / _MICRO_STEPS)
+    rates, ring = Rates.of_links(sizes, group_size, 8.0, 0.5), Rate(0.0, 0.5e9 / 8)
+    if sizes.groups == 1:  # as the probe has a hop over one rank
+        hops = replace(rates.gather, inter=Rate(0.0, float("inf")))
+        rates = replace(rates, gather=hops, reduce=hops)
+    reduction = replace(ring, bandwidth=ring.bandwidth / 2)
+    flat, cluster = FlatRates(ring, reduction, reduction), Cluster(sizes, group_size)
+    return Described(letters, letters != name, AS_IT_IS, cluster, "gloo", model, rates, flat)
 
 
 def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> dict[str, Any]:
@@ -121,6 +143,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             }
             for name, row in choices.items()
         ],
+        KEY: described(strategy, ranks, group_size).as_dict(),
         "findings": findings,
         "paragraph": f"A step of {called} takes {STEP} s. {findings[0]}",
     }

@@ -26,6 +26,7 @@ from deepspeed_ext.tools.arguments import count, import_callable, new_file, numb
 from deepspeed_ext.tools.plan import page, report
 from deepspeed_ext.tools.plan.outer import OuterPlan, plan_outer
 from deepspeed_ext.tools.plan.saves import Saves, plan_saves
+from deepspeed_ext.tools.plan.what_if import WhatIf
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward
@@ -59,6 +60,10 @@ EXCLUSIVE = (
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
 
+# Options that go with --from; the first ones replace what was recorded of the cluster.
+_REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
+WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
@@ -69,6 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     either.add_argument("--params", type=some, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
     calculator = "write a calculator that needs no installation, with inputs of its own, as one HTML file"
     either.add_argument("--page", type=new_file, metavar="FILE", help=calculator)
+    script = "report.json of paro_report, of your own script: predict it under other links, nodes and strategies"
+    either.add_argument("--from", type=Path, metavar="FILE", help=script)
     what.add_argument("--trainable", type=number(count, zero=True), metavar="N", help="of these (default: all)")
     layer = "parameters of the largest module, with --params"
     what.add_argument("--largest-layer", type=number(count, zero=True), metavar="N", help=layer)
@@ -76,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--expert-params", type=some, metavar="N", help=apart)
     together = "expert-parallel size: ranks that have all experts together"
     what.add_argument("--expert-parallel", type=ranks, metavar="E", help=together)
-    what.add_argument("--dtype", choices=BYTES, default="bf16", help="of parameters and gradients (default: bf16)")
-    what.add_argument("--accumulation", type=ranks, default=1, metavar="S", help="micro-steps of a step (default: 1)")
+    what.add_argument("--dtype", choices=BYTES, help="of parameters and gradients (default: bf16)")
+    what.add_argument("--accumulation", type=ranks, metavar="S", help="micro-steps of a step (default: 1)")
     hides = "seconds of forward and backward of a micro-step without communication (default: 0)"
     what.add_argument("--micro-step-seconds", type=rest, metavar="S", help=hides)
     batch = "of a micro-batch on a rank, for S: 6 FLOPs for each token and parameter, 4 for a frozen one"
@@ -141,6 +148,9 @@ def run(arguments: argparse.Namespace) -> None:
         if not int(os.environ.get("RANK", "0")):
             arguments.page.write_text(page.render(), encoding="utf-8")
         return
+    if vars(arguments)["from"] is not None:
+        _write_what_if(WhatIf.of_arguments(arguments), arguments.json)
+        return
     settings = _outer(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
     nodes, per_node = _nodes(arguments, launched)
@@ -160,6 +170,13 @@ def run(arguments: argparse.Namespace) -> None:
         plans = [plan_saves(one, saves, sent) for one, sent in zip(plans, FORMS, strict=True)]
     outer = None if settings is None else plan_outer(sizes, model, rates, settings, budget)
     _write(arguments, plans, saves, outer)
+
+
+def _write_what_if(found: WhatIf, file: Path | None) -> None:
+    text = json.dumps(found.as_dict(), indent=2, allow_nan=False)
+    print(text if file == TERMINAL else found.table())
+    if file not in (None, TERMINAL):
+        file.write_text(text + "\n")
 
 
 def _write(arguments: argparse.Namespace, plans: Sequence[Plan], saves: Saves | None, outer: OuterPlan | None) -> None:
@@ -196,9 +213,14 @@ def _add_key(rows: Sequence[dict[str, Any]]) -> None:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse arguments that contradict one another."""
     given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
-    others = sorted(given - {"page", "command", "local_rank", "dtype", "accumulation"})
+    given -= {"command", "local_rank"}
+    others = sorted(given - {"page"})
     if arguments.page and others:
         raise ValueError(f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(others[0])}.")
+    if "from" in given:
+        for option in sorted(given - {"from", *WITH_RECORD}):
+            raise ValueError(f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, WITH_RECORD))} do.")
+        return
     for option, needed, why in NEEDED:
         if option in given and needed not in given:
             raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{why and ': '}{why}.")
@@ -269,7 +291,7 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
 
 def _model(arguments: argparse.Namespace) -> Model:
     """Return what is trained: a model that is made and counted, or one of a size."""
-    width, muon = BYTES[arguments.dtype], arguments.muon is not None
+    width, muon = BYTES[arguments.dtype or "bf16"], arguments.muon is not None
     if arguments.model is not None:
         made = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
@@ -294,7 +316,7 @@ def _model(arguments: argparse.Namespace) -> Model:
         compute = flops * arguments.tokens / (arguments.tflops * 1e12)
     model = replace(
         model,
-        accumulation=arguments.accumulation,
+        accumulation=arguments.accumulation or 1,
         compute=compute,
         overlap_updates=arguments.overlap_updates,
         orthogonalizing=arguments.muon or 0.0,
@@ -337,5 +359,5 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     # Otherwise all ranks of a node would measure on its first device.
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype or "bf16"]
     return probe.measure(get_topology(None, sizes.group_size), dtype, pinned=copies or None)

@@ -9,7 +9,7 @@ and ``dom.js`` are those of reports.
 from pathlib import Path
 
 from deepspeed_ext.strategy import STRATEGIES
-from deepspeed_ext.tools.report.page import fill_template, read_asset
+from deepspeed_ext.tools.html_page import fill_template, read_asset
 from deepspeed_ext.version import __version__
 
 _ASSETS = Path(__file__).with_name("assets")

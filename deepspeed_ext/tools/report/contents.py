@@ -22,7 +22,7 @@ from deepspeed.utils import groups, logger
 
 from deepspeed_ext.clocks import device_name
 from deepspeed_ext.comm.agreement import all_gather_texts, broadcast_text
-from deepspeed_ext.comm.process_groups import Topology, get_topology
+from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import OUTER
 from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.config.section import active_strategy
@@ -32,10 +32,18 @@ from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
-from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, same_everywhere
+from deepspeed_ext.planner.described import (
+    compression_of,
+    describe_engine,
+    dtype_of,
+    measured_rates,
+    same_everywhere,
+)
+from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes
-from deepspeed_ext.tools.report import measures, page
+from deepspeed_ext.tools.plan import recorded
+from deepspeed_ext.tools.report import flat, measures, page
 from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step
 from deepspeed_ext.version import __version__
 
@@ -68,7 +76,7 @@ def make(
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
     if dist.get_rank() != 0:
         return None
-    now = None if predictions is None else predictions.now
+    now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
     report = {
         "format": FORMAT,
         "made": _origin(ranks),
@@ -82,6 +90,7 @@ def make(
         "ranks": ranks,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predictions is None else predictions.choices(),
+        recorded.KEY: None if described is None else described.as_dict(),
         "findings": [],
     }
     report["findings"] = page.findings(report) + problems
@@ -183,11 +192,13 @@ class Predictions:
         rates: of the links, as measured.
         now: of what runs; None if that is not predicted.
         all: of every strategy in every form, and the plain stages; the fastest first.
+        described: what ``plan --from`` predicts from; None if it does not predict such trainings.
     """
 
     rates: Rates
     now: Prediction | None
     all: Sequence[Prediction]
+    described: recorded.Described | None
 
     def choices(self) -> list[dict[str, Any]]:
         """Return a row of ``report.json`` for each strategy; only a device has a limit of memory."""
@@ -260,7 +271,22 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
     except ValueError as error:
         return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
     every = sorted([*planned.predictions, *planned.plain], key=lambda one: (one.total_seconds, one.total_memory))
-    return topology.sizes, Predictions(rates, _running(engine, planned, sent), _without_twins(every)), []
+    now = _running(engine, planned, sent)
+    described = _described(engine, now, topology.sizes, model, rates, sent)
+    return topology.sizes, Predictions(rates, now, _without_twins(every), described), []
+
+
+def _described(
+    engine: Engine, now: Prediction | None, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression
+) -> recorded.Described | None:
+    """Return what ``plan --from`` predicts from; None if it does not predict such trainings. Collective."""
+    if now is None or engine.pipeline_parallelism:
+        return None
+    per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None  # else some hold other parts
+    cluster = recorded.Cluster(sizes, per_node or sizes.group_size)
+    backend = "gloo" if get_accelerator().is_synchronized_device() else "nccl"  # whose latencies grow alike
+    flat_rates = flat.measure(engine._config, dtype_of(model))
+    return recorded.Described(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
 def _few_bits(sent: Compression) -> tuple[bool, bool]:

@@ -7,21 +7,15 @@ draw the report that the page carries as JSON. The title and the verdict are in 
 scripts.
 """
 
-import base64
-import hashlib
 import html
-import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import median
-from string import Template
 from typing import Any
 
 from deepspeed_ext.planner.choice import best
+from deepspeed_ext.tools.html_page import fill_template, read_asset
 from deepspeed_ext.tools.report.measures import BETWEEN, COMPUTE, OTHER, UPDATE, WITHIN
 
-_ASSETS = Path(__file__).with_name("assets")
 _SCRIPTS = ("dom.js", "bars.js", "spans.js", "view.js", "timeline.js", "tables.js", "ranks.js", "main.js")  # in order
 _HOPS = {WITHIN: "within groups", BETWEEN: "between groups"}
 _PARTS = {COMPUTE: "compute", **{hop: f"exposed {name}" for hop, name in _HOPS.items()}, UPDATE: "the update"}
@@ -178,48 +172,6 @@ def render(report: Report) -> str:
         called=called,
         verdict=html.escape(str(report.get("paragraph") or "")),
     )
-
-
-def fill_template(template: str, title: str, style: str, script: str, data: Mapping[str, Any], **texts: str) -> str:
-    """Return a page that loads nothing, with its style sheet, its script, and its data as JSON.
-
-    Args:
-        template: HTML with ``$head``, ``$script``, ``$data``, and the names of ``texts``.
-        title: of the page, as HTML.
-        style, script: CSS and JavaScript.
-        data: what the script reads.
-        texts: HTML.
-    """
-    policy = (  # nothing is loaded, and nothing runs but this style and this script
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
-        f"base-uri 'none'; form-action 'none'"
-    )
-    head = Template(read_asset("head.html")).substitute(policy=policy, title=title, style=style)
-    return Template(template).substitute(head=head, script=script, data=_embedded(data), **texts)
-
-
-def read_asset(name: str) -> str:
-    """Return a file of the page's; other pages share the head, the style sheet and ``dom.js``."""
-    return (_ASSETS / name).read_text(encoding="utf-8")
-
-
-def _hash(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
-def _embedded(report: Report) -> str:
-    """Return the report as JSON that no HTML parser takes for a tag, an end of the script, or a comment."""
-    text = json.dumps(_finite(report), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with None in the place of numbers that JSON does not have."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 # As a trace #######################################################################################

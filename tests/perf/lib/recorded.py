@@ -7,7 +7,7 @@ handles and copies what communicates.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -15,12 +15,13 @@ import torch.distributed as dist
 from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.tools.report import measures
-from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, hop_of
+from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
 from deepspeed_ext.tools.report.reporter import attach
 from tests.perf.lib.measurements import OverlapMeasurement
+from tests.perf.lib.peers import Method
 from tests.perf.lib.records import Row, spread
-from tests.perf.lib.turns import over_ranks
+from tests.perf.lib.turns import Turn, over_ranks
 
 
 class RecordedMeasurement(OverlapMeasurement):
@@ -45,24 +46,9 @@ class RecordedMeasurement(OverlapMeasurement):
 
     def _record(self, name: str) -> None:
         """Take a turn with a recorder."""
-        method: Any = self.made[name]
-        recorder = Recorder(HostClock(), self._hop_of)
-        step = method.step
-
-        def counted(*args: Any, **kwargs: Any) -> None:
-            step(*args, **kwargs)
-            recorder.end_step(1)
-
-        with attach(recorder, method.engine):
-            method.step = counted
-            try:
-                self._seconds[name] += self.turn(method).seconds
-            finally:
-                del method.step
-        self._parts[name] += map(measures.parts, recorder.steps()[-self.args.steps :])
-
-    def _hop_of(self, group: Any) -> str:
-        return hop_of(dist.get_process_group_ranks(group or dist.group.WORLD), self.setting.ranks_per_node)
+        turn, steps = recorded_turn(self.made[name], self.turn, self.setting.ranks_per_node)
+        self._seconds[name] += turn.seconds
+        self._parts[name] += map(measures.parts, steps[-self.args.steps :])
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         means = [statistics.fmean(parts[name] for parts in self._parts[row.method]) for name in measures.PARTS]
@@ -83,3 +69,23 @@ class RecordedMeasurement(OverlapMeasurement):
             for row in rows
             if abs(row.more["error"]) > cls.agrees[row.method] or row.more["overhead"] > cls.overhead
         ]
+
+
+def recorded_turn(method: Any, turn: Callable[[Method], Turn], ranks_per_node: int) -> tuple[Turn, list[Step]]:
+    """Return a turn of one of DeepSpeed's methods, and what a recorder has of its steps."""
+
+    def hop(group: Any) -> str:
+        return hop_of(dist.get_process_group_ranks(dist.group.WORLD if group is None else group), ranks_per_node)
+
+    recorder, step = Recorder(HostClock(), hop), method.step
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        step(*args, **kwargs)
+        recorder.end_step(1)
+
+    with attach(recorder, method.engine):
+        method.step = counted
+        try:
+            return turn(method), recorder.steps()
+        finally:
+            del method.step

@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed_ext import __main__
 from deepspeed_ext.strategy import STRATEGIES
+from tests.harness import reports
 from tests.harness.documents import page
 
 LINKS = ["--intra-gbps", "800", "--inter-gbps", "100"]
@@ -205,7 +206,7 @@ def test_bad_arguments_get_clear_errors(refused: Plan, words: str, message: str)
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ([*NODES, *LINKS], "one of the arguments --model --params --page is required"),
+        ([*NODES, *LINKS], "one of the arguments --model --params --page --from is required"),
         (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
         (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
         (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps goes with --inter-gbps"),
@@ -215,6 +216,46 @@ def test_bad_arguments_get_clear_errors(refused: Plan, words: str, message: str)
 )
 def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    """A report of plain ZeRO-3 on two nodes of two ranks."""
+    path, described = tmp_path / "report.json", reports.described("ZeRO-3").as_dict()
+    path.write_text(json.dumps(reports.report() | {"planner": described}))
+    return path
+
+
+def test_a_recorded_script_elsewhere(plan: Plan, report: Path) -> None:
+    said = plan("--from", str(report))
+    assert "4 ranks in 2 group(s) of 2; as in the report, 4 micro-batch(es) of 0.0625 s" in said
+    assert re.search(r"\nZeRO-3 .*  <-- now\n", said) and re.search(r"\nNIG( +[0-9.]+){7}\n", said)
+    assert re.search(r"\nOn this script, NNG would take .* a step .*; now ZeRO-3 takes 0.5 s \(predicted: ", said)
+    elsewhere = ["--nodes", "4", "--inter-gbps", "0.1", "--accumulation", "2", "--memory-gb", "0.07"]
+    said = plan("--from", str(report), *elsewhere)
+    assert "8 ranks in 4 group(s) of 2; as in the report, 2 micro" in said and "NNN" in said and "(too large)" in said
+    assert re.search(r"; ZeRO-3, as now, would take .* s; where it was recorded, it takes 0.5 s \(pre", said)
+    written = json.loads(plan("--from", str(report), *elsewhere, "--json", "-"))
+    assert written["now"]["name"] == "ZeRO-3" and written["ranks"] == 8 and written["sentence"] in said
+    assert {row["gradient_bits"] for row in written["rows"]} == {None, 8, 4}
+
+
+@pytest.mark.parametrize(
+    "words, change, message",
+    [
+        ("--muon", {}, "--muon does not go with --from: only --nodes, "),
+        ("--dtype bf16", {}, "--dtype does not go with --from"),
+        ("", {"planner": None}, "nothing for the planner: .* Record again"),
+        ("", {"planner": {}}, "'planner' in the report is of another version .* Record again"),
+        ("", {"parts": 3}, "expected the report.json of paro_report"),
+        ("--nodes 2", {"planner": reports.described(ranks=2).as_dict()}, "give --inter-gbps"),
+    ],
+)
+def test_reports_that_cannot_be_used(
+    refused: Plan, report: Path, words: str, change: dict[str, Any], message: str
+) -> None:
+    report.write_text(json.dumps(json.loads(report.read_text()) | change))
+    assert re.search(message, refused("--from", str(report), *words.split()))
 
 
 MODELS = """

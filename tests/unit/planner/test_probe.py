@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How rates are measured, on a simulated clock and on this machine: work is queued, and waiting for it costs time."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from torch import nn
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.models import micro_step_flops
+from deepspeed_ext.tools.report import flat
 
 WAIT = 100e-6  # seconds to wait for the simulated device
 
@@ -119,3 +121,23 @@ def test_the_probe_gives_all_ranks_the_same_rates(ranks: Any) -> None:
     for hops in (rates["gather"], rates["reduce"]):
         assert all(1e6 < hops[hop]["bandwidth"] < 1e12 for hop in ("intra", "inter"))
     assert 1e8 < rates["memory"] < 1e13 and 1e8 < flops < 1e13
+
+
+def flat_case(scatter: bool, as_shipped: bool) -> tuple[Any, list[bool]]:
+    """Return the rates of plain stages' collectives, and whether each of two reductions has run on this rank."""
+    zero = SimpleNamespace(reduce_scatter=scatter, use_multi_rank_bucket_allreduce=as_shipped)
+    with mock.patch.object(probe, "SIZES", (2**16, 2**20)), ExitStack() as installed:
+        spies = [mock.patch.object(flat.dist, name, wraps=getattr(flat.dist, name)) for name in REDUCTIONS]
+        ran = [installed.enter_context(spy) for spy in spies]
+        rates = flat.measure(SimpleNamespace(zero_config=zero), torch.float32)  # type: ignore[arg-type]
+    return rates, [spy.called for spy in ran]
+
+
+REDUCTIONS = ("reduce", "reduce_scatter_tensor")
+
+
+@pytest.mark.parametrize("scatter, as_shipped", [(True, True), (True, False), (False, False)])
+def test_collectives_of_plain_stages_are_as_configured(ranks: Any, scatter: bool, as_shipped: bool) -> None:
+    first, *others = ranks(4).run(flat_case, scatter, as_shipped)
+    assert all(one == first for one in others) and first[1] == [scatter and not as_shipped, scatter]
+    assert all(1e6 < rate.bandwidth < 1e12 for rate in vars(first[0]).values())

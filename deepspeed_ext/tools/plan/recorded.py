@@ -1,0 +1,283 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Predicts a recorded training under other links, nodes, strategies and bits. Pure.
+
+Note [Prediction from a record]
+    A report has what the planner needs of a training: its model, the links as probed, and of a step of T seconds C of
+    compute, U of the update, and O that are neither of these nor exposed (its part "other"). A step is predicted as
+
+        P + H,  P = closed form (compute C/s of each of s micro-batches; update U, scaled by the states of a rank)
+
+    where H is the host's time that nothing explains, the same for all strategies: O, as far as P where it was recorded
+    is less than T. On a host, the cores that compute also run hops inside groups. P has these, and O has them, too.
+    What else P is apart from T is stated, and nothing is scaled by it.
+
+    *Links.* A probed rate B of the hop between groups is a node's link of B times its flows (Note [Rates]), which
+    gives rates on other clusters. Latencies grow as those of the backend (Note [Latency of a hop]).
+
+    *Plain stages.* Their collectives are over all n ranks. In a flat ring X (n-1)/n bytes enter each node; a backend
+    may send more: gloo's reduce-scatter sends twice that. So these collectives are probed, too. If a rank receives F
+    bytes/s by one, a ring enters a node u = (the link's rate)/F times, and takes u X (n-1)/n / link on other links.
+
+    Left out: copies of strategies other than the recorded one, and LoCo's kernels. If a flat collective is limited by
+    the host rather than by the link, u is too large for slower links.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Prediction, predict, predict_plain_stage
+from deepspeed_ext.planner.memory import Model
+from deepspeed_ext.planner.rates import BITS, GIGA, HopRates, Latencies, Rate, Rates, hop_latency
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes
+
+KEY = "planner"  # of a report
+
+
+@dataclass(frozen=True)
+class FlatRates:
+    """Rates of collectives over all ranks, in bytes that a rank receives: those of plain stages.
+
+    Attributes:
+        gather: all-gather.
+        scatter: reduction of ZeRO-3.
+        reduce: reduction of ZeRO-1 and ZeRO-2.
+    """
+
+    gather: Rate
+    scatter: Rate
+    reduce: Rate
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where a training is predicted.
+
+    Attributes:
+        sizes: ranks and groups.
+        ranks_per_node: of each node.
+        intra_gbps, inter_gbps: Gbit/s, as in ``Rates.of_links``; None as recorded.
+        latency: seconds of a message between groups; None as recorded.
+    """
+
+    sizes: GroupSizes
+    ranks_per_node: int
+    intra_gbps: float | None = None
+    inter_gbps: float | None = None
+    latency: float | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes."""
+        return -(-self.sizes.ranks // self.ranks_per_node)
+
+    @property
+    def flows(self) -> int:
+        """Return how many hops between groups share a node's link."""
+        return min(self.sizes.group_size, self.ranks_per_node)
+
+
+@dataclass(frozen=True)
+class Described:
+    """The part of a report that it has for the planner alone.
+
+    Attributes:
+        strategy: the three letters of what runs; of a plain stage those in ``PLAIN``.
+        plain: whether that is a plain stage.
+        sent: what crosses in few bits.
+        cluster: where it runs.
+        backend: "nccl" or "gloo".
+        model: what is trained, with the compute of a micro-batch as recorded.
+        rates: of the hops, as probed.
+        flat: of collectives over all ranks, as probed.
+    """
+
+    strategy: str
+    plain: bool
+    sent: Compression
+    cluster: Cluster
+    backend: str
+    model: Model
+    rates: Rates
+    flat: FlatRates
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, with "inf" for infinity, which JSON does not have."""
+        found: dict[str, Any] = _with_text(asdict(self))
+        return found
+
+
+def _with_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_text(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_text(one) for one in value]
+    return "inf" if value == inf else value
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded training; see Note [Prediction from a record].
+
+    Attributes:
+        described: what the report has for the planner.
+        step: seconds.
+        update: seconds of the optimizer's step.
+        other: seconds of a step that are neither compute, nor update, nor exposed.
+    """
+
+    described: Described
+    step: float
+    update: float
+    other: float
+
+    @classmethod
+    def read(cls, path: Path) -> "Recorded":
+        """Return the training of a ``report.json``.
+
+        Raises:
+            ValueError: it cannot be read, is no report, or lacks what the planner needs.
+        """
+        try:
+            report = json.loads(path.read_text(encoding="utf-8"))
+            return cls.of(report)
+        except OSError as error:
+            raise ValueError(f"--from {path} cannot be read: {error.strerror}.") from error
+        except ValueError as error:
+            raise ValueError(f"--from {path}: {error}") from error
+
+    @classmethod
+    def of(cls, report: Mapping[str, Any]) -> "Recorded":
+        """Return the training of a report.
+
+        Raises:
+            ValueError: it is none, or lacks what the planner needs.
+        """
+        try:
+            seconds = {row["part"]: row["seconds"] for row in report["parts"]}
+            step, update, other = median(report["steps"]["seconds"]), seconds["update"], seconds["other"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError("expected the report.json of paro_report, got something else.") from error
+        if report.get(KEY) is None:
+            raise ValueError(
+                "the report has nothing for the planner: it is of an earlier version, or was made with probe false, "
+                "with an outer optimizer, or of a pipeline. Record again, without these."
+            )
+        try:
+            given, sent = report[KEY], report[KEY]["sent"]
+            loco, updates = sent["loco"], sent["updates"]
+            parsed = Compression(
+                None if loco is None else LocoSettings.parse(loco),
+                None if updates is None else UpdateSettings.parse(updates),
+            )
+            described = TypeAdapter(Described).validate_python({**given, "sent": parsed})
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{KEY!r} in the report is of another version ({error}). Record again.") from error
+        return cls(described, step, update, other)
+
+    def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = AS_IT_IS) -> Prediction:
+        """Predict a strategy, or a plain stage; see Note [Prediction from a record].
+
+        Args:
+            name: three letters, or a plain stage.
+            cluster: where.
+            model: what is trained there.
+            sent: what crosses in few bits.
+
+        Raises:
+            ValueError: a rate that is needed was neither recorded nor given.
+        """
+        rates = replace(self._rates(cluster), memory=self._memory)
+        if name in STRATEGIES:
+            return predict(STRATEGIES[name], cluster.sizes, model, rates, sent)
+        letters = next(letters for letters, stage in PLAIN.items() if stage == name)
+        return predict_plain_stage(letters, cluster.sizes, model, self._flat(letters, rates, cluster))
+
+    @cached_property
+    def unexplained(self) -> float:
+        """Return H."""
+        one = self.described
+        explained = self.predict(self.name, one.cluster, one.model, one.sent).total_seconds
+        return max(0.0, min(self.other, self.step - explained))
+
+    @property
+    def name(self) -> str:
+        """Return what runs: three letters, or a plain stage."""
+        return PLAIN[self.described.strategy] if self.described.plain else self.described.strategy
+
+    @property
+    def _memory(self) -> float:
+        """Return the bytes per second at which the recorded update works in memory; infinite if it takes no time."""
+        one = self.described
+        held = one.model.held or one.model.states
+        experts = [(family.size, family.held or family.states) for family in one.model.experts]
+        sizes, placement = one.cluster.sizes, STRATEGIES[one.strategy].os
+        nbytes = held.optimizer / sizes.shards(placement)
+        nbytes += sum(states.optimizer / sizes.of_experts(size).shards(placement) for size, states in experts)
+        return UPDATE_TOUCHES * nbytes / self.update if nbytes and self.update > 0 else inf
+
+    def _rates(self, cluster: Cluster) -> Rates:
+        """Return the rates of hops between and within groups on a cluster."""
+        rates = self.described.rates
+        if cluster == self.described.cluster:
+            return rates
+        gather, reduce = (self._hops(kind, cluster) for kind in (rates.gather, rates.reduce))
+        return replace(rates, gather=gather, reduce=reduce)
+
+    def _hops(self, kind: HopRates, cluster: Cluster) -> HopRates:
+        was, backend = self.described.cluster, self.described.backend
+        if was.sizes.group_size > was.ranks_per_node and None in (cluster.intra_gbps, cluster.inter_gbps):
+            raise ValueError("groups span nodes in the report: give both --intra-gbps and --inter-gbps.")
+        intra = cluster.intra_gbps or kind.intra.bandwidth * BITS / GIGA
+        inter = cluster.inter_gbps or kind.inter.bandwidth * was.flows * BITS / GIGA
+        for flag, value, members in (
+            ("--intra-gbps", intra, cluster.sizes.group_size),
+            ("--inter-gbps", inter, cluster.sizes.groups),
+        ):
+            if value == inf and members > 1:
+                raise ValueError(f"the report has no such link, since it is of fewer ranks: give {flag}.")
+        before, after = (Latencies.of(one.sizes, one.ranks_per_node, backend=backend) for one in (was, cluster))
+        between = _grown(kind.inter.latency, before.inter, after.inter)
+        latencies = Latencies(
+            _grown(kind.intra.latency, before.intra, after.intra),
+            between if cluster.latency is None else cluster.latency,
+        )
+        return Rates.of_links(cluster.sizes, cluster.ranks_per_node, intra, inter, latencies).gather
+
+    def _flat(self, letters: str, rates: Rates, cluster: Cluster) -> Rates:
+        """Return the rates of a plain stage's collectives on a cluster, as those of two hops at once."""
+        one = self.described
+        reduction = one.flat.reduce if letters in ("NNG", "NGG") else one.flat.scatter
+        gather = self._flat_hops(one.flat.gather, one.rates.gather, rates.gather, cluster)
+        return replace(
+            rates, gather=gather, reduce=self._flat_hops(reduction, one.rates.reduce, rates.reduce, cluster)
+        )
+
+    def _flat_hops(self, flat: Rate, was: HopRates, hops: HopRates, cluster: Cluster) -> HopRates:
+        """Return the rates of a collective, of which ``flat`` and the hops (``was``) were probed."""
+        old, n, k = self.described.cluster, cluster.sizes.ranks, cluster.sizes.groups
+        backend = self.described.backend
+        before, after = (hop_latency(c.sizes.ranks, c.nodes, backend=backend) for c in (old, cluster))
+        latency = _grown(flat.latency, before, after) if cluster.latency is None else cluster.latency
+        if k == 1:
+            share = 1.0 if was.intra.bandwidth == inf else flat.bandwidth / was.intra.bandwidth
+            within = hops.intra.bandwidth * (share if old.sizes.groups == 1 else 1.0)
+            return HopRates(Rate(latency, within), hops.inter)
+        times = was.inter.bandwidth * old.flows / flat.bandwidth if old.sizes.groups > 1 else 1.0
+        link = hops.inter.bandwidth * cluster.flows / times
+        return HopRates(replace(hops.intra, latency=0.0), Rate(latency, link * (k - 1) / (n - 1)))
+
+
+def _grown(latency: float, before: float, after: float) -> float:
+    """Return a probed latency on another cluster, by the formula's latencies on both."""
+    return latency * after / before if before else latency or after
