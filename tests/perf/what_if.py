@@ -90,7 +90,7 @@ class WhatIfMeasurement(BlocksMeasurement):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compare predictions from reports to measured steps.")
-    parser.add_argument("--setting", choices=BLOCKS, default="2x2-large-4")
+    parser.add_argument("--setting", choices=BLOCKS, default="2x2-small-4")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each method")
     parser.add_argument("--steps", type=int, default=2, help="of a turn, and that are recorded")
     parser.add_argument("--log", type=Path, default=Path("what_if.log"), help="what the ranks print")
