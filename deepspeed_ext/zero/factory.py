@@ -34,6 +34,7 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero import native_experts
 from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
+from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import (
     DENSE,
     Families,
@@ -252,20 +253,20 @@ def _replacements(
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
 
-    def families() -> Families:
-        return families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
+    def context(arguments: dict[str, Any]) -> Context:
+        families = families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
+        return Context.from_config(config, strategy, families, arguments["gradient_accumulation_dtype"])
 
     def make_stage12(*args: Any, **kwargs: Any) -> Stage12Optimizer:
         kwargs["overlap_comm"] = config.overlap_comm
-        ahead = config.paro_overlap_updates
-        return Stage12Optimizer(*args, **kwargs, strategy=strategy, families=families(), overlap_updates=ahead)
+        return Stage12Optimizer(*args, **kwargs, context=context(kwargs))
 
     if strategy.p == Placement.N:
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make_stage12)]
     gathering = GatherSettings.of(config)
 
     def make_stage3(*args: Any, **kwargs: Any) -> Stage3Optimizer:
-        return Stage3Optimizer(*args, **kwargs, strategy=strategy, families=families(), gathering=gathering)
+        return Stage3Optimizer(*args, **kwargs, context=context(kwargs), gathering=gathering)
 
     def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
         return _inference(module, strategy, families_of(topologies, topologies, gather), gathering, kwargs)

@@ -26,7 +26,8 @@ from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import override
 from deepspeed_ext.strategy import Strategy, full_bucket
-from deepspeed_ext.zero.families import DENSE, Families
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import Families
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
 from deepspeed_ext.zero.outer import InnerStepsOnly
@@ -71,6 +72,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     overlaps_micro_steps = False
     flush_follows = False
 
+    context: Context
     strategy: Strategy
     families: Families
     topology: Topology  # of dense parameters
@@ -290,10 +292,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of what a hop between groups is told to be of flat buffer number ``buffer``."""
 
-    def _take(self, strategy: Strategy, families: Families, reductions: ReductionStream) -> None:
-        """Take the parts that both stages have. The families' hops are this optimizer's from now on."""
-        self.strategy, self.families, self.reductions = strategy, families, reductions
-        self.topology = families[DENSE].topology
+    def _attach_parts(self, context: Context) -> None:
+        """Make the parts that both stages have. The families' hops are this optimizer's from now on."""
+        self.context = context
+        self.strategy, self.families, self.reductions = context.strategy, context.families, context.reductions
+        self.topology = context.topology
+        strategy, families = context.strategy, context.families
         self.norms = Norms(self.topology.replica_group(strategy.os))
         self.resync = Resync(strategy, self.topology, [family.gather for family in families.values()])
         for family in families.values():

@@ -35,8 +35,9 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import checked, override
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import DENSE, Families, experts_of
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, experts_of
 from deepspeed_ext.zero.flat import saved
 from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of, windows_in_forward_order
 from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean, reduce_by_family
@@ -47,7 +48,6 @@ from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
-from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
@@ -58,10 +58,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
-        strategy: one with p = N.
-        families: of parameters, with their process groups and hops.
-        overlap_updates: whether a step may end before the parameters have arrived that it has changed.
-        dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
+        context: with a strategy of p = N.
+        dp_process_group: the data-parallel group, as the engine passes it; ``context`` replaces it.
         The others are the parent's.
 
     Attributes:
@@ -125,13 +123,12 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def __init__(
         self,
         *args: Any,
-        strategy: Strategy,
-        families: Families,
-        overlap_updates: bool = False,
+        context: Context,
         dp_process_group: object = None,
         **kwargs: Any,
     ) -> None:
-        self._take(strategy, families, self._make_stream())
+        self._attach_parts(context)
+        strategy, families = context.strategy, context.families
         self.buffers: list[FlatBuffer] = []
         self._stripe_bucket = int(kwargs["reduce_bucket_size"])
         if experts := experts_of(families):
@@ -139,6 +136,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                 name: families[name].topology.shard_group(strategy.os) for name in experts
             }
         super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
+        context.reductions.use(self.reduction_stream if context.overlap else None)
         self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
@@ -148,7 +146,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self._host_shards = HostShards(weights.__getitem__, self._host_places, *where)
         self.gradients = {name: self._make_gradients(name) for name in families}
         self.bit16_groups_flat = FlatGroups(self.bit16_groups_flat, lambda: self.updates.gather(self._stepping))
-        self.updates = self._make_updates(overlap_updates)
+        self.updates = self._make_updates(context.ahead)
         self.writers = CheckpointWriters(families, strategy, [buffer.rank for buffer in self.buffers])
 
     def _make_gradients(self, family: str) -> FlatGradients:
@@ -790,9 +788,3 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             gradients.drop()
         self.updates.drop()
         super().destroy()
-
-    def _make_stream(self) -> ReductionStream:
-        def find() -> Any:
-            return self.reduction_stream if self.overlap_comm else None
-
-        return ReductionStream(find, takes_turns=True, by_device=get_accelerator().resolves_data_dependency)

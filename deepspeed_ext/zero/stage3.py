@@ -39,8 +39,9 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, leave_modules, zero_gradients
 from deepspeed_ext.leaf.windows import windowed_modules
 from deepspeed_ext.overrides import checked, override
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import DENSE, Families, family_of, name_in_all
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, family_of, name_in_all
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
@@ -52,7 +53,6 @@ from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.shards import GradientShards
 from deepspeed_ext.zero.sharded.slices import Slices, with_padding, without_padding
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
-from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
@@ -72,10 +72,9 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters sharded].
 
     Args:
-        strategy: one with p = I or G.
-        families: of parameters, with their process groups and hops.
+        context: with a strategy of p = I or G.
         gathering: how parameters are gathered, and where they are.
-        dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
+        dp_process_group: the data-parallel group, as the engine passes it; ``context`` replaces it.
         The others are the parent's.
 
     Attributes:
@@ -129,15 +128,15 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def __init__(
         self,
         *args: Any,
-        strategy: Strategy,
-        families: Families,
+        context: Context,
         gathering: GatherSettings,
         dp_process_group: object = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._take(strategy, families, ReductionStream(self._find_stream))
+        self._attach_parts(context)
+        strategy, families = context.strategy, context.families
         self._gathering = gathering
         self._overlap = overlap_comm
         self._state = GradientState.NONE
@@ -205,6 +204,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _setup_for_real_optimizer(self) -> None:
         """Hold gradients as g says."""
         super()._setup_for_real_optimizer()
+        self.reductions.use(self.reduce_and_partition_stream)  # None on devices without streams
         if self.strategy.g == Placement.N:
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
@@ -265,7 +265,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
             dtype_of=self.get_param_comm_dtype,
             dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
-            by_host=bool(self.offload_optimizer) and self.reductions.find() is not None,
+            by_host=bool(self.offload_optimizer) and self.reductions.stream is not None,
             name=lambda param: self.param_names[param],
             number=list(self.families).index(family),
         )
@@ -426,7 +426,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             return
         self._offload_boundary_param_ids = set(self.shards.chunks)
         self._finalize_offload_gradient_accumulation()
-        if (stream := self.reductions.find()) is not None:  # the step reads host memory
+        if (stream := self.reductions.stream) is not None:  # the step reads host memory
             stream.synchronize()
             get_accelerator().current_stream().synchronize()
 
@@ -862,13 +862,9 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         super().destroy()
         forget(self.module)
 
-    def _find_stream(self) -> Any:
-        """Return the stream of reductions; None on devices without streams."""
-        return None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
-
     def _finish_for_host(self) -> None:
         """Make the host wait for all buckets, where an offloaded optimizer's gradients are in its memory."""
-        if self.offload_optimizer and self.reductions.find() is not None:
+        if self.offload_optimizer and self.reductions.stream is not None:
             with self.reductions.after_current():
                 for gradients in self.gradients.values():
                     gradients.drain()

@@ -1,0 +1,88 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The constants that all parts of one optimizer share."""
+
+from dataclasses import dataclass
+
+import torch
+from deepspeed.utils import groups
+
+from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.deepspeed_types import ZeroConfig
+from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.zero.families import DENSE, Families
+from deepspeed_ext.zero.streams import ReductionStream
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that is decided before an optimizer is built and does not change afterwards.
+
+    Attributes:
+        strategy: placements of parameters, gradients, and optimizer states.
+        families: parameter families by name, each with its process groups and hops; ``dense`` is the first.
+        reductions: stream of gradient reductions.
+        accumulation_dtype: dtype in which gradients are summed over micro-batches.
+        reduce_bucket: maximum number of elements in a bucket of gradients, unless one parameter is larger.
+        gather_bucket: maximum number of elements (of whole parameters) in one all-gather.
+        overlap: whether transfers may overlap each other and computation (``overlap_comm``).
+        offload: whether gradients of the optimizer's shard and optimizer states are in host memory.
+        pinned: whether that host memory is pinned.
+        sequence_parallel_size: number of ranks that count as one data-parallel rank in the mean.
+        ahead: whether a step may end before updated parameters are received (``paro_overlap_updates``).
+    """
+
+    strategy: Strategy
+    families: Families
+    reductions: ReductionStream
+    accumulation_dtype: torch.dtype
+    reduce_bucket: int
+    gather_bucket: int
+    overlap: bool
+    offload: bool
+    pinned: bool
+    sequence_parallel_size: int
+    ahead: bool
+
+    @classmethod
+    def from_config(
+        cls, config: ZeroConfig, strategy: Strategy, families: Families, accumulation_dtype: torch.dtype
+    ) -> "Context":
+        """Return the context of an engine's optimizer, or of an engine for inference.
+
+        Args:
+            config: section ``zero_optimization`` of the engine.
+            strategy: placements of the model states.
+            families: all parameter families with the hops of this optimizer.
+            accumulation_dtype: dtype that the engine has chosen for accumulated gradients.
+        """
+        host = config.offload_optimizer
+        offload = host is not None and host.device != "none"
+        return cls(
+            strategy,
+            families,
+            ReductionStream(takes_turns=strategy.p == Placement.N),
+            accumulation_dtype,
+            int(config.reduce_bucket_size),
+            int(config.allgather_bucket_size),
+            overlap=bool(config.overlap_comm),
+            offload=offload,
+            pinned=host is not None and offload and host.pin_memory,
+            sequence_parallel_size=int(groups._get_sequence_parallel_world_size()),
+            ahead=config.paro_overlap_updates,
+        )
+
+    @property
+    def topology(self) -> Topology:
+        """Process groups of the data-parallel group."""
+        return self.families[DENSE].topology
+
+    @property
+    def ranks(self) -> int:
+        """Number of data-parallel ranks, over which the mean is taken for every family."""
+        return self.topology.sizes.ranks
+
+    @property
+    def side_streams(self) -> bool:
+        """Whether transfers of gradients may run on streams of their own: copies to pageable memory block the host."""
+        return not self.offload or self.pinned
