@@ -2,16 +2,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """The constants that all parts of one optimizer share."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
+from deepspeed.runtime.torch_autocast import get_comm_dtype, is_autocast_initialized
 from deepspeed.utils import groups
+from torch import nn
 
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.streams import ReductionStream
+
+
+class StateReader(Protocol):
+    """Reads optimizer states while training continues, as an asynchronous save does."""
+
+    def before_step(self) -> None:
+        """Called on all ranks when a step begins. If it raises, the step has not begun."""
+
+    def before_change(self) -> None:
+        """Called before optimizer states are changed or moved outside of a step; returns once they have been read."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +37,7 @@ class Context:
         families: parameter families by name, each with its process groups and hops; ``dense`` is the first.
         reductions: stream of gradient reductions.
         accumulation_dtype: dtype in which gradients are summed over micro-batches.
+        communication_dtype: dtype in which gradients are sent, without ``torch.autocast``.
         reduce_bucket: maximum number of elements in a bucket of gradients, unless one parameter is larger.
         gather_bucket: maximum number of elements (of whole parameters) in one all-gather.
         overlap: whether transfers may overlap each other and computation (``overlap_comm``).
@@ -30,12 +45,14 @@ class Context:
         pinned: whether that host memory is pinned.
         sequence_parallel_size: number of ranks that count as one data-parallel rank in the mean.
         ahead: whether a step may end before updated parameters are received (``paro_overlap_updates``).
+        readers: objects that read optimizer states while training continues; the only part that may change.
     """
 
     strategy: Strategy
     families: Families
     reductions: ReductionStream
     accumulation_dtype: torch.dtype
+    communication_dtype: torch.dtype
     reduce_bucket: int
     gather_bucket: int
     overlap: bool
@@ -43,10 +60,17 @@ class Context:
     pinned: bool
     sequence_parallel_size: int
     ahead: bool
+    readers: list[StateReader] = field(default_factory=list)
 
     @classmethod
     def from_config(
-        cls, config: ZeroConfig, strategy: Strategy, families: Families, accumulation_dtype: torch.dtype
+        cls,
+        config: ZeroConfig,
+        strategy: Strategy,
+        families: Families,
+        *,
+        accumulation_dtype: torch.dtype,
+        communication_dtype: torch.dtype,
     ) -> "Context":
         """Return the context of an engine's optimizer, or of an engine for inference.
 
@@ -54,7 +78,7 @@ class Context:
             config: section ``zero_optimization`` of the engine.
             strategy: placements of the model states.
             families: all parameter families with the hops of this optimizer.
-            accumulation_dtype: dtype that the engine has chosen for accumulated gradients.
+            accumulation_dtype, communication_dtype: dtypes that the engine has chosen for gradients.
         """
         host = config.offload_optimizer
         offload = host is not None and host.device != "none"
@@ -63,6 +87,7 @@ class Context:
             families,
             ReductionStream(takes_turns=strategy.p == Placement.N),
             accumulation_dtype,
+            communication_dtype,
             int(config.reduce_bucket_size),
             int(config.allgather_bucket_size),
             overlap=bool(config.overlap_comm),
@@ -86,3 +111,24 @@ class Context:
     def side_streams(self) -> bool:
         """Whether transfers of gradients may run on streams of their own: copies to pageable memory block the host."""
         return not self.offload or self.pinned
+
+    def message_dtype(self, param: nn.Parameter) -> torch.dtype:
+        """Return the dtype in which the gradient of a parameter is sent."""
+        return get_comm_dtype(param) if is_autocast_initialized() else self.communication_dtype
+
+    def mixed_dtype(self, params: Iterable[nn.Parameter]) -> torch.dtype:
+        """Return the dtype of messages that contain gradients of several of these parameters: fp32 if theirs differ."""
+        if not is_autocast_initialized():
+            return self.communication_dtype
+        dtypes = {get_comm_dtype(param) for param in params}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def before_step(self) -> None:
+        """Notify readers of a step. If one raises, nothing has been done."""
+        for reader in self.readers:
+            reader.before_step()
+
+    def before_change(self) -> None:
+        """Wait for readers before states are changed or moved outside of a step."""
+        for reader in self.readers:
+            reader.before_change()

@@ -255,7 +255,13 @@ def _replacements(
 
     def context(arguments: dict[str, Any]) -> Context:
         families = families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
-        return Context.from_config(config, strategy, families, arguments["gradient_accumulation_dtype"])
+        return Context.from_config(
+            config,
+            strategy,
+            families,
+            accumulation_dtype=arguments["gradient_accumulation_dtype"],
+            communication_dtype=arguments["communication_data_type"],
+        )
 
     def make_stage12(*args: Any, **kwargs: Any) -> Stage12Optimizer:
         kwargs["overlap_comm"] = config.overlap_comm
