@@ -117,7 +117,7 @@ class Context:
         return get_comm_dtype(param) if is_autocast_initialized() else self.communication_dtype
 
     def mixed_dtype(self, params: Iterable[nn.Parameter]) -> torch.dtype:
-        """Return the dtype of messages that contain gradients of several of these parameters: fp32 if theirs differ."""
+        """Return the dtype of messages that contain gradients of these parameters: theirs, or fp32 if they differ."""
         if not is_autocast_initialized():
             return self.communication_dtype
         dtypes = {get_comm_dtype(param) for param in params}

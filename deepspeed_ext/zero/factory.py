@@ -165,24 +165,16 @@ def add_outer_optimizer(
     """
     # Their own process groups: what travels beside inner steps keeps nothing else waiting.
     between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
-    numels = [optimizer.shard_weights(shard.number).numel() for shard in optimizer.flat_shards()]
     outer = OuterOptimizer(
         settings,
         topology,
-        make[0](between, "outer", True),
-        make[1](between, "outer"),
-        numels,
-        lambda number: optimizer.shard_weights(number).data,
-        optimizer.send_parameters,
-        _reporter(engine) if engine.monitor.enabled else None,
+        hops=(make[0](between, "outer", True), make[1](between, "outer")),
+        shards=optimizer,
+        report=_reporter(engine) if engine.monitor.enabled else None,
     )
     optimizer.outer = outer
-    optimizer.norms.overflowing = topology.inter
-    if settings.warmup_steps:
-        numbers = range(len(numels))
-        optimizer.complete_gradients = lambda: outer.average_gradients(
-            (number, optimizer.shard_gradient(number)) for number in numbers
-        )
+    optimizer.norms.skip_together(topology.inter)
+    optimizer.gradient_terms.append(outer)
     if isinstance(optimizer, Stage12Optimizer):
         _take_what_is_set(optimizer, outer)
     for name in _TO_FILES:

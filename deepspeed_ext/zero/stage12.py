@@ -9,7 +9,7 @@ Note [What runs when]
 
     - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
       boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case). What is in I moves
-      on to ``os`` at the boundary (``_sync_gradients``). See Note [Where buckets of flat buffers arrive].
+      on to ``os`` at the boundary (``sync_gradients``). See Note [Where buckets of flat buffers arrive].
     - After the step, updated parameters move os -> N (``FlatUpdates.gather``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
@@ -136,7 +136,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             }
         super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
         context.reductions.use(self.reduction_stream if context.overlap else None)
-        self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
+        self.micro_steps.measure(param.numel() for group in self.bit16_groups for param in group)
         self._places = {id(param): place for place, param in enumerate(self.param_names)}
         if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
@@ -144,8 +144,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         where = self.gradient_accumulation_dtype, self.reduce_bucket_size
         self._host_shards = HostShards(weights.__getitem__, self._host_places, *where)
         self.gradients = {name: self._make_gradients(name) for name in families}
-        self.bit16_groups_flat = FlatGroups(self.bit16_groups_flat, lambda: self.updates.gather(self._stepping))
+        self.bit16_groups_flat = FlatGroups(
+            self.bit16_groups_flat, lambda: self.updates.gather(self.gradient_scale.stepping)
+        )
         self.updates = self._make_updates(context.ahead)
+        self.unscaled_updates = None if context.offload else self.groups_lacking_loss_scale
         self.writers = CheckpointWriters(families, strategy, [buffer.rank for buffer in self.buffers])
 
     def _make_gradients(self, family: str) -> FlatGradients:
@@ -387,7 +390,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
-        if self._is_full(bucket):
+        if self.micro_steps.is_full(bucket):
             self.reduce_ipg_grads(comm_dtype=dtype)
             self._fill_other_buffer(bucket)
 
@@ -403,7 +406,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
         # A buffer of DeepSpeed's is given back when the micro-step's buckets have been waited for. To record it on
         # the stream of reductions would keep it, and those of micro-steps that the host is ahead.
-        kept = tensor.untyped_storage().data_ptr() in storages and not self.overlaps_micro_steps
+        kept = tensor.untyped_storage().data_ptr() in storages and not self.micro_steps.overlap
         self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if kept else [tensor])
 
     @override
@@ -430,7 +433,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             (group, Span(self.buffers[group].offset(param), param.numel()))
             for (group, *_), param in zip(entries, params, strict=True)
         )
-        complete = [self._places[id(param)] for param in params] if self._is_last_backward else []
+        complete = [self._places[id(param)] for param in params] if self.micro_steps.is_last else []
         for gradients in self.gradients.values() if complete else ():
             gradients.prepare_crossing()
         for group in {entry[0] for entry in entries}:
@@ -495,7 +498,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
         boundary = self.is_gradient_accumulation_boundary()
         self._flush_buckets(boundary and self.strategy.g == Placement.N)
-        self._end_micro_step()
+        self.micro_steps.end()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         if boundary:
@@ -532,12 +535,12 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                     self.reduce_ready_partitions_and_remove_grads(param, i)
         self.reduce_ipg_grads()
 
-    def _sync_gradients(self) -> None:
+    def sync_gradients(self) -> None:
         """Finish all buckets, move the I-slices on to ``os`` and add them to the optimizer's shards.
 
         All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
         """
-        self._finish_buckets()
+        self.micro_steps.finish_buckets()
         for gradients in self.gradients.values():
             gradients.prepare_all()
         with self.reductions.after_current():
@@ -551,7 +554,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         for buffer in self.buffers:
             for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
                 padding.of(self._shard(buffer.number)).zero_()
-        self._learn_from_first_step()
+        self.micro_steps.learn()
         self.complete_gradients()
         if self.cpu_offload:
             self._hand_to_host_optimizer(range(len(self.buffers)), self._offload_accumulated_param_ids)
@@ -644,10 +647,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Leave it to ``scaled_global_norm``."""
-
-    def begin_replacing_gradient(self, number: int) -> float:
-        """Prepare for an update; see ``FlatShards``."""
-        return self._update_factor(number, None if self.cpu_offload else self.groups_lacking_loss_scale)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
         """Make an offloaded optimizer read updates; see ``FlatShards``."""
@@ -747,7 +746,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and with its gradients our slices."""
         self.updates.drain()
-        self._finish_buckets()
+        self.micro_steps.finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
             for gradients in self.gradients.values():
@@ -766,7 +765,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     @override
     def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
-        """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``_sync_gradients``."""
+        """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``sync_gradients``."""
         if self.cpu_offload:
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
