@@ -101,5 +101,7 @@ class Norms:
 
 
 def without_duplicates(norm: Tensor, times: float) -> Tensor:
-    """Return a norm in which everything has been counted so many times; -1 stays, which marks an invalid one."""
+    """Return a norm in which each element was counted so many times, counting it once; -1, an invalid norm, stays."""
+    if times == 1:
+        return norm
     return torch.where(norm < 0, norm, norm / times**0.5)

@@ -17,8 +17,8 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -27,8 +27,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_folding import reduce_autoep_folding_gradient
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
-from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import FlatLayout
@@ -38,10 +37,10 @@ from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, experts_of
 from deepspeed_ext.zero.flat import saved
-from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of, windows_in_forward_order
-from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean, reduce_by_family
-from deepspeed_ext.zero.flat.host_shards import HostShard, HostShards, Place
-from deepspeed_ext.zero.flat.updates import FlatGroups, FlatUpdates, has_own_partition, tell_of_setters
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, FlatBuffers, Flattening
+from deepspeed_ext.zero.flat.gradients import AllFlatGradients, Mean
+from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
+from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
@@ -63,61 +62,68 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     Attributes:
         buffers: the parent's flat buffers, one for each parameter group.
-        gradients: on their way to the optimizer's shards, of each family.
-        updates: parameters on their way back after a step.
+        shards: gradients of the optimizer's shards.
+        gradients: gradients that are being reduced to these, by family.
+        updates: updated parameters after a step.
     """
 
-    gradients: Mapping[str, FlatGradients]
+    gradients: AllFlatGradients
 
-    # Attributes of DeepSpeed's that are read or written here. A number is that of a parameter group.
-    accumulated_grads_in_cpu: dict[int, Tensor]  # by parameter
-    allgather_bucket_size: int
-    autoep_folding_spec: Any
-    autoep_folding_tp_group: Any  # None unless experts are folded
-    averaged_gradients: dict[int, Any]
-    bit16_groups: list[list[nn.Parameter]]
-    bit16_groups_flat: list[Tensor]
-    contiguous_gradients: bool
-    cpu_offload: bool
-    cpu_offload_pin_memory: bool
-    dp_process_group: Any
-    grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # by number, rank, parameter
-    grad_position: dict[int, list[int]]  # of a parameter: number, its element, place in the shard, elements
-    grad_start_offset: dict[int, dict[int, dict[int, int]]]  # by number, rank, parameter
-    gradient_accumulation_dtype: torch.dtype
-    gradient_average: bool
-    gradient_predivide_factor: float
-    groups_lacking_loss_scale: set[int]
-    groups_padding: list[int]
-    has_moe_layers: bool
-    ipg_buckets: dict[torch.dtype, Any]
-    model_parallel_rank: int
-    is_grad_computed: dict[int, dict[int, dict[int, bool]]]  # by number, rank, parameter
-    norm_for_param_grads: dict[int, Tensor]
-    offload_gradient_dict: dict[int, Any]
-    overlap_comm: bool
-    parallel_partitioned_bit16_groups: list[list[Tensor]]
-    param_names: dict[nn.Parameter, str]
-    param_to_partition_ids: dict[int, dict[int, list[int]]]  # by number, parameter
-    params_already_reduced: list[bool]
-    params_in_partition: list[list[nn.Parameter]]
-    partition_count: Any
-    partition_size: list[int]  # of the buffers made so far
-    postscale_gradients: bool
-    real_dp_process_group: list[Any]
-    reduce_scatter: bool
-    reduction_stream: Any
-    round_robin_bit16_meta: list[list[Tensor]]
-    round_robin_bit16_offsets: list[list[int]]
-    round_robin_bit16_padding: list[list[int]]
-    round_robin_gradients: bool
-    sequence_parallel_size: int
-    single_partition_of_fp32_groups: list[Any]  # the optimizer's weights
-    temp_grad_buffer_for_gpu_offload: Tensor
-    total_grads_in_partition: dict[int, dict[int, int]]  # by number, rank
-    _hp_optimizer_states_linked: bool
-    _offload_accumulated_param_ids: set[int]
-    _param_slice_mappings: list[Any]
+    # Attributes of DeepSpeed's. A *number* is that of a parameter group, a *partition* is a rank's part of its flat
+    # buffer, and an *id* is DeepSpeed's number of a parameter.
+    accumulated_grads_in_cpu: dict[int, Tensor]  # with offload: accumulated gradients by id
+    autoep_folding_spec: Any  # how AutoEP folds experts into tensor-parallel ranks
+    autoep_folding_tp_group: Any  # those ranks; None unless experts are folded
+    averaged_gradients: dict[int, Any]  # complete gradients of this rank's partition by number, which a step reads
+    bit16_groups: list[list[nn.Parameter]]  # parameters by number, in the order of the model
+    bit16_groups_flat: Any  # flat buffers by number, 1D
+    contiguous_gradients: bool  # whether gradients are copied to a bucket's buffer as they are computed
+    cpu_offload: bool  # whether optimizer states are in host memory
+    dp_process_group: Any  # ranks that share the optimizer states of dense parameters
+    grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # first element in a partition, by number,
+    # rank, and id
+    grad_position: dict[int, list[int]]  # with offload: [number, first element of the parameter, first element of the
+    # partition, elements] by id
+    grad_start_offset: dict[int, dict[int, dict[int, int]]]  # first element of a parameter that is in a partition, by
+    # number, rank, and id
+    gradient_average: bool  # whether gradients are divided by the number of ranks
+    gradient_predivide_factor: float  # a part of that division that is done before the sum
+    groups_lacking_loss_scale: set[
+        int
+    ]  # numbers of groups whose gradient was replaced by an update without loss scale
+    groups_padding: list[int]  # elements of padding in this rank's partitions, by number
+    has_moe_layers: bool  # whether the model has experts
+    ipg_buckets: dict[torch.dtype, Any]  # buckets that are being filled, by dtype
+    is_grad_computed: dict[
+        int, dict[int, dict[int, bool]]
+    ]  # whether a gradient is in a partition, by number, rank, id
+    model_parallel_rank: int  # of those that hold other parts of the same layers
+    norm_for_param_grads: dict[int, Tensor]  # with offload: norms by id
+    offload_gradient_dict: dict[int, Any]  # with offload: gradients of a partition by number
+    overlap_comm: bool  # whether buckets are reduced on a stream of their own
+    parallel_partitioned_bit16_groups: list[list[Tensor]]  # partitions of flat buffers by number and rank
+    param_names: dict[nn.Parameter, str]  # trained parameters, in the order of the model
+    param_to_partition_ids: dict[
+        int, dict[int, list[int]]
+    ]  # ranks whose partition has the parameter, by number and id
+    params_already_reduced: list[bool]  # whether a gradient of this micro-step is in a bucket, by id
+    params_in_partition: list[list[nn.Parameter]]  # parameters of which this rank's partition has elements, by number
+    partition_count: Any  # ranks among which states are divided, by number
+    partition_size: list[int]  # elements of a partition, of the buffers made so far
+    postscale_gradients: bool  # whether the mean is taken after the sum
+    real_dp_process_group: list[Any]  # ranks that share the optimizer states, by number
+    reduce_scatter: bool  # DeepSpeed's key of this name
+    reduction_stream: Any  # stream of reductions; None on devices without streams
+    round_robin_bit16_meta: list[list[Tensor]]  # parameters in the order of the flat buffer, without storage
+    round_robin_bit16_offsets: list[list[int]]  # their offsets in it
+    round_robin_bit16_padding: list[list[int]]  # padding after each of them
+    round_robin_gradients: bool  # whether the flat buffer has another order than the model
+    single_partition_of_fp32_groups: list[Any]  # the optimizer's weights of this rank's partition by number
+    temp_grad_buffer_for_gpu_offload: Tensor  # with offload: memory for DeepSpeed's own accumulation
+    total_grads_in_partition: dict[int, dict[int, int]]  # parameters in a partition, by number and rank
+    _hp_optimizer_states_linked: bool  # whether all states are linked to parameters
+    _offload_accumulated_param_ids: set[int]  # with offload: ids of parameters used since the last step
+    _param_slice_mappings: list[Any]  # parts of parameters in this rank's partitions, for universal checkpoints
 
     def __init__(
         self,
@@ -128,61 +134,36 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     ) -> None:
         self._attach_parts(context)
         strategy, families = context.strategy, context.families
-        self.buffers: list[FlatBuffer] = []
-        self._stripe_bucket = int(kwargs["reduce_bucket_size"])
+        self.buffers = FlatBuffers(context)
         if experts := experts_of(families):
             kwargs["expert_data_parallel_group"] = {
                 name: families[name].topology.shard_group(strategy.os) for name in experts
             }
         super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
         context.reductions.use(self.reduction_stream if context.overlap else None)
-        self.micro_steps.measure(param.numel() for group in self.bit16_groups for param in group)
-        self._places = {id(param): place for place, param in enumerate(self.param_names)}
-        if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
+        self.micro_steps.measure(param.numel() for param in self.buffers.params())
+        self.buffers.number_parameters(self.param_names)
+        if self.cpu_offload:  # memory for the parent's accumulation on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        weights = self.single_partition_of_fp32_groups
-        where = self.gradient_accumulation_dtype, self.reduce_bucket_size
-        self._host_shards = HostShards(weights.__getitem__, self._host_places, *where)
-        self.gradients = {name: self._make_gradients(name) for name in families}
-        self.bit16_groups_flat = FlatGroups(
-            self.bit16_groups_flat, lambda: self.updates.gather(self.gradient_scale.stepping)
+        self.unscaled_updates = None if self.cpu_offload else self.groups_lacking_loss_scale
+        self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
+        self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=self._mean())
+        self.updates = FlatUpdates(
+            context,
+            buffers=self.buffers,
+            resync=self.resync,
+            flat=self.bit16_groups_flat,
+            partitions=self.parallel_partitioned_bit16_groups,
         )
-        self.updates = self._make_updates(context.ahead)
-        self.unscaled_updates = None if context.offload else self.groups_lacking_loss_scale
+        self.bit16_groups_flat = self.updates.flat
         self.writers = CheckpointWriters(families, strategy, [buffer.rank for buffer in self.buffers])
 
-    def _make_gradients(self, family: str) -> FlatGradients:
-        rows = [buffer.layout.rows for buffer in self.buffers]
-        windows = windows_in_forward_order(self.buffers, rows, self.reduce_bucket_size, self._places)
-        numbers = [buffer.number for buffer in self.buffers if buffer.family.name == family]
-        return FlatGradients(
-            self.families[family].reduce,
-            self.strategy,
-            [buffer.layout for buffer in self.buffers],
-            numbers,
-            self._mean(),
-            self.gradient_accumulation_dtype,
-            self._shard,
-            [window for window in reversed(windows) if window.buffer in numbers],
-            self._slice_wire_dtype(),
-            self.overlap_comm,
-            not self.cpu_offload or self.cpu_offload_pin_memory,
-            self._record_offload_copy if self.cpu_offload else lambda: None,
-        )
-
-    def _make_updates(self, ahead: bool) -> FlatUpdates:
-        return FlatUpdates(
-            self.buffers,
-            self.families,
-            self.strategy,
-            self.resync,
-            self._places,
-            lambda group: self.bit16_groups_flat[group],
-            self._own_partition,
-            self.allgather_bucket_size,
-            self.overlap_comm,
-            ahead,
-        )
+    def _mean(self) -> Mean:
+        """Return the mean over all ranks, independent of the parent's process group."""
+        if not self.gradient_average:
+            return Mean()
+        at_once = self.reduce_scatter or not self.postscale_gradients
+        return Mean.over_ranks(self.context, None if at_once else self.gradient_predivide_factor)
 
     @override
     def _configure_moe_settings(self) -> None:
@@ -205,31 +186,21 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Flatten tensors; a flat buffer that is being made, which names paddings, is known from here on."""
         if param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data)
-        self.buffers.append(self._make_buffer(tensor_list, alignment, any(param_padding)))
-        paddings = [*param_padding[:-1], param_padding[-1] + self.buffers[-1].filling]
+        buffer = self._add_buffer(tensor_list, alignment, any(param_padding))
+        paddings = [*param_padding[:-1], param_padding[-1] + buffer.filling]
         return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, paddings)
 
-    def _make_buffer(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
+    def _add_buffer(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
         number = len(self.buffers)
         row = self.optimizer.param_groups[number]
         # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
-        as_it_is = self.round_robin_gradients or padded or type(self.optimizer).__module__.startswith("bitsandbytes")
-        return FlatBuffer(
-            number,
-            self.families[row["name"] if self.has_moe_layers and self.is_moe_group(row) else DENSE],
-            params,
-            self.round_robin_bit16_offsets[number],
-            [meta.numel() for meta in self.round_robin_bit16_meta[number]],
-            alignment,
-            self.strategy.os,
+        unchanged = self.round_robin_gradients or padded or type(self.optimizer).__module__.startswith("bitsandbytes")
+        numels = [meta.numel() for meta in self.round_robin_bit16_meta[number]]
+        return self.buffers.add(
+            row["name"] if self.has_moe_layers and self.is_moe_group(row) else DENSE,
+            Flattening(params, self.round_robin_bit16_offsets[number], numels, alignment, unchanged),
             self.real_dp_process_group[number],
-            None if as_it_is else self._stripe_bucket,
         )
-
-    def _own_partition(self, group: int) -> Tensor | None:
-        """Return this rank's partition of a flat buffer, 1D; None while parameters are offloaded."""
-        partitions = self.parallel_partitioned_bit16_groups[group]
-        return partitions[self.buffers[group].rank] if partitions else None
 
     @override
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
@@ -302,10 +273,10 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             super()._link_all_hp_params()
         self._link_stripes()
         self._link_states()
-        tell_of_setters(self.buffers, self.resync)
+        notify_of_set_weights(self.buffers, self)
 
     def _link_stripes(self) -> None:
-        for buffer in self._striped:
+        for buffer in self.buffers.striped:
             buffer.link(
                 self.single_partition_of_fp32_groups[buffer.number],
                 not self.cpu_offload,  # then there is no list of gradients
@@ -317,22 +288,15 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
-        if not self._hp_optimizer_states_linked and any(self._states_by_group):
+        if not self._hp_optimizer_states_linked:
             self._link_states()
 
-    @property
-    def _states_by_group(self) -> list[Any]:
-        """The optimizer's states of each parameter group; empty where there are none yet."""
-        return [self.optimizer.state.get(partition) or {} for partition in self.single_partition_of_fp32_groups]
-
     def _link_states(self) -> None:
-        """Link what there is: the parent links only after the first step, so after a load or a return from the host
-        ``safe_get_full_optimizer_state`` would not find any."""
-        held = self._states_by_group
-        groups = zip(self.bit16_groups, self.single_partition_of_fp32_groups, held, strict=True)
-        for params, partition, states in groups:
-            lazy_init_hp_params_optimizer_state(params, partition, {partition: states})
-        self._hp_optimizer_states_linked = all(held)
+        """Link existing states: the parent links only after the first step, so after a load or after a reload from the
+        host ``safe_get_full_optimizer_state`` would not find any."""
+        self._hp_optimizer_states_linked = self.buffers.link_states(
+            self.single_partition_of_fp32_groups, self.optimizer.state
+        )
 
     @override
     def _restore_from_bit16_weights(self) -> None:
@@ -345,24 +309,24 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     # What others ask for ##########################################################################
 
     def family_of_buffer(self, buffer: int) -> str:
-        """Return the family of what is in a flat buffer; see ``ParoOptimizer``."""
+        """Return the family of a flat buffer; see ``ParoOptimizer``."""
         return self.buffers[buffer].family.name
 
     def crossing_spans(self) -> list[CrossingSpan]:
-        """Return them; see ``ParoOptimizer``."""
+        """Return where gradients that cross between groups are; see ``ParoOptimizer``."""
         return [span for buffer in self.buffers for span in buffer.crossing_spans(self.param_names)]
 
     def owned_span(self, param: nn.Parameter) -> Span:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
-        return buffer_of(self.buffers, param).member(param).span
+        return self.buffers.buffer_of(param).member(param).span
 
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
-        buffer = buffer_of(self.buffers, param)
-        return buffer.member(param).in_shard.of(self._shard(buffer.number))
+        buffer = self.buffers.buffer_of(param)
+        return buffer.member(param).in_shard.of(self.shards.of(buffer.number))
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return what is in this rank's partitions; see ``FlatShards``."""
+        """Return the parameters in this rank's partitions; see ``FlatShards``."""
         return [buffer.flat_shard() for buffer in self.buffers]
 
     def shard_weights(self, number: int) -> nn.Parameter:
@@ -371,8 +335,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         return weights
 
     def shard_gradient(self, number: int) -> Tensor:
-        """Return its gradient; see ``FlatShards``."""
-        return self._shard(number)
+        """Return the gradient of this rank's partition; see ``FlatShards``."""
+        return self.shards.of(number)
+
+    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
+        """Give updates to an offloaded optimizer; see ``FlatShards``."""
+        if self.cpu_offload:
+            self.shards.hand_over(shards)
 
     # Buckets: N -> g ##############################################################################
 
@@ -425,69 +394,23 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def _reduce_bucket(
         self, tensors: list[Tensor], entries: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
     ) -> None:
-        """Move a bucket on; ``freed`` are those of the tensors that may be freed before it has been waited for."""
-        if not entries:
-            return
-        params = [self.bit16_groups[group][index] for group, index, _ in entries]
-        spans = tuple(
-            (group, Span(self.buffers[group].offset(param), param.numel()))
-            for (group, *_), param in zip(entries, params, strict=True)
-        )
-        complete = [self._places[id(param)] for param in params] if self.micro_steps.is_last else []
-        for gradients in self.gradients.values() if complete else ():
-            gradients.prepare_crossing()
-        for group in {entry[0] for entry in entries}:
-            self.gradients[self.family_of_buffer(group)].prepare(group)
-        with self.reductions.after_current(self.ipg_buckets[dtype], freed):
-            every = list(self.gradients.values())
-            reduce_by_family(every, tensors, spans, self._wire_dtype(dtype), complete)
-
-    def _shard(self, group: int) -> Tensor:
-        """Return the gradients of the optimizer's shard of a parameter group, 1D."""
-        return self._get_compact_grad_partition_buffer(group).flat_partition
+        """Move a bucket N -> g. ``freed``: tensors that may be freed before it has been waited for."""
+        if entries:
+            members = [(number, self.bit16_groups[number][index]) for number, index, _ in entries]
+            last, bucket = self.micro_steps.is_last, self.ipg_buckets[dtype]
+            self.gradients.reduce(tensors, members, bucket, dtype=dtype, last=last, freed=freed)
 
     @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Return a shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host."""
-        if self.cpu_offload:
-            return self._make_host_shard(group_idx)
-        if not self.buffers[group_idx].striped:
-            return super()._build_compact_grad_partition_buffer(group_idx)
-        numel, device = self.buffers[group_idx].shard_numel, get_accelerator().current_device_name()
-        held = torch.zeros(numel, dtype=self.gradient_accumulation_dtype, device=device)
-        return GradPartitionBufferGroup(self.buffers[group_idx].split(held), held)
-
-    def _make_host_shard(self, group: int) -> HostShard:
-        shard = self._host_shards.make(group)
-        self.accumulated_grads_in_cpu.update(self._host_shards.views(group, shard))
-        return HostShard(shard)
-
-    def _host_places(self, group: int) -> Iterator[Place]:
-        """Yield what the shard of a parameter group has, with optimizer offload."""
-        for param in self.params_in_partition[group]:
-            number = self.get_param_id(param)
-            _, _, start, numel = self.grad_position[number]
-            yield number, start, numel
+        """Return a shard of zeros: the parent's, or ours on the host and for a buffer with stripes."""
+        if self.cpu_offload or self.buffers[group_idx].striped:
+            return self.shards.make(group_idx)
+        return super()._build_compact_grad_partition_buffer(group_idx)
 
     @override
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say yes: one flat buffer is what hops deliver into, and what the step reads without another copy."""
         return True
-
-    def _mean(self) -> Mean:
-        """Return the mean over all ranks, whatever the parent is sharded over."""
-        ranks = self.topology.sizes.ranks
-        if not self.gradient_average:
-            return Mean()
-        if self.reduce_scatter or not self.postscale_gradients:
-            return Mean(before=ranks / self.sequence_parallel_size)
-        return Mean(
-            self.gradient_predivide_factor, self.gradient_predivide_factor * self.sequence_parallel_size / ranks
-        )
-
-    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return fp32 with sequence parallelism, as the parent does."""
-        return torch.float32 if self.sequence_parallel_size > 1 else dtype
 
     # The accumulation boundary: g -> os ###########################################################
 
@@ -536,39 +459,16 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.reduce_ipg_grads()
 
     def sync_gradients(self) -> None:
-        """Finish all buckets, move the I-slices on to ``os`` and add them to the optimizer's shards.
-
-        All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
-        """
+        """Finish all buckets, and complete the gradients of the optimizer's shards; see ``ParoOptimizer``."""
         self.micro_steps.finish_buckets()
-        for gradients in self.gradients.values():
-            gradients.prepare_all()
-        with self.reductions.after_current():
-            for gradients in self.gradients.values():
-                gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
-        self.reductions.wait()
-        for gradients in self.gradients.values():
-            gradients.slices.clear()  # which have been moved on
+        self.gradients.complete_shards()
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        for buffer in self.buffers:
-            for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
-                padding.of(self._shard(buffer.number)).zero_()
+        self.shards.clear_padding()
         self.micro_steps.learn()
         self.complete_gradients()
         if self.cpu_offload:
-            self._hand_to_host_optimizer(range(len(self.buffers)), self._offload_accumulated_param_ids)
-
-    def _hand_to_host_optimizer(self, groups: Iterable[int], used: Iterable[int]) -> None:
-        """Make an offloaded optimizer read complete gradients, and tell the parent their norms and overflows."""
-        for group in groups:
-            found = self._host_shards.norms(group, self._shard(group), used, self.update_offload_overflow_tracker)
-            self.norm_for_param_grads.update(found)
-
-    def _slice_wire_dtype(self) -> torch.dtype:
-        """Return the dtype of slices, which mix parameters: fp32 where those have several (torch.autocast)."""
-        dtypes = list(self.ipg_buckets)
-        return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
+            self.shards.hand_over()
 
     # Norms ########################################################################################
 
@@ -582,33 +482,26 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> Tensor:
         """Return the parent's norm of a parameter group; of experts over all ranks, each once."""
-        group = next(group for group, held in self.averaged_gradients.items() if held is gradients)
-        with self._over_all_experts(group) as once:
-            return once(super().get_grad_norm_direct(gradients, params, norm_type))
+        number = next(number for number, held in self.averaged_gradients.items() if held is gradients)
+        with self._over_all_experts(number):
+            norm = super().get_grad_norm_direct(gradients, params, norm_type)
+        return without_duplicates(norm, self.buffers[number].replicas)
 
     @override
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> Tensor:
         """Return the same norm with an offloaded optimizer."""
-        group = next(group for group, held in enumerate(self.params_in_partition) if held is params)
-        with self._over_all_experts(group) as once:
-            return once(super().complete_grad_norm_calculation_for_cpu_offload(params))
+        number = next(number for number, held in enumerate(self.params_in_partition) if held is params)
+        with self._over_all_experts(number):
+            norm = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return without_duplicates(norm, self.buffers[number].replicas)
 
-    @contextmanager
-    def _over_all_experts(self, group: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Within this context the parent computes a norm of experts over all data-parallel ranks, since the ranks that
-        shard their optimizer states may not hold every expert. Each tensor-parallel rank counts its own folded ones.
-
-        Returns:
-            What removes the duplicates that replicas add; -1 stays, which marks an invalid norm.
-        """
-        ranks = self.buffers[group].family.topology.sizes.ranks
-        if self.buffers[group].family.name == DENSE:
-            yield lambda norm: norm
-            return
-        replicas = ranks // dist.get_world_size(group=self.buffers[group].group)
+    def _over_all_experts(self, number: int) -> AbstractContextManager[None]:
+        """Within this context the parent computes a norm of experts over all data-parallel ranks: the ranks that shard
+        their optimizer states may not hold every expert. Each tensor-parallel rank counts its own folded experts."""
+        if not self.buffers[number].has_experts:
+            return nullcontext()
         counting = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
-        with replaced(self, dp_process_group=self.topology.world, model_parallel_rank=counting):
-            yield lambda norm: without_duplicates(norm, replicas)
+        return replaced(self, dp_process_group=self.topology.world, model_parallel_rank=counting)
 
     # The step, and parameters after it: os -> N ###################################################
 
@@ -647,14 +540,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Leave it to ``scaled_global_norm``."""
-
-    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
-        """Make an offloaded optimizer read updates; see ``FlatShards``."""
-        if self.cpu_offload:
-            updated = {self.get_param_id(member.param) for shard in shards for member in shard.members}
-            self._hand_to_host_optimizer(
-                [shard.number for shard in shards], self._offload_accumulated_param_ids | updated
-            )
 
     # Checkpoints ##################################################################################
 
@@ -749,8 +634,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.micro_steps.finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            for gradients in self.gradients.values():
-                gradients.to("cpu")
+            self.gradients.to("cpu")
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
@@ -759,8 +643,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         super().reload_states(*args, **kwargs)
         # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
         self._link_states()
-        for gradients in self.gradients.values():
-            gradients.to(get_accelerator().current_device_name())
+        self.gradients.to(get_accelerator().current_device_name())
         self.updates.give_up()
 
     @override
@@ -779,7 +662,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished, and leave the model alone."""
-        for gradients in self.gradients.values():
-            gradients.drop()
+        self.gradients.drop()
         self.updates.drop()
         super().destroy()

@@ -8,11 +8,12 @@ where. Buffers of one stripe are DeepSpeed's as they are.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from deepspeed import comm as dist
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -22,7 +23,8 @@ from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement
-from deepspeed_ext.zero.families import Family, name_in_all
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, Family, name_in_all
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member, Window, crossing_spans_of, in_forward_order
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
@@ -47,51 +49,59 @@ def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ra
     return tuple(starts)
 
 
+class Flattening(NamedTuple):
+    """How DeepSpeed flattens a parameter group.
+
+    Attributes:
+        params, offsets, numels: parameters in the order of the flat buffer, their offsets in it and their elements.
+            DeepSpeed may replace a parameter by an empty one while it makes the buffer.
+        alignment: multiple of elements to which the buffer is padded.
+        unchanged: whether the buffer keeps DeepSpeed's own partitions, whatever the bucket size.
+    """
+
+    params: Sequence[nn.Parameter]
+    offsets: Sequence[int]
+    numels: Sequence[int]
+    alignment: int
+    unchanged: bool
+
+
 class FlatBuffer:
-    """The flat buffer of a parameter group: where its parameters are, and what of them is a rank's.
+    """The flat buffer of a parameter group: the layout of its parameters, and this rank's part of them.
 
     Args:
-        number: of the parameter group.
-        family: whose parameters they are.
-        params, offsets, numels: of the buffer, in order; while it is made a parameter may have no elements by itself.
-        alignment: what DeepSpeed aligns its length to.
-        os: placement of the optimizer's states.
-        group: process group over which these are sharded.
-        bucket: elements of a stripe at most; None for DeepSpeed's own partitions.
+        context: shared constants.
+        number: number of the parameter group.
+        family: family of its parameters.
+        flattening: how DeepSpeed flattens them.
+        group: process group over which the optimizer states are sharded.
 
     Attributes:
         numel: elements, without padding after the last parameter.
         rank: this rank's number in ``group``.
         layout: how the buffer is divided.
-        zeros_layout: how DeepSpeed would divide it, in whose order checkpoints are.
+        zeros_layout: how DeepSpeed would divide it, which is the order of checkpoints.
         shard_numel: elements of a rank's partition.
     """
 
     def __init__(
-        self,
-        number: int,
-        family: Family,
-        params: Sequence[nn.Parameter],
-        offsets: Sequence[int],
-        numels: Sequence[int],
-        alignment: int,
-        os: Placement,
-        group: ProcessGroup,
-        bucket: int | None,
+        self, context: Context, *, number: int, family: Family, flattening: Flattening, group: ProcessGroup | None
     ) -> None:
+        params, offsets, numels, alignment, unchanged = flattening
         self.number, self.family, self.params, self.group = number, family, list(params), group
-        self._offsets, self._os = list(offsets), os
+        self._offsets, self._os = list(offsets), context.strategy.os
         self._spans = [Span(*span) for span in zip(offsets, numels, strict=True)]
         self._places = {id(param): place for place, param in enumerate(params)}
         self.numel = offsets[-1] + numels[-1]
         self.rank = int(dist.get_rank(group=group))
         aligned, topology = fill_up(self.numel, alignment), family.topology
-        self.layout = self.zeros_layout = FlatLayout.of(aligned, os, topology)
-        starts = (0,) if bucket is None else stripe_starts(offsets, numels, bucket, topology.sizes.ranks)
+        self.layout = self.zeros_layout = FlatLayout.of(aligned, self._os, topology)
+        ranks = topology.sizes.ranks
+        starts = (0,) if unchanged else stripe_starts(offsets, numels, context.reduce_bucket, ranks)
         if len(starts) > 1 and self.layout.rows * self.layout.cols > 1:
-            self.layout = FlatLayout.of(self.numel, os, topology, starts)
+            self.layout = FlatLayout.of(self.numel, self._os, topology, starts)
         # With os = N a rank has all, whatever its gradients are divided into on their way.
-        self._held = FlatLayout(aligned, 1, 1) if os == Placement.N else self.layout
+        self._held = FlatLayout(aligned, 1, 1) if self._os == Placement.N else self.layout
         self._zeros_held = self.zeros_layout if self.striped else self._held
         self.shard_numel = self._held.chunk
 
@@ -113,6 +123,17 @@ class FlatBuffer:
     def offset(self, param: nn.Parameter) -> int:
         """Return where a parameter starts."""
         return self._offsets[self._places[id(param)]]
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold each expert of the buffer, among the data-parallel ranks; 1 for dense parameters,
+        whose norms DeepSpeed takes over ``group``."""
+        return self.family.topology.sizes.ranks // dist.get_world_size(group=self.group) if self.has_experts else 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the parameters are experts of expert parallelism."""
+        return self.family.name != DENSE
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether a parameter is in it."""
@@ -257,31 +278,80 @@ class FlatBuffer:
             yield from crossing_spans_of(name, param.numel(), self.layout, col, self.number, offset)
 
 
-def windows_in_forward_order(
-    buffers: Sequence[FlatBuffer], rows: Sequence[int], most: int, places: Mapping[int, int]
-) -> list[Window]:
-    """Return windows of all flat buffers, those of the model's first parameters first.
-
-    A backward completes them the other way round: the first of a window's parameters gets its gradient last.
+class FlatBuffers(list[FlatBuffer]):
+    """All flat buffers of an optimizer, one for each parameter group, in order.
 
     Args:
-        buffers: all.
-        rows: of what travels of each of them.
-        most: elements (of all rows) of a window at most.
-        places: of parameters in the model, by their ids; these are the members of windows.
+        context: shared constants.
+
+    Attributes:
+        places: positions of trained parameters in the model, by their ids.
     """
-    windows: list[Window] = []
-    for buffer, count in zip(buffers, rows, strict=True):
-        placed = [(places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
-        for number, stripe in enumerate(buffer.layout.stripes):
-            members = tuple(sorted(place for place, at in placed if stripe.span.start <= at < stripe.span.stop))
-            windows += [Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)]
-    return in_forward_order(windows)
 
+    def __init__(self, context: Context) -> None:
+        super().__init__()
+        self._context = context
+        self.places: dict[int, int] = {}
 
-def buffer_of(buffers: Sequence[FlatBuffer], param: nn.Parameter) -> FlatBuffer:
-    """Return the buffer that a parameter is in."""
-    return next(buffer for buffer in buffers if buffer.has(param))
+    def add(self, family: str, flattening: Flattening, group: ProcessGroup | None) -> FlatBuffer:
+        """Add the buffer of the next parameter group, and return it; for arguments see ``FlatBuffer``."""
+        families = self._context.families
+        buffer = FlatBuffer(
+            self._context, number=len(self), family=families[family], flattening=flattening, group=group
+        )
+        self.append(buffer)
+        return buffer
+
+    def number_parameters(self, params: Iterable[nn.Parameter]) -> None:
+        """Remember the order of trained parameters in the model."""
+        self.places = {id(param): place for place, param in enumerate(params)}
+
+    @property
+    def striped(self) -> Iterator[FlatBuffer]:
+        """The buffers whose partitions are not DeepSpeed's."""
+        return (buffer for buffer in self if buffer.striped)
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all buffers."""
+        return (param for buffer in self for param in buffer.params)
+
+    def buffer_of(self, param: nn.Parameter) -> FlatBuffer:
+        """Return the buffer that a parameter is in."""
+        return next(buffer for buffer in self if buffer.has(param))
+
+    def windows(self, rows: Sequence[int], most: int) -> list[Window]:
+        """Return windows of all buffers, those of the model's first parameters first.
+
+        A backward completes them in reverse order: the first of a window's parameters gets its gradient last.
+
+        Args:
+            rows: for each buffer, the rows that are sent of it.
+            most: maximum number of elements (of all rows) of a window.
+        """
+        windows: list[Window] = []
+        for buffer, count in zip(self, rows, strict=True):
+            placed = [(self.places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
+            for number, stripe in enumerate(buffer.layout.stripes):
+                members = tuple(sorted(place for place, at in placed if stripe.span.start <= at < stripe.span.stop))
+                windows += [
+                    Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)
+                ]
+        return in_forward_order(windows)
+
+    def link_states(self, weights: Sequence[Tensor], states: Mapping[Tensor, Any]) -> bool:
+        """Link optimizer states to parameters, for DeepSpeed's ``safe_get_full_optimizer_state``.
+
+        Args:
+            weights: the optimizer's, for each buffer.
+            states: the optimizer's, of those that have some.
+
+        Returns:
+            Whether all buffers have states.
+        """
+        held = [states.get(partition) or {} for partition in weights]
+        for buffer, partition, state in zip(self, weights, held, strict=True):
+            lazy_init_hp_params_optimizer_state(buffer.params, partition, {partition: state})
+        return all(held)
 
 
 def _padding(part: Tensor) -> Tensor:
