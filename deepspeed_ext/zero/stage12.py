@@ -35,11 +35,12 @@ from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import checked, override, replaced
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
-from deepspeed_ext.zero.families import DENSE, experts_of
+from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.flat import saved
-from deepspeed_ext.zero.flat.buffers import FlatBuffer, FlatBuffers, Flattening
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, FlatBuffers
 from deepspeed_ext.zero.flat.gradients import AllFlatGradients, Mean
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
 from deepspeed_ext.zero.muon import uses_muon
@@ -52,7 +53,7 @@ BucketEntry = tuple[int, int, int]  # parameter group, index in the group, param
 
 
 @checked
-class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
@@ -69,77 +70,14 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
 
     gradients: AllFlatGradients
 
-    # Attributes of DeepSpeed's. A *number* is that of a parameter group, a *partition* is a rank's part of its flat
-    # buffer, and an *id* is DeepSpeed's number of a parameter.
-    accumulated_grads_in_cpu: dict[int, Tensor]  # with offload: accumulated gradients by id
-    autoep_folding_spec: Any  # how AutoEP folds experts into tensor-parallel ranks
-    autoep_folding_tp_group: Any  # those ranks; None unless experts are folded
-    averaged_gradients: dict[int, Any]  # complete gradients of this rank's partition by number, which a step reads
-    bit16_groups: list[list[nn.Parameter]]  # parameters by number, in the order of the model
-    bit16_groups_flat: Any  # flat buffers by number, 1D
-    contiguous_gradients: bool  # whether gradients are copied to a bucket's buffer as they are computed
-    cpu_offload: bool  # whether optimizer states are in host memory
-    dp_process_group: Any  # ranks that share the optimizer states of dense parameters
-    grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # first element in a partition, by number,
-    # rank, and id
-    grad_position: dict[int, list[int]]  # with offload: [number, first element of the parameter, first element of the
-    # partition, elements] by id
-    grad_start_offset: dict[int, dict[int, dict[int, int]]]  # first element of a parameter that is in a partition, by
-    # number, rank, and id
-    gradient_average: bool  # whether gradients are divided by the number of ranks
-    gradient_predivide_factor: float  # a part of that division that is done before the sum
-    groups_lacking_loss_scale: set[
-        int
-    ]  # numbers of groups whose gradient was replaced by an update without loss scale
-    groups_padding: list[int]  # elements of padding in this rank's partitions, by number
-    has_moe_layers: bool  # whether the model has experts
-    ipg_buckets: dict[torch.dtype, Any]  # buckets that are being filled, by dtype
-    is_grad_computed: dict[
-        int, dict[int, dict[int, bool]]
-    ]  # whether a gradient is in a partition, by number, rank, id
-    model_parallel_rank: int  # of those that hold other parts of the same layers
-    norm_for_param_grads: dict[int, Tensor]  # with offload: norms by id
-    offload_gradient_dict: dict[int, Any]  # with offload: gradients of a partition by number
-    overlap_comm: bool  # whether buckets are reduced on a stream of their own
-    parallel_partitioned_bit16_groups: list[list[Tensor]]  # partitions of flat buffers by number and rank
-    param_names: dict[nn.Parameter, str]  # trained parameters, in the order of the model
-    param_to_partition_ids: dict[
-        int, dict[int, list[int]]
-    ]  # ranks whose partition has the parameter, by number and id
-    params_already_reduced: list[bool]  # whether a gradient of this micro-step is in a bucket, by id
-    params_in_partition: list[list[nn.Parameter]]  # parameters of which this rank's partition has elements, by number
-    partition_count: Any  # ranks among which states are divided, by number
-    partition_size: list[int]  # elements of a partition, of the buffers made so far
-    postscale_gradients: bool  # whether the mean is taken after the sum
-    real_dp_process_group: list[Any]  # ranks that share the optimizer states, by number
-    reduce_scatter: bool  # DeepSpeed's key of this name
-    reduction_stream: Any  # stream of reductions; None on devices without streams
-    round_robin_bit16_meta: list[list[Tensor]]  # parameters in the order of the flat buffer, without storage
-    round_robin_bit16_offsets: list[list[int]]  # their offsets in it
-    round_robin_bit16_padding: list[list[int]]  # padding after each of them
-    round_robin_gradients: bool  # whether the flat buffer has another order than the model
-    single_partition_of_fp32_groups: list[Any]  # the optimizer's weights of this rank's partition by number
-    temp_grad_buffer_for_gpu_offload: Tensor  # with offload: memory for DeepSpeed's own accumulation
-    total_grads_in_partition: dict[int, dict[int, int]]  # parameters in a partition, by number and rank
-    _hp_optimizer_states_linked: bool  # whether all states are linked to parameters
-    _offload_accumulated_param_ids: set[int]  # with offload: ids of parameters used since the last step
-    _param_slice_mappings: list[Any]  # parts of parameters in this rank's partitions, for universal checkpoints
-
-    def __init__(
-        self,
-        *args: Any,
-        context: Context,
-        dp_process_group: object = None,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, *args: Any, context: Context, dp_process_group: object = None, **kwargs: Any) -> None:
         self._attach_parts(context)
-        strategy, families = context.strategy, context.families
-        self.buffers = FlatBuffers(context)
-        if experts := experts_of(families):
-            kwargs["expert_data_parallel_group"] = {
-                name: families[name].topology.shard_group(strategy.os) for name in experts
-            }
-        super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
+        self.buffers = FlatBuffers(context, self)
+        groups = {name: family.topology.shard_group(self.strategy.os) for name, family in self.families.items()}
+        dense = groups.pop(DENSE)
+        if groups:
+            kwargs["expert_data_parallel_group"] = groups
+        super().__init__(*args, dp_process_group=dense, **kwargs)
         context.reductions.use(self.reduction_stream if context.overlap else None)
         self.micro_steps.measure(param.numel() for param in self.buffers.params())
         self.buffers.number_parameters(self.param_names)
@@ -147,7 +85,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         self.unscaled_updates = None if self.cpu_offload else self.groups_lacking_loss_scale
         self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
-        self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=self._mean())
+        mean = Mean.of_optimizer(context, self)
+        self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=mean)
         self.updates = FlatUpdates(
             context,
             buffers=self.buffers,
@@ -156,14 +95,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             partitions=self.parallel_partitioned_bit16_groups,
         )
         self.bit16_groups_flat = self.updates.flat
-        self.writers = CheckpointWriters(families, strategy, [buffer.rank for buffer in self.buffers])
-
-    def _mean(self) -> Mean:
-        """Return the mean over all ranks, independent of the parent's process group."""
-        if not self.gradient_average:
-            return Mean()
-        at_once = self.reduce_scatter or not self.postscale_gradients
-        return Mean.over_ranks(self.context, None if at_once else self.gradient_predivide_factor)
+        self.writers = CheckpointWriters(self.families, self.strategy, [buffer.rank for buffer in self.buffers])
 
     @override
     def _configure_moe_settings(self) -> None:
@@ -186,21 +118,9 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Flatten tensors; a flat buffer that is being made, which names paddings, is known from here on."""
         if param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data)
-        buffer = self._add_buffer(tensor_list, alignment, any(param_padding))
+        buffer = self.buffers.add(tensor_list, alignment, any(param_padding))
         paddings = [*param_padding[:-1], param_padding[-1] + buffer.filling]
         return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, paddings)
-
-    def _add_buffer(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
-        number = len(self.buffers)
-        row = self.optimizer.param_groups[number]
-        # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
-        unchanged = self.round_robin_gradients or padded or type(self.optimizer).__module__.startswith("bitsandbytes")
-        numels = [meta.numel() for meta in self.round_robin_bit16_meta[number]]
-        return self.buffers.add(
-            row["name"] if self.has_moe_layers and self.is_moe_group(row) else DENSE,
-            Flattening(params, self.round_robin_bit16_offsets[number], numels, alignment, unchanged),
-            self.real_dp_process_group[number],
-        )
 
     @override
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
@@ -231,13 +151,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         buffer = self.buffers[i]
         if partition_id == buffer.rank and not buffer.striped:
             super().initialize_gradient_partition(i, param_group, partition_id)
-        for member in buffer.own_members() if partition_id == buffer.rank and buffer.striped else ():
-            number = self.get_param_id(member.param)
-            self.param_to_partition_ids[i][number] = [partition_id]
-            self.total_grads_in_partition[i][partition_id] += 1
-            self.is_grad_computed[i][partition_id][number] = False
-            self.grad_partition_insertion_offset[i][partition_id][number] = member.offset
-            self.grad_start_offset[i][partition_id][number] = member.span.start
+        elif partition_id == buffer.rank:
+            self.buffers.fill_tables(i)
 
     @override
     def get_first_param_index(
@@ -254,11 +169,10 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self, group_id: int, tensor_list: Sequence[nn.Parameter], first_offset: int, partition_size: int
     ) -> None:
         """Fill the parent's table of where this rank's gradients are, with optimizer offload."""
-        if not self.buffers[group_id].striped:
+        if self.buffers[group_id].striped:
+            self.buffers.fill_positions(group_id)
+        else:
             super().get_grad_position(group_id, tensor_list, first_offset, partition_size)
-            return
-        for param, _, _, span, offset in self.buffers[group_id].own_members():
-            self.grad_position[self.get_param_id(param)] = [group_id, span.start, offset, span.numel]
 
     @override
     def _link_all_hp_params(self) -> None:
@@ -271,32 +185,15 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
         with replaced(self, round_robin_bit16_padding=in_any_order):
             super()._link_all_hp_params()
-        self._link_stripes()
-        self._link_states()
+        self.buffers.link_stripes()
+        self._hp_optimizer_states_linked = self.buffers.link_states()
         notify_of_set_weights(self.buffers, self)
-
-    def _link_stripes(self) -> None:
-        for buffer in self.buffers.striped:
-            buffer.link(
-                self.single_partition_of_fp32_groups[buffer.number],
-                not self.cpu_offload,  # then there is no list of gradients
-                gradient_dict=self.averaged_gradients,
-                offload_gradient_dict=self.offload_gradient_dict,
-                use_offload=self.cpu_offload,
-            )
 
     @override
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
         if not self._hp_optimizer_states_linked:
-            self._link_states()
-
-    def _link_states(self) -> None:
-        """Link existing states: the parent links only after the first step, so after a load or after a reload from the
-        host ``safe_get_full_optimizer_state`` would not find any."""
-        self._hp_optimizer_states_linked = self.buffers.link_states(
-            self.single_partition_of_fp32_groups, self.optimizer.state
-        )
+            self._hp_optimizer_states_linked = self.buffers.link_states()
 
     @override
     def _restore_from_bit16_weights(self) -> None:
@@ -443,11 +340,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """
         filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
-        if left_over:
-            self._reduce_left_over(filled)
-
-    def _reduce_left_over(self, filled: Sequence[Any]) -> None:
-        """Reduce what stage 1 has accumulated and not reduced. ``filled``: buckets that have just left."""
+        if not left_over:
+            return
         for bucket in filled:
             self._fill_other_buffer(bucket)
         for i, group in enumerate(self.bit16_groups):
@@ -642,7 +536,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.updates.settle()
         super().reload_states(*args, **kwargs)
         # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
-        self._link_states()
+        self._hp_optimizer_states_linked = self.buffers.link_states()
         self.gradients.to(get_accelerator().current_device_name())
         self.updates.give_up()
 

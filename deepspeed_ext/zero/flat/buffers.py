@@ -25,6 +25,7 @@ from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, Family, name_in_all
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member, Window, crossing_spans_of, in_forward_order
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
@@ -283,24 +284,39 @@ class FlatBuffers(list[FlatBuffer]):
 
     Args:
         context: shared constants.
+        optimizer: the optimizer whose buffers they are.
 
     Attributes:
         places: positions of trained parameters in the model, by their ids.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, optimizer: Stage12View) -> None:
         super().__init__()
-        self._context = context
+        self._context, self._of = context, optimizer
         self.places: dict[int, int] = {}
 
-    def add(self, family: str, flattening: Flattening, group: ProcessGroup | None) -> FlatBuffer:
-        """Add the buffer of the next parameter group, and return it; for arguments see ``FlatBuffer``."""
-        families = self._context.families
-        buffer = FlatBuffer(
-            self._context, number=len(self), family=families[family], flattening=flattening, group=group
+    def add(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
+        """Add the buffer of the next parameter group, and return it.
+
+        Args:
+            params, alignment: see ``Flattening``.
+            padded: whether DeepSpeed pads a parameter.
+        """
+        number, of = len(self), self._of
+        row = of.optimizer.param_groups[number]
+        # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
+        unchanged = of.round_robin_gradients or padded or type(of.optimizer).__module__.startswith("bitsandbytes")
+        numels = [meta.numel() for meta in of.round_robin_bit16_meta[number]]
+        self.append(
+            FlatBuffer(
+                self._context,
+                number=number,
+                family=self._context.families[row["name"] if of.has_moe_layers and of.is_moe_group(row) else DENSE],
+                flattening=Flattening(params, of.round_robin_bit16_offsets[number], numels, alignment, unchanged),
+                group=of.real_dp_process_group[number],
+            )
         )
-        self.append(buffer)
-        return buffer
+        return self[number]
 
     def number_parameters(self, params: Iterable[nn.Parameter]) -> None:
         """Remember the order of trained parameters in the model."""
@@ -338,20 +354,46 @@ class FlatBuffers(list[FlatBuffer]):
                 ]
         return in_forward_order(windows)
 
-    def link_states(self, weights: Sequence[Tensor], states: Mapping[Tensor, Any]) -> bool:
-        """Link optimizer states to parameters, for DeepSpeed's ``safe_get_full_optimizer_state``.
+    # DeepSpeed's tables ###############################################################################
 
-        Args:
-            weights: the optimizer's, for each buffer.
-            states: the optimizer's, of those that have some.
+    def fill_tables(self, number: int) -> None:
+        """Enter this rank's parts of parameters of a buffer with stripes."""
+        rank, of = self[number].rank, self._of
+        for member in self[number].own_members():
+            param = of.get_param_id(member.param)
+            of.param_to_partition_ids[number][param] = [rank]
+            of.total_grads_in_partition[number][rank] += 1
+            of.is_grad_computed[number][rank][param] = False
+            of.grad_partition_insertion_offset[number][rank][param] = member.offset
+            of.grad_start_offset[number][rank][param] = member.span.start
 
-        Returns:
-            Whether all buffers have states.
+    def fill_positions(self, number: int) -> None:
+        """Enter the positions of this rank's gradients in a buffer with stripes, with optimizer offload."""
+        for param, _, _, span, offset in self[number].own_members():
+            self._of.grad_position[self._of.get_param_id(param)] = [number, span.start, offset, span.numel]
+
+    def link_stripes(self) -> None:
+        """Link parameters of buffers with stripes to the optimizer's weights, for ``safe_get_full_...``."""
+        for buffer in self.striped:
+            buffer.link(
+                self._of.single_partition_of_fp32_groups[buffer.number],
+                not self._of.cpu_offload,  # then there is no list of gradients
+                gradient_dict=self._of.averaged_gradients,
+                offload_gradient_dict=self._of.offload_gradient_dict,
+                use_offload=self._of.cpu_offload,
+            )
+
+    def link_states(self) -> bool:
+        """Link parameters to existing optimizer states, and return whether all buffers have states.
+
+        The parent links only after the first step: after a load, or a reload from the host,
+        ``safe_get_full_optimizer_state`` would not find any.
         """
-        held = [states.get(partition) or {} for partition in weights]
-        for buffer, partition, state in zip(self, weights, held, strict=True):
+        weights = self._of.single_partition_of_fp32_groups
+        states = [self._of.optimizer.state.get(partition) or {} for partition in weights]
+        for buffer, partition, state in zip(self, weights, states, strict=True):
             lazy_init_hp_params_optimizer_state(buffer.params, partition, {partition: state})
-        return all(held)
+        return all(states)
 
 
 def _padding(part: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from deepspeed_ext.zero.boundary import Boundary
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import Window
 
 
@@ -48,16 +49,14 @@ class Mean:
     after: float | None = None
 
     @classmethod
-    def over_ranks(cls, context: Context, predivide: float | None) -> "Mean":
-        """Return the mean over all data-parallel ranks.
-
-        Args:
-            context: shared constants.
-            predivide: divisor before the sum, the rest is divided after it; None to divide at once, before the sum.
-        """
-        if predivide is None:
+    def of_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
+        """Return the mean over all data-parallel ranks, divided at the moments that the optimizer's keys select."""
+        if not optimizer.gradient_average:
+            return cls()
+        if optimizer.reduce_scatter or not optimizer.postscale_gradients:
             return cls(before=context.ranks / context.sequence_parallel_size)
-        return cls(predivide, predivide * context.sequence_parallel_size / context.ranks)
+        before = optimizer.gradient_predivide_factor
+        return cls(before, before * context.sequence_parallel_size / context.ranks)
 
     def divide(self, packed: Tensor) -> Tensor:
         """Scale what is to be summed, in place."""

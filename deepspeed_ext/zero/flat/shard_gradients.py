@@ -3,49 +3,17 @@
 """Gradients of the optimizer's shards with p = N, on the device or with optimizer offload in host memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import FlatShard
-
-
-class ShardOptimizer(Protocol):
-    """DeepSpeed's stage-1/2 optimizer: its gradients of partitions. A number is that of a parameter group.
-
-    Attributes:
-        accumulated_grads_in_cpu: with offload, each parameter's accumulated gradient, a view of a shard, by its id.
-        grad_position: with offload, where a parameter's gradient is, by its id: number, first element of the
-            parameter, first element of the shard, elements.
-        norm_for_param_grads: with offload, norms of gradients by parameter id, from which DeepSpeed takes the total.
-        params_in_partition: parameters of which this rank's partition has elements, by number.
-        single_partition_of_fp32_groups: the optimizer's weights by number; it reads their ``grad`` with offload.
-        _offload_accumulated_param_ids: ids of parameters that were used since the last step.
-    """
-
-    accumulated_grads_in_cpu: dict[int, Tensor]
-    grad_position: dict[int, list[int]]
-    norm_for_param_grads: dict[int, Tensor]
-    params_in_partition: list[list[nn.Parameter]]
-    single_partition_of_fp32_groups: list[Any]
-    _offload_accumulated_param_ids: set[int]
-
-    def get_param_id(self, param: nn.Parameter) -> int:
-        """Return DeepSpeed's id of a parameter."""
-
-    def update_offload_overflow_tracker(self, grad: Tensor) -> None:
-        """Look for an overflow in a gradient on the device."""
-
-    def _get_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Return the gradient of a partition; ``ShardGradients.make`` makes it if there is none."""
-
-    def _record_offload_copy(self) -> None:
-        """Remember a copy to the host, which ``_wait_for_offload_copies`` waits for."""
 
 
 class HostShard(list[Tensor]):
@@ -64,11 +32,11 @@ class ShardGradients:
 
     Args:
         context: shared constants.
-        optimizer: DeepSpeed's optimizer, which holds them.
+        optimizer: the optimizer, which holds them.
         buffers: its flat buffers.
     """
 
-    def __init__(self, context: Context, *, optimizer: ShardOptimizer, buffers: FlatBuffers) -> None:
+    def __init__(self, context: Context, *, optimizer: Stage12View, buffers: FlatBuffers) -> None:
         self._context, self._optimizer, self._buffers = context, optimizer, buffers
 
     def of(self, number: int) -> Tensor:

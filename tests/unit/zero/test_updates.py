@@ -277,7 +277,7 @@ def watched(model: nn.Module) -> Arrivals:
     """Arrivals of a model, a window for each parameter, in their order."""
     places = {id(param): place for place, param in enumerate(model.parameters())}
     windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
-    updates = Arrivals(windows, lambda window: iter(()), lambda window, cells: None, True, True)
+    updates = Arrivals(windows, mock.Mock(), overlap=True, ahead=True)
     updates.watch(model, places)
     return updates
 
