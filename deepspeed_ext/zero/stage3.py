@@ -333,7 +333,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
         another = bucket.process_group is not param.ds_process_group
-        if bucket.elements and (another or bucket.elements + param.ds_numel > self.reduce_bucket_size):
+        if bucket.elements and (another or bucket.elements + param.ds_numel > self.context.reduce_bucket):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         bucket.params.append(param)
         bucket.process_group = param.ds_process_group
