@@ -5,7 +5,6 @@
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -17,12 +16,11 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY, as_given
 from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
@@ -175,32 +173,8 @@ def add_outer_optimizer(
     optimizer.outer = outer
     optimizer.norms.skip_together(topology.inter)
     optimizer.gradient_terms.append(outer)
-    if isinstance(optimizer, Stage12Optimizer):
-        _take_what_is_set(optimizer, outer)
     for name in _TO_FILES:
         setattr(engine, name, _with_outer_weights(getattr(engine, name), outer))
-
-
-def _take_what_is_set(optimizer: Stage12Optimizer, outer: OuterOptimizer) -> None:
-    """Let an outer optimizer take over weights that somebody sets by DeepSpeed's ``safe_set_full_fp32_param``."""
-    found = weakref.ref(outer)  # parameters may outlive the engine
-    for shard in optimizer.flat_shards():
-        for member in shard.members:
-            owner: Any = member.param
-            owner.set_full_hp_param = _taking(owner.set_full_hp_param, found, shard.number, member.in_shard)
-
-
-def _taking(
-    change: Callable[..., None], found: "weakref.ref[OuterOptimizer]", number: int, span: Span
-) -> Callable[..., None]:
-    @functools.wraps(change)
-    def changed(value: Tensor, optim_state_key: str | None = None, *args: Any, **kwargs: Any) -> None:
-        change(value, optim_state_key, *args, **kwargs)
-        outer = found()
-        if outer is not None and optim_state_key is None:
-            outer.take(number, span)
-
-    return changed
 
 
 def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
