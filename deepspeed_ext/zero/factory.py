@@ -164,8 +164,8 @@ def add_outer_optimizer(
     # Their own process groups: what travels beside inner steps keeps nothing else waiting.
     between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
     outer = OuterOptimizer(
-        settings,
-        topology,
+        optimizer.context,
+        settings=settings,
         hops=(make[0](between, "outer", True), make[1](between, "outer")),
         shards=optimizer,
         report=_reporter(engine) if engine.monitor.enabled else None,

@@ -41,10 +41,10 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduced
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
-from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.config.outer import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
 
 
@@ -159,14 +159,15 @@ class OuterOptimizer(InnerStepsOnly):
     """Brings groups together. See Note [Outer steps].
 
     Args:
+        context: constants of the group's optimizer.
         settings: how, and when.
-        topology: process groups of all groups.
         hops: reduction and gather over the ranks of this number in all groups.
         shards: the group's optimizer.
         report: receives the measures of each outer step; None if nothing is reported.
 
     Attributes:
-        settings, topology: the same.
+        settings: the same.
+        topology: process groups of all groups.
         reduce: reduction between groups, with its errors.
         step: inner steps since the beginning, or since ``restart``; those of the warm-up and skipped ones included.
         fragments: in the order in which they leave.
@@ -174,15 +175,14 @@ class OuterOptimizer(InnerStepsOnly):
 
     def __init__(
         self,
-        settings: OuterSettings,
-        topology: Topology,
+        context: Context,
         *,
+        settings: OuterSettings,
         hops: tuple[ReduceHop, GatherHop],
         shards: OuterShards,
         report: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
-        self.settings = settings
-        self.topology = topology
+        self.settings, self.topology = settings, context.topology.whole
         self.step = 0
         self.reduce, self._gather = hops
         self._shards = shards
