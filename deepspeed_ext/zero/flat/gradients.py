@@ -96,7 +96,7 @@ class FlatGradients:
         windows = buffers.windows([layout.rows for layout in self.layouts], context.reduce_bucket)
         early = self._arrives == Placement.I and self._crosses.unattended
         own = [window for window in reversed(windows) if window.buffer in self._buffers]
-        self._boundary = Boundary(own, lambda window: window.members, early)
+        self._boundary = Boundary(own, lambda window: window.members, early=early)
         self.slices: dict[int, Tensor] = {}
 
     def reduce(
