@@ -50,7 +50,7 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 def arriving_when_waited_for() -> Iterator[threading.Event]:
     """In this context updates are on their way until somebody waits for them; that sets the event."""
     gate = threading.Event()
-    gather, start, wait_for, drain = FlatUpdates._gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
+    gather, start, wait_for, drain = FlatUpdates.gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
 
     class Held:
         def wait(self) -> None:
@@ -75,7 +75,7 @@ def arriving_when_waited_for() -> Iterator[threading.Event]:
         drain(self)
 
     with (
-        mock.patch.object(FlatUpdates, "_gather_window", late),
+        mock.patch.object(FlatUpdates, "gather_window", late),
         mock.patch.multiple(Arrivals, start=started, wait_for=waited, drain=drained),
     ):
         yield gate
