@@ -86,7 +86,7 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, context: Context, *, number: int, family: Family, flattening: Flattening, group: ProcessGroup | None
+        self, context: Context, *, number: int, family: Family, flattening: Flattening, group: ProcessGroup
     ) -> None:
         params, offsets, numels, alignment, unchanged = flattening
         self.number, self.family, self.params, self.group = number, family, list(params), group
