@@ -30,37 +30,21 @@ class StateReader(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that is decided before an optimizer is built and does not change afterwards.
+    """Everything that is decided before an optimizer is built and does not change afterwards."""
 
-    Attributes:
-        strategy: placements of parameters, gradients, and optimizer states.
-        families: parameter families by name, each with its process groups and hops; ``dense`` is the first.
-        reductions: stream of gradient reductions.
-        accumulation_dtype: dtype in which gradients are summed over micro-batches.
-        communication_dtype: dtype in which gradients are sent, without ``torch.autocast``.
-        reduce_bucket: maximum number of elements in a bucket of gradients, unless one parameter is larger.
-        gather_bucket: maximum number of elements (of whole parameters) in one all-gather.
-        overlap: whether transfers may overlap each other and computation (``overlap_comm``).
-        offload: whether gradients of the optimizer's shard and optimizer states are in host memory.
-        pinned: whether that host memory is pinned.
-        sequence_parallel_size: number of ranks that count as one data-parallel rank in the mean.
-        ahead: whether a step may end before updated parameters are received (``paro_overlap_updates``).
-        readers: objects that read optimizer states while training continues; the only part that may change.
-    """
-
-    strategy: Strategy
-    families: Families
-    reductions: ReductionStream
-    accumulation_dtype: torch.dtype
-    communication_dtype: torch.dtype
-    reduce_bucket: int
-    gather_bucket: int
-    overlap: bool
-    offload: bool
-    pinned: bool
-    sequence_parallel_size: int
-    ahead: bool
-    readers: list[StateReader] = field(default_factory=list)
+    strategy: Strategy  # placements of parameters, gradients, and optimizer states
+    families: Families  # parameter families by name, each with its process groups and hops; ``dense`` is the first
+    reductions: ReductionStream  # stream of gradient reductions
+    accumulation_dtype: torch.dtype  # dtype in which gradients are summed over micro-batches
+    communication_dtype: torch.dtype  # dtype in which gradients are sent, without ``torch.autocast``
+    reduce_bucket: int  # maximum number of elements in a bucket of gradients, unless one parameter is larger
+    gather_bucket: int  # maximum number of elements (of whole parameters) in one all-gather
+    overlap: bool  # whether transfers may overlap each other and computation (``overlap_comm``)
+    offload: bool  # whether optimizer states and gradients of the optimizer's shard are in host memory
+    pinned: bool  # whether that host memory is pinned
+    sequence_parallel_size: int  # number of ranks that count as one data-parallel rank in the mean
+    ahead: bool  # whether a step may end before updated parameters are received (``paro_overlap_updates``)
+    readers: list[StateReader] = field(default_factory=list)  # notified of changes; the only part that may change
 
     @classmethod
     def from_config(

@@ -8,15 +8,10 @@ from deepspeed_ext.comm.hops import GradientScale
 
 
 class ScaledOptimizer(Protocol):
-    """An optimizer of DeepSpeed.
+    """An optimizer of DeepSpeed."""
 
-    Attributes:
-        loss_scale: factor of the loss in the next backward.
-        torch_autocast_gradscaler: ``torch.amp.GradScaler``; None without fp16 autocast.
-    """
-
-    loss_scale: float
-    torch_autocast_gradscaler: Any
+    loss_scale: float  # factor of the loss in the next backward
+    torch_autocast_gradscaler: Any  # ``torch.amp.GradScaler``; None without fp16 autocast
 
 
 class LossScale(GradientScale):

@@ -29,20 +29,13 @@ class FamilyGradients(Protocol):
 
 
 class AccumulatingOptimizer(Protocol):
-    """An optimizer that accumulates gradients over micro-batches.
-
-    Attributes:
-        gradients: gradients that are being reduced, by family.
-    """
+    """An optimizer that accumulates gradients over micro-batches, as DeepSpeed's and ``ParoOptimizer``."""
 
     _backward_active_depth: int
-    gradients: Mapping[str, FamilyGradients]
+    gradients: Mapping[str, FamilyGradients]  # by family
 
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the running or latest backward is the last one of an accumulation."""
-
-    def sync_gradients(self) -> None:
-        """Complete the gradients of the optimizer's shard: g -> os."""
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+    def sync_gradients(self) -> None: ...
 
 
 class MicroSteps:

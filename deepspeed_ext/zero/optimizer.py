@@ -49,46 +49,25 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     """A ZeRO optimizer with model states placed by a strategy. DeepSpeed's own class of a stage comes after it.
 
     It provides its flat shards to ``Muon`` (``FlatShards``) and to ``OuterOptimizer`` (``OuterShards``).
-
-    Attributes:
-        context: the constants that all parts share.
-        strategy: placements of model states.
-        families: parameter families with their process groups and hops; see Note [Families] in ``families.py``.
-        topology: process groups of dense parameters.
-        reductions: stream of gradient reductions.
-        gradients: gradients that are being reduced to the optimizer's shard, by family.
-        micro_steps: backwards of an accumulation.
-        gradient_scale: loss scale of this step's gradients.
-        norms: norms and overflows, decided together.
-        resync: decides which updates are sent whole.
-        muon: Muon's part of a step.
-        outer: an outer optimizer between groups.
-        gradient_terms: gradients that are added at the accumulation boundary, once they are sharded as the optimizer
-            states are; in this order on all ranks.
-        writers: the ranks that write files of optimizer states.
-        unscaled_updates: DeepSpeed's record of flat shards whose gradient is an update without the loss scale; None
-            with optimizer offload.
-        own_order: whether ``state_dict`` returns partitions as they are held; see Note [Own order] in
-            ``flat/saved.py``.
-        is_saved: whether a checkpoint is being saved, which changes no model state.
     """
 
-    own_order = is_saved = False
-    outer = InnerStepsOnly()
-
-    context: Context
-    strategy: Strategy
-    families: Families
-    topology: Topology
-    reductions: ReductionStream
-    gradients: Mapping[str, Any] = MappingProxyType({})  # each stage has a class of its own
-    micro_steps: MicroSteps
-    gradient_scale: LossScale
-    norms: Norms
-    resync: Resync
-    gradient_terms: list[GradientTerm]
-    writers: CheckpointWriters
-    unscaled_updates: set[int] | None
+    context: Context  # constants that all parts share
+    strategy: Strategy  # placements of model states
+    families: Families  # parameter families; see Note [Families] in ``families.py``
+    topology: Topology  # process groups of dense parameters
+    reductions: ReductionStream  # stream of gradient reductions
+    gradients: Mapping[str, Any] = MappingProxyType({})  # gradients that are being reduced to the shard, by family
+    micro_steps: MicroSteps  # backwards of an accumulation
+    gradient_scale: LossScale  # loss scale of this step's gradients
+    norms: Norms  # norms and overflows, decided together
+    resync: Resync  # decides which updates are sent whole
+    outer = InnerStepsOnly()  # an outer optimizer between groups
+    gradient_terms: list[GradientTerm]  # gradients that are added at the accumulation boundary, in this order
+    writers: CheckpointWriters  # the ranks that write files of optimizer states
+    unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
+    # scale; None with optimizer offload
+    own_order = False  # whether ``state_dict`` returns partitions as they are held; see Note [Own order]
+    is_saved = False  # whether a checkpoint is being saved, which changes no model state
     _begun = False  # whether the next step has begun with the end of an accumulation that the caller owns
 
     # Attributes of DeepSpeed's optimizers of both stages.

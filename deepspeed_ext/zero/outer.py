@@ -102,17 +102,10 @@ def outer_weights(engine: Any) -> Iterator[None]:
 class OuterShards(Protocol):
     """The optimizer of a group: its flat shards, in which all ranks of one number have the same elements."""
 
-    def flat_shards(self) -> list[FlatShard]:
-        """Return its flat shards."""
-
-    def shard_weights(self, number: int) -> Tensor:
-        """Return the optimizer's weights of a flat shard, 1D."""
-
-    def shard_gradient(self, number: int) -> Tensor:
-        """Return the gradient of a flat shard at the accumulation boundary, 1D; may be written."""
-
-    def send_parameters(self) -> None:
-        """Make all ranks of the group hold the optimizer's weights. Collective."""
+    def flat_shards(self) -> list[FlatShard]: ...
+    def shard_weights(self, number: int) -> Tensor: ...  # 1D
+    def shard_gradient(self, number: int) -> Tensor: ...  # at the accumulation boundary, 1D; may be written
+    def send_parameters(self) -> None: ...  # makes all ranks of the group hold these weights; collective
 
 
 @dataclass

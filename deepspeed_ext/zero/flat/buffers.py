@@ -51,20 +51,13 @@ def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ra
 
 
 class Flattening(NamedTuple):
-    """How DeepSpeed flattens a parameter group.
+    """How DeepSpeed flattens a parameter group."""
 
-    Attributes:
-        params, offsets, numels: parameters in the order of the flat buffer, their offsets in it and their elements.
-            DeepSpeed may replace a parameter by an empty one while it makes the buffer.
-        alignment: multiple of elements to which the buffer is padded.
-        unchanged: whether the buffer keeps DeepSpeed's own partitions, whatever the bucket size.
-    """
-
-    params: Sequence[nn.Parameter]
-    offsets: Sequence[int]
-    numels: Sequence[int]
-    alignment: int
-    unchanged: bool
+    params: Sequence[nn.Parameter]  # in the order of the buffer; they may be empty while DeepSpeed makes it
+    offsets: Sequence[int]  # of the parameters in the buffer
+    numels: Sequence[int]  # elements of the parameters
+    alignment: int  # multiple of elements to which the buffer is padded
+    unchanged: bool  # whether the buffer keeps DeepSpeed's own partitions, independent of the bucket size
 
 
 class FlatBuffer:

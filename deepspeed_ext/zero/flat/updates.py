@@ -48,12 +48,7 @@ def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
 
 
 class WeightOwner(Protocol):
-    """An optimizer whose weights user code may set.
-
-    Attributes:
-        resync: decides which updates are sent whole.
-        outer: an outer optimizer.
-    """
+    """An optimizer whose weights user code may set."""
 
     resync: Resync
     outer: InnerStepsOnly
