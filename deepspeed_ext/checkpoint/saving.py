@@ -100,31 +100,41 @@ def save_checkpoint(
     return saved
 
 
+class _Reader:
+    """The asynchronous saves of an engine, as readers of its optimizer's states."""
+
+    def __init__(self, engine: Engine, aside: AsyncSaves) -> None:
+        self._engine: Engine = weakref.proxy(engine)
+        self._aside = aside
+
+    def before_step(self) -> None:
+        """Let the step change states, and raise if a save has failed.
+
+        Raises:
+            SaveFailed: on all ranks. The engine's step may be called again.
+        """
+        try:
+            self._aside.at_step(raises=not self._engine.pipeline_parallelism)
+        except SaveFailed:
+            if self._engine._running_engine_step:
+                self._engine._running_engine_step = False
+                self._engine._stop_timers(self._engine.engine_timers.step_timers)
+            raise
+
+    def before_change(self) -> None:
+        """Wait until a running save has copied the states."""
+        self._aside.settle()
+
+
 def _snapshot(engine: Engine, aside: AsyncSaves) -> Snapshot:
     """Return an empty snapshot, for which the optimizer waits before it changes its states."""
-    optimizer: ParoOptimizer = engine.optimizer
-    optimizer.before_change = optimizer.resync.before_asking = aside.settle
-    optimizer.before_step = partial(_before_step, weakref.proxy(engine), aside)
+    readers = engine.optimizer.context.readers
+    readers[:] = [*(one for one in readers if not isinstance(one, _Reader)), _Reader(engine, aside)]
     return aside.snapshot(_changed_by_steps(engine))
 
 
-def _before_step(engine: Engine, aside: AsyncSaves) -> None:
-    """Called before a step of the optimizer, in one of the engine; if it raises, both may be called again.
-
-    Raises:
-        SaveFailed: on all ranks.
-    """
-    try:
-        aside.at_step(raises=not engine.pipeline_parallelism)
-    except SaveFailed:
-        if engine._running_engine_step:
-            engine._running_engine_step = False
-            engine._stop_timers(engine.engine_timers.step_timers)
-        raise
-
-
 def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
-    """Yield the optimizer's weights and states, if a step alone changes them, or what calls ``before_change``."""
+    """Yield the optimizer's weights and states, if they change only by steps and after ``before_change``."""
     optimizer: ParoOptimizer = engine.optimizer
     if isinstance(optimizer.outer, OuterOptimizer):
         return

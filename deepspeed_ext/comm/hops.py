@@ -44,6 +44,14 @@ class Update(NamedTuple):
 Agree = Callable[[Tensor], Tensor]  # of each number the largest among the ranks that gather
 
 
+class GradientScale:
+    """The factor by which loss scaling multiplies gradients; this one is constant."""
+
+    def value(self) -> float:
+        """Return the factor of the gradients that are reduced now."""
+        return 1.0
+
+
 class ErrorState:
     """What a lossy reduction keeps from bucket to bucket, and from step to step; this one keeps nothing."""
 
@@ -301,7 +309,7 @@ class ReduceHop(Hop, ABC):
         errors: what the reduction keeps.
         sums: how the sums of an all-reduce come back.
         keeps_zeros: whether sums of zeros are zeros.
-        scale: gives what gradients are multiplied with, which is the loss scale.
+        scale: loss scale of the gradients.
     """
 
     keeps_zeros = True
@@ -310,7 +318,15 @@ class ReduceHop(Hop, ABC):
         super().__init__(group, name)
         self.errors = ErrorState()
         self.sums = SumsGather()
-        self.scale: Callable[[], float] = lambda: 1.0
+        self.scale = GradientScale()
+
+    def use_scale(self, scale: GradientScale) -> None:
+        """Reduce gradients that loss scaling multiplies by this factor from now on."""
+        self.scale = scale
+
+    def drop_errors(self) -> None:
+        """Keep no errors from now on, and free the memory of those that are kept."""
+        self.errors = self.sums.errors = ErrorState()
 
     @property
     def keeps_errors(self) -> bool:

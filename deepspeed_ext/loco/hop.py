@@ -86,7 +86,7 @@ class LocoHop(ReduceHop):
         before: list[Tensor | None] = [None] * len(rows)
         after = before
         if self.settings.error_feedback and contents:
-            options |= {"beta": self.settings.err_beta, "unit": self.scale()}
+            options |= {"beta": self.settings.err_beta, "unit": self.scale.value()}
             old, new = self.errors.buffers(contents, splits, flat.device)
             kept = self.errors.sizes(splits)
             after = list(split_rows(new, splits, kept))

@@ -55,7 +55,7 @@ class QuantizedSums(SumsGather):
         if not spans:
             ops.compress(sums.view(1, -1), wire, self.packing)
             return
-        unit, (old, new) = hop.scale(), self.errors.buffers(contents, splits, sums.device)
+        unit, (old, new) = hop.scale.value(), self.errors.buffers(contents, splits, sums.device)
         error = None if old is None else old.view(1, -1)
         give = partial(compensated, sums.view(1, -1), error, unit, self.packing.block_size, False)
         given = self.sent.given(sums.numel(), self.packing, give)

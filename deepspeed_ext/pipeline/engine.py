@@ -99,8 +99,8 @@ class ShardedPipelineEngine(PipelineEngine):
         if isinstance(self.optimizer, ParoOptimizer):  # a stage with nothing to train has none
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self._tied = TiedGradients(self.module, self.optimizer)
-            self.optimizer.complete_gradients = self._tied.sum
-            self.optimizer.overlaps_micro_steps = True
+            self.optimizer.gradient_terms.append(self._tied)
+            self.optimizer.micro_steps.overlap = True
 
     def _use_checkpointing_that_stops_early(self) -> None:
         """With sharded parameters, use torch's non-reentrant checkpointing instead of DeepSpeed's.
@@ -143,11 +143,11 @@ class ShardedPipelineEngine(PipelineEngine):
     @override
     def _exec_backward_pass(self, buffer_id: int) -> None:
         self._backwards += 1
-        self.optimizer.flush_follows = self._backwards == self.micro_batches
-        try:
+        if not isinstance(self.optimizer, ParoOptimizer):
             self._run_backward_pass(buffer_id)
-        finally:
-            self.optimizer.flush_follows = False
+            return
+        with self.optimizer.micro_steps.before_flush(self._backwards == self.micro_batches):
+            self._run_backward_pass(buffer_id)
 
     def _run_backward_pass(self, buffer_id: int) -> None:
         if self.is_last_stage():

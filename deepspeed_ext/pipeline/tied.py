@@ -45,7 +45,7 @@ class TiedGradients:
             for ranks, group, weights in _make_groups(module, optimizer)
         ]
 
-    def sum(self) -> None:
+    def complete_gradients(self) -> None:
         """Sum the gradients of all stages in the order of the stages, so that all get the same bits. Collective."""
         for exchange in self._exchanges:
             exchange.run()

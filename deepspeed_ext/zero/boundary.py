@@ -58,6 +58,7 @@ class Boundary(Generic[Bucket]):
         self,
         buckets: Sequence[Bucket],
         members: Callable[[Bucket], Iterable[Hashable]],
+        *,
         early: bool,
         once: bool = True,
         name: Callable[[Any], str] = str,

@@ -5,7 +5,6 @@
 import contextlib
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -17,12 +16,11 @@ import deepspeed.runtime.zero.stage3
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY, as_given
 from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
@@ -34,6 +32,7 @@ from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero import native_experts
 from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
+from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import (
     DENSE,
     Families,
@@ -164,50 +163,18 @@ def add_outer_optimizer(
     """
     # Their own process groups: what travels beside inner steps keeps nothing else waiting.
     between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
-    numels = [optimizer.shard_weights(shard.number).numel() for shard in optimizer.flat_shards()]
     outer = OuterOptimizer(
-        settings,
-        topology,
-        make[0](between, "outer", True),
-        make[1](between, "outer"),
-        numels,
-        lambda number: optimizer.shard_weights(number).data,
-        optimizer.send_parameters,
-        _reporter(engine) if engine.monitor.enabled else None,
+        optimizer.context,
+        settings=settings,
+        hops=(make[0](between, "outer", True), make[1](between, "outer")),
+        shards=optimizer,
+        report=_reporter(engine) if engine.monitor.enabled else None,
     )
     optimizer.outer = outer
-    optimizer.norms.overflowing = topology.inter
-    if settings.warmup_steps:
-        numbers = range(len(numels))
-        optimizer.complete_gradients = lambda: outer.average_gradients(
-            (number, optimizer.shard_gradient(number)) for number in numbers
-        )
-    if isinstance(optimizer, Stage12Optimizer):
-        _take_what_is_set(optimizer, outer)
+    optimizer.norms.skip_together(topology.inter)
+    optimizer.gradient_terms.append(outer)
     for name in _TO_FILES:
         setattr(engine, name, _with_outer_weights(getattr(engine, name), outer))
-
-
-def _take_what_is_set(optimizer: Stage12Optimizer, outer: OuterOptimizer) -> None:
-    """Let an outer optimizer take over weights that somebody sets by DeepSpeed's ``safe_set_full_fp32_param``."""
-    found = weakref.ref(outer)  # parameters may outlive the engine
-    for shard in optimizer.flat_shards():
-        for member in shard.members:
-            owner: Any = member.param
-            owner.set_full_hp_param = _taking(owner.set_full_hp_param, found, shard.number, member.in_shard)
-
-
-def _taking(
-    change: Callable[..., None], found: "weakref.ref[OuterOptimizer]", number: int, span: Span
-) -> Callable[..., None]:
-    @functools.wraps(change)
-    def changed(value: Tensor, optim_state_key: str | None = None, *args: Any, **kwargs: Any) -> None:
-        change(value, optim_state_key, *args, **kwargs)
-        outer = found()
-        if outer is not None and optim_state_key is None:
-            outer.take(number, span)
-
-    return changed
 
 
 def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
@@ -252,20 +219,26 @@ def _replacements(
 ) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
 
-    def families() -> Families:
-        return families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
+    def context(arguments: dict[str, Any]) -> Context:
+        families = families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
+        return Context.from_config(
+            config,
+            strategy,
+            families,
+            accumulation_dtype=arguments["gradient_accumulation_dtype"],
+            communication_dtype=arguments["communication_data_type"],
+        )
 
     def make_stage12(*args: Any, **kwargs: Any) -> Stage12Optimizer:
         kwargs["overlap_comm"] = config.overlap_comm
-        ahead = config.paro_overlap_updates
-        return Stage12Optimizer(*args, **kwargs, strategy=strategy, families=families(), overlap_updates=ahead)
+        return Stage12Optimizer(*args, **kwargs, context=context(kwargs))
 
     if strategy.p == Placement.N:
         return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make_stage12)]
     gathering = GatherSettings.of(config)
 
     def make_stage3(*args: Any, **kwargs: Any) -> Stage3Optimizer:
-        return Stage3Optimizer(*args, **kwargs, strategy=strategy, families=families(), gathering=gathering)
+        return Stage3Optimizer(*args, **kwargs, context=context(kwargs), gathering=gathering)
 
     def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
         return _inference(module, strategy, families_of(topologies, topologies, gather), gathering, kwargs)

@@ -29,7 +29,7 @@ Note [Folded experts]
     one counts what all have. DeepSpeed's stages 1 and 2 count experts of the first one alone; its stage 3 counts all.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from deepspeed.moe.utils import is_moe_param
@@ -37,7 +37,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce, make_reduce
-from deepspeed_ext.comm.hops import GatherHop
+from deepspeed_ext.comm.hops import ErrorState, GatherHop, JointErrorState
 from deepspeed_ext.comm.process_groups import Topology, get_subtopology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
 from deepspeed_ext.deepspeed_types import Engine
@@ -81,6 +81,26 @@ def name_in_all(param: nn.Parameter, name: str) -> str:
     if not is_moe_param(param):
         return name
     return f"{name} (expert-parallel rank {groups._get_expert_parallel_rank(family_of(param))})"
+
+
+def error_state_of(families: Families, family_of_buffer: Callable[[int], str]) -> ErrorState:
+    """Return the errors that reductions between groups keep, of all families.
+
+    Args:
+        families: all of an optimizer.
+        family_of_buffer: returns the family of a flat buffer, by the number that hops are given.
+    """
+    several = len(families) > 1
+
+    def place_of(buffer: int) -> tuple[str, ...]:
+        return ("families", family_of_buffer(buffer)) if several else ()
+
+    states = {
+        (("families", name) if several else ()) + place: state
+        for name, family in families.items()
+        for place, state in family.reduce.inter.error_states().items()
+    }
+    return states[()] if states.keys() == {()} else JointErrorState(states, place_of)
 
 
 def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:

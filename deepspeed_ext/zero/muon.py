@@ -45,7 +45,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -57,12 +57,40 @@ from deepspeed_ext.comm.owners import ROUNDS, Job, assign, rounds
 from deepspeed_ext.comm.spans import Span, neighbors_joined
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, Family, family_of
-from deepspeed_ext.zero.flat_shards import FlatShards
+from deepspeed_ext.zero.loss_scale import LossScale
 from deepspeed_ext.zero.matrices import Matrices, matrices_of
 from deepspeed_ext.zero.shards import FlatShard, Member
 
 MOMENTUM = "momentum_buffer"  # DeepSpeed's name of the state
+
+
+class FlatShards(Protocol):
+    """An optimizer's flat shards: everything that Muon uses of the optimizer.
+
+    Attributes:
+        optimizer: the torch optimizer that steps.
+        gradient_scale: loss scale of this step's gradients.
+        unscaled_updates: DeepSpeed's record of shards whose gradient is an update without the loss scale; None if
+            DeepSpeed keeps none.
+    """
+
+    optimizer: Any
+    gradient_scale: LossScale
+    unscaled_updates: set[int] | None
+
+    def flat_shards(self) -> list[FlatShard]:
+        """Return which parameters are in the optimizer's flat shards, in one order on all ranks."""
+
+    def shard_weights(self, number: int) -> nn.Parameter:
+        """Return the optimizer's weights of a flat shard, 1D: the key of its states."""
+
+    def shard_gradient(self, number: int) -> Tensor:
+        """Return the gradient of a flat shard at the accumulation boundary, 1D; may be written."""
+
+    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
+        """Called after updates have replaced the gradients of these flat shards."""
 
 
 class _Owned(NamedTuple):
@@ -108,18 +136,19 @@ class Muon:
     """Muon's part of a step. See Note [Muon]. There is nothing to do for optimizers without ``use_muon`` groups.
 
     Args:
-        optimizer: whose step it is.
+        context: shared constants.
+        optimizer: the optimizer whose step it is a part of.
     """
 
-    def __init__(self, optimizer: FlatShards) -> None:
-        self._of = optimizer
+    def __init__(self, context: Context, optimizer: FlatShards) -> None:
+        self._context, self._of = context, optimizer
         self._staged: dict[int, Tensor] = {}  # number of a shard: its momentum, if the step is applied
         self._shards: list[FlatShard] = []
         self._rounds: list[_Round] | None = None
 
     @property
     def _replicated(self) -> bool:
-        return self._of.strategy.os == Placement.N
+        return self._context.strategy.os == Placement.N
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -130,7 +159,8 @@ class Muon:
             self._plan()
         for shard in self._shards:
             self._advance(shard)
-        factors = {shard.number: self._of.begin_replacing_gradient(shard.number) for shard in self._shards}
+        scale, unscaled = self._of.gradient_scale, self._of.unscaled_updates
+        factors = {shard.number: scale.of_update(shard.number, unscaled) for shard in self._shards}
         if self._shards:
             try:
                 for one in self._rounds or ():
@@ -168,12 +198,12 @@ class Muon:
             state[MOMENTUM] = state[MOMENTUM].float()
         old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
         staged = torch.empty_like(old)
-        for parts in zip(*(one.split(self._of.reduce_bucket_size) for one in (staged, old, gradient)), strict=True):
+        for parts in zip(*(one.split(self._context.reduce_bucket) for one in (staged, old, gradient)), strict=True):
             torch.lerp(parts[1], self._unscaled(parts[2]), 1 - self._group(shard)["momentum"], out=parts[0])
         self._staged[shard.number] = staged
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
-        scale = self._of.gradient_scale()
+        scale = self._of.gradient_scale.value()
         return gradient.float() if scale == 1 else gradient.to(torch.float32, copy=True).div_(scale)
 
     def _look_ahead(self, shard: FlatShard, span: Span) -> Tensor:
@@ -265,10 +295,10 @@ class Muon:
         self._rounds = []
         if not self._shards:
             return
-        dtypes = {self._of.get_param_comm_dtype(member.param) for shard in self._shards for member in shard.members}
+        dtypes = {self._context.message_dtype(member.param) for shard in self._shards for member in shard.members}
         self._wire = torch.float32 if torch.float32 in dtypes else torch.bfloat16
         self._queue = TransferQueue(overlap=True, newest_first=True)
-        for name, family in self._of.families.items():  # in one order on all ranks
+        for name, family in self._context.families.items():  # in one order on all ranks
             shards = [one for one in self._shards if one.members and family_of(one.members[0].param) == name]
             if shards:
                 self._rounds += self._rounds_of(family, shards)
@@ -276,7 +306,7 @@ class Muon:
     def _rounds_of(self, family: Family, shards: Sequence[FlatShard]) -> list[_Round]:
         """Return the rounds of a family's matrices."""
         topology, label = family.topology, "muon" if family.name == DENSE else f"{family.name}_muon"
-        sharing = topology.intra if self._replicated else topology.shard_group(self._of.strategy.os)
+        sharing = topology.intra if self._replicated else topology.shard_group(self._context.strategy.os)
         collectives = Collectives(sharing, label)
         ranks = collectives.size
         found = list(self._all_matrices(shards, ranks))
@@ -285,7 +315,7 @@ class Muon:
         elements = [0] * ranks
         for owner, job in zip(owners, jobs, strict=True):
             elements[owner] += job.span.numel
-        most = min(self._of.reduce_bucket_size, -(-max(elements) // ROUNDS))
+        most = min(self._context.reduce_bucket, -(-max(elements) // ROUNDS))
         made = []
         for numbers in rounds(jobs, owners, most):
             by_owner = sorted(numbers, key=lambda number: (owners[number], number))
@@ -349,7 +379,7 @@ class Muon:
                 owned.append(_Owned(shard, member.param, matrices, [span]))
         begins = _offsets(filled)
         back = [begins[owner] + at for owner, at in places]
-        return _Round(parts, collectives, [], [], owned, filled, back, stays=collectives.size == 1)
+        return _Round(parts, collectives, [], [], owned, widths=filled, back=back, stays=collectives.size == 1)
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:

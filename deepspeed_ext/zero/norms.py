@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import all_reduce_max
+from deepspeed_ext.zero.context import Context
 
 Reduce = Callable[[Tensor, dist.ReduceOp], None]  # over the parts of a model, in place
 
@@ -35,15 +36,17 @@ class Norms:
     """The norm and the overflow flag of one optimizer.
 
     Args:
-        replicas: the ranks with the same optimizer states, None if there is one.
-
-    Attributes:
-        overflowing: the ranks that skip a step together: by default the replicas.
+        context: shared constants.
     """
 
-    def __init__(self, replicas: ProcessGroup | None) -> None:
-        self._replicas = self.overflowing = replicas
+    def __init__(self, context: Context) -> None:
+        self._replicas = context.topology.replica_group(context.strategy.os)  # the ranks with the same states, if any
+        self._overflowing = self._replicas  # the ranks that skip a step together
         self._state = OverParts.AT_ONCE
+
+    def skip_together(self, ranks: ProcessGroup | None) -> None:
+        """Skip a step if the gradients of one of these ranks have overflowed, and not only those of a replica."""
+        self._overflowing = ranks
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp, over_parts: Reduce) -> None:
         """Serve DeepSpeed's ``_model_parallel_all_reduce``. ``over_parts``: DeepSpeed's own."""
@@ -51,8 +54,8 @@ class Norms:
             self._state = OverParts.OWED
             return
         over_parts(tensor, op)
-        if self._state is OverParts.REPEATED and self.overflowing is not None:
-            dist.all_reduce(tensor, op=op, group=self.overflowing)
+        if self._state is OverParts.REPEATED and self._overflowing is not None:
+            dist.all_reduce(tensor, op=op, group=self._overflowing)
 
     @contextmanager
     def _asked(self, state: OverParts) -> Iterator[None]:
@@ -98,5 +101,7 @@ class Norms:
 
 
 def without_duplicates(norm: Tensor, times: float) -> Tensor:
-    """Return a norm in which everything has been counted so many times; -1 stays, which marks an invalid one."""
+    """Return a norm in which each element was counted so many times, counting it once; -1, an invalid norm, stays."""
+    if times == 1:
+        return norm
     return torch.where(norm < 0, norm, norm / times**0.5)

@@ -6,12 +6,11 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any
-from unittest import mock
+from typing import Any, Protocol
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -20,13 +19,15 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.agreement import all_reduce_max
-from deepspeed_ext.comm.hops import ErrorState, JointErrorState
+from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.overrides import override
-from deepspeed_ext.strategy import Strategy, full_bucket
-from deepspeed_ext.zero.families import DENSE, Families
+from deepspeed_ext.overrides import override, replaced
+from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import Families, error_state_of
+from deepspeed_ext.zero.loss_scale import LossScale
+from deepspeed_ext.zero.micro_steps import MicroSteps
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
 from deepspeed_ext.zero.outer import InnerStepsOnly
@@ -37,63 +38,63 @@ from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
 
+class GradientTerm(Protocol):
+    """Gradients that are not from this rank's backward: those of tied weights, or of other groups."""
+
+    def complete_gradients(self) -> None:
+        """Add them to the gradients of the optimizer's shard. Collective."""
+
+
 class ParoOptimizer(ZeROOptimizer, ABC):
-    """A ZeRO optimizer with model states placed by a strategy; DeepSpeed's own class of a stage comes after it.
+    """A ZeRO optimizer with model states placed by a strategy. DeepSpeed's own class of a stage comes after it.
 
-    It is what ``Muon`` is told of flat shards by (``FlatShards``).
-
-    Attributes:
-        strategy: where model states are.
-        families: of parameters, with their process groups and hops; see Note [Families] in ``families.py``.
-        gradients: on their way to the optimizer's shard: of each family, by its name.
-        reductions: the stream on which these move.
-        norms: how ranks agree on norms and overflows.
-        resync: tells when updated parameters travel as they are.
-        writers: which ranks write files of optimizer states.
-        outer: what happens between groups beside that.
-        complete_gradients: called at the accumulation boundary, when gradients are where the optimizer's states are:
-            adds what else belongs to them.
-        overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
-            nobody reads gradients between the two.
-        flush_follows: whether the backward that runs is the last one before a boundary that somebody else declares.
-        own_order: whether ``state_dict`` returns partitions as they are held; see Note [Own order] in
-            ``flat/saved.py``.
-        is_saved: whether a checkpoint is being saved, for which nobody changes what ranks hold.
-        before_step: called when a step begins, on all ranks; may raise: then nothing has been done.
-        before_change: called before the optimizer's states are changed or moved otherwise: somebody may read them.
+    It provides its flat shards to ``Muon`` (``FlatShards``) and to ``OuterOptimizer`` (``OuterShards``).
     """
 
-    own_order = is_saved = False
-    before_step: Callable[[], None] = staticmethod(lambda: None)
-    before_change: Callable[[], None] = staticmethod(lambda: None)
-    complete_gradients: Callable[[], None] = staticmethod(lambda: None)
-    outer = InnerStepsOnly()
-    overlaps_micro_steps = False
-    flush_follows = False
+    context: Context  # constants that all parts share
+    strategy: Strategy  # placements of model states
+    families: Families  # parameter families; see Note [Families] in ``families.py``
+    topology: Topology  # process groups of dense parameters
+    reductions: ReductionStream  # stream of gradient reductions
+    gradients: Mapping[str, Any] = MappingProxyType({})  # gradients that are being reduced to the shard, by family
+    micro_steps: MicroSteps  # backwards of an accumulation
+    gradient_scale: LossScale  # loss scale of this step's gradients
+    norms: Norms  # norms and overflows, decided together
+    resync: Resync  # decides which updates are sent whole
+    outer = InnerStepsOnly()  # an outer optimizer between groups
+    gradient_terms: list[GradientTerm]  # gradients that are added at the accumulation boundary, in this order
+    writers: CheckpointWriters  # the ranks that write files of optimizer states
+    unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
+    # scale; None with optimizer offload
+    own_order = False  # whether ``state_dict`` returns partitions as they are held; see Note [Own order]
+    is_saved = False  # whether a checkpoint is being saved, which changes no model state
+    _begun = False  # whether the next step has begun with the end of an accumulation that the caller owns
 
-    strategy: Strategy
-    families: Families
-    topology: Topology  # of dense parameters
-    gradients: Mapping[str, Any] = MappingProxyType({})  # a stage says of which kind
-    reductions: ReductionStream
-    norms: Norms
-    resync: Resync
-    writers: CheckpointWriters
-    _bucket: int  # elements of a full one
-    _least_numel: int  # elements that a trained parameter has at least
-    _scale_of_step: float | None = None  # DeepSpeed's loss scale when the step began that runs; None outside of steps
-    _autocast_scale: float | None = None  # of torch's scaler in this step, once it has been asked for
-    _begun = False  # whether the step that comes has begun by the end of an accumulation that the caller owns
-    _last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
+    # Attributes of DeepSpeed's optimizers of both stages.
+    optimizer: Any  # the torch optimizer that steps on the shards
+    loss_scale: float  # factor of the loss in the next backward
+    overflow: bool  # whether the latest step was skipped
+    offloaded_states: set[OffloadStateTypeEnum]  # states that ``offload_states`` has moved to the host
+    torch_autocast_gradscaler: Any  # torch's scaler under fp16 ``torch.autocast``, or None
+    _backward_active_depth: int  # nested backwards that run now
 
-    # Attributes of DeepSpeed's, of both stages.
-    optimizer: Any
-    loss_scale: float
-    overflow: bool
-    offloaded_states: set[OffloadStateTypeEnum]
-    reduce_bucket_size: int
-    torch_autocast_gradscaler: Any
-    _backward_active_depth: int
+    def _attach_parts(self, context: Context) -> None:
+        """Make the parts that both stages have. The families' hops belong to this optimizer from now on."""
+        self.context = context
+        self.strategy, self.families = context.strategy, context.families
+        self.topology, self.reductions = context.topology, context.reductions
+        self.gradient_scale = LossScale(self)
+        self.micro_steps = MicroSteps(context, self)
+        self.norms = Norms(context)
+        self.resync = Resync(context)
+        self.gradient_terms = []
+        for family in context.families.values():
+            family.reduce.inter.use_scale(self.gradient_scale)
+
+    @cached_property
+    def muon(self) -> Muon:
+        """Muon's part of a step, which needs whole matrices."""
+        return Muon(self.context, self)
 
     # Where optimizer states and gradients are #########################################################
 
@@ -120,62 +121,13 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     # The accumulation boundary ########################################################################
 
     @abstractmethod
-    def _sync_gradients(self) -> None:
+    def sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard: g -> os, all parameters on all ranks, used or not."""
 
-    @property
-    def _is_last_backward(self) -> bool:
-        """Whether the last backward of an accumulation runs, as far as the engine knows. A backward that a forward
-        runs inside is none, and comes before the engine has told."""
-        return self.flush_follows or (self._backward_active_depth > 0 and self.is_gradient_accumulation_boundary())
-
-    def _end_micro_step(self) -> None:
-        """End a micro-step whose buckets have been flushed; at the accumulation boundary move g to os.
-
-        Raises:
-            RuntimeError: the backward was the last one of an accumulation, and is not when it ends.
-        """
-        boundary = self.is_gradient_accumulation_boundary()
-        self._last_was_known = boundary or self.flush_follows
-        if boundary:
-            self._sync_gradients()
-        elif self._has_left and not self.flush_follows:
-            raise RuntimeError(
-                "The accumulation boundary was taken back during a backward: gradients are already on their way "
-                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
-            )
-        elif not self.overlaps_micro_steps:
-            self._finish_buckets()
-
-    def _is_full(self, bucket: Any) -> bool:
-        """Whether no other parameter fits into a bucket of DeepSpeed's, which would keep it until one does not: for as
-        long as the backward of another layer takes."""
-        return bool(bucket.elements and bucket.elements + self._least_numel > self._bucket)
-
-    def _measure_buckets(self, numels: Iterable[int]) -> None:
-        """Decide when buckets are full, from the elements of all trained parameters, of which empty ones do not
-        count."""
-        filled = [numel for numel in numels if numel]
-        self._bucket = full_bucket(self.reduce_bucket_size, sum(filled))
-        self._least_numel = min(filled, default=1)
-
-    def _finish_buckets(self) -> None:
-        """Wait for the buckets that are on the wire, in order on the current stream."""
-        with self.reductions.after_current():
-            for gradients in self.gradients.values():
-                gradients.drain()
-        self.reductions.wait()
-
-    @property
-    def _has_left(self) -> bool:
-        """Whether gradients of this accumulation are on their way as if they were complete."""
-        return any(gradients.has_left for gradients in self.gradients.values())
-
-    def _learn_from_first_step(self) -> None:
-        """Learn which parameters rest, once the last micro-batch of an accumulation was known. Collective, once."""
-        if self._last_was_known:
-            for gradients in self.gradients.values():
-                gradients.learn(partial(all_reduce_max, group=self.topology.world))
+    def complete_gradients(self) -> None:
+        """Add the gradients that are not from this rank's backward. Collective."""
+        for term in self.gradient_terms:
+            term.complete_gradients()
 
     def send_whole(self) -> None:
         """Make all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
@@ -207,111 +159,62 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def finalize_gradient_accumulation_boundary(self) -> None:
         """End an accumulation that the caller owns (``managed_gradient_accumulation`` false): at ``engine.step()``."""
-        self.before_step()
+        self.context.before_step()
         self.set_gradient_accumulation_boundary(True)
-        self._sync_gradients()
+        self.sync_gradients()
         self._begun = True
+
+    # The step #########################################################################################
 
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        """Tell reductions that remember whether a step was skipped."""
+        """Notify the parts that keep something from step to step whether the step was skipped."""
         self._begin_step()
         try:
             done = super().step(closure)
         finally:
-            self._scale_of_step = None
-            self.muon.finish_step(False)  # where it has not been told otherwise
+            self.gradient_scale.end_step()
+            self.muon.finish_step(False)  # unless the step has kept its momentum before
         self._finish_step()
         return done
 
     def _begin_step(self) -> None:
         if not self._begun:  # it may raise, which is too late once gradients have been reduced for this step
-            self.before_step()
+            self.context.before_step()
         self._begun = False
         self.outer.begin_step()
-        self._scale_of_step = float(self.loss_scale)
+        self.gradient_scale.begin_step()
         self.resync.vote()
 
     def _finish_step(self) -> None:
-        if self._autocast_scale is not None:  # in use: the host asks the device for it here, not for each message
-            self._autocast_scale = None
-            self.gradient_scale()
+        self.gradient_scale.refresh()
         self.error_state.finish_step(not self.overflow)
         self.outer.finish_step(not self.overflow)
         for family in self.families.values():
             family.gather.finish_step()
 
-    @property
-    def _stepping(self) -> bool:
-        """Whether a step runs."""
-        return self._scale_of_step is not None
-
     def gradients_dropped(self) -> None:
-        """Called when what was reduced will not be applied, outside of a step, which tells itself."""
-        if not self._stepping:
+        """Called outside of a step when reduced gradients will not be applied."""
+        if not self.gradient_scale.stepping:
             self.error_state.finish_step(False)
 
-    # What takes the place of gradients, in a step ######################################################
-
-    @cached_property
-    def muon(self) -> Muon:
-        """What Muon's step needs whole."""
-        return Muon(self)
-
-    def _update_factor(self, number: int, unscaled: set[int] | None) -> float:
-        """Serve ``begin_replacing_gradient``.
-
-        Args:
-            number: of the flat shard.
-            unscaled: DeepSpeed's record of updates that its loss scale has to multiply; None on the host, where it
-                multiplies none.
-        """
-        if unscaled is None:
-            return self.gradient_scale()
-        unscaled.add(number)
-        return self.gradient_scale() / (float(self.loss_scale) if self._scale_of_step is None else self._scale_of_step)
-
-    # What a lossy reduction keeps #####################################################################
+    # Errors of lossy reductions #######################################################################
 
     @property
     def error_state(self) -> ErrorState:
-        """What the hops between groups keep."""
-        several = len(self.families) > 1
-        kept = {
-            (("families", name) if several else ()) + place: state
-            for name, family in self.families.items()
-            for place, state in family.reduce.inter.error_states().items()
-        }
-        if kept.keys() == {()}:
-            return kept[()]
-        return JointErrorState(kept, lambda buffer: ("families", self.family_of_buffer(buffer)) if several else ())
+        """What the hops between groups keep of errors."""
+        return error_state_of(self.families, self.family_of_buffer)
 
     @abstractmethod
     def family_of_buffer(self, buffer: int) -> str:
-        """Return the family of what a hop between groups is told to be of flat buffer number ``buffer``."""
+        """Return the family of a flat buffer, by the number that hops between groups know."""
 
-    def _take(self, strategy: Strategy, families: Families, reductions: ReductionStream) -> None:
-        """Take the parts that both stages have. The families' hops are this optimizer's from now on."""
-        self.strategy, self.families, self.reductions = strategy, families, reductions
-        self.topology = families[DENSE].topology
-        self.norms = Norms(self.topology.replica_group(strategy.os))
-        self.resync = Resync(strategy, self.topology, [family.gather for family in families.values()])
-        for family in families.values():
-            family.reduce.inter.scale = self.gradient_scale
-
-    def gradient_scale(self) -> float:
-        """Return what gradients are multiplied with in this step: by DeepSpeed's loss scale, and by torch's."""
-        if self._autocast_scale is None:
-            scaler = self.torch_autocast_gradscaler
-            self._autocast_scale = float(scaler.get_scale()) if scaler else 1.0
-        # In a step DeepSpeed's may have changed for the next ones.
-        scale = float(self.loss_scale) if self._scale_of_step is None else self._scale_of_step
-        return scale * self._autocast_scale
+    # States that are moved or replaced ################################################################
 
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload the errors that are kept with DeepSpeed's states."""
-        self.before_change()
+        self.context.before_change()
         super().offload_states(*args, **kwargs)
         self.error_state.offload()
         self.outer.offload()
@@ -319,30 +222,30 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Move back what an outer optimizer has, too."""
-        self.before_change()
+        self.context.before_change()
         super().reload_states(*args, **kwargs)
         self.outer.reload()
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Wait for whoever reads the states that are replaced, and keep the dtypes of states."""
-        self.before_change()
+        self.context.before_change()
         with keep_state_dtypes(self.optimizer):
             super().load_state_dict(*args, **kwargs)
 
     @override
     def refresh_fp32_params(self) -> None:
         """Wait for whoever reads the weights that are replaced by the model's."""
-        self.before_change()
+        self.context.before_change()
         super().refresh_fp32_params()
 
     @override
     def destroy(self) -> None:
         """Forget errors with DeepSpeed's optimizer."""
-        self.before_change()
+        self.context.before_change()
         self.outer.drop()
         for family in self.families.values():
-            family.reduce.inter.errors = family.reduce.inter.sums.errors = ErrorState()
+            family.reduce.inter.drop_errors()
         super().destroy()
 
     # Norm and overflow: decided alike by all that must act alike ######################################
@@ -379,5 +282,5 @@ def without_host_synchronization() -> Iterator[None]:
     if get_accelerator().resolves_data_dependency():
         yield
         return
-    with mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: True):
+    with replaced(get_accelerator(), resolves_data_dependency=lambda: True):
         yield

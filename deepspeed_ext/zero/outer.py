@@ -29,10 +29,10 @@ Note [Outer steps]
     their outer step: the new anchor, w, v and the errors of the reduction, together with the step in which θ is set.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -41,10 +41,11 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduced
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
-from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from deepspeed_ext.config.outer import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.shards import FlatShard
 
 
 class InnerStepsOnly:
@@ -98,6 +99,15 @@ def outer_weights(engine: Any) -> Iterator[None]:
         yield
 
 
+class OuterShards(Protocol):
+    """The optimizer of a group: its flat shards, in which all ranks of one number have the same elements."""
+
+    def flat_shards(self) -> list[FlatShard]: ...
+    def shard_weights(self, number: int) -> Tensor: ...  # 1D
+    def shard_gradient(self, number: int) -> Tensor: ...  # at the accumulation boundary, 1D; may be written
+    def send_parameters(self) -> None: ...  # makes all ranks of the group hold these weights; collective
+
+
 @dataclass
 class Fragment:
     """Elements of a flat shard that cross together.
@@ -142,46 +152,42 @@ class OuterOptimizer(InnerStepsOnly):
     """Brings groups together. See Note [Outer steps].
 
     Args:
+        context: constants of the group's optimizer.
         settings: how, and when.
-        topology: of all groups.
-        reduce, gather: hops over the ranks of this number in all groups.
-        numels: elements of each flat shard.
-        weights: gives the optimizer's weights of a flat shard, 1D.
-        send: makes all ranks of the group hold what the optimizer's weights are; collective.
-        report: told of each outer step; None: nobody wants to know.
+        hops: reduction and gather over the ranks of this number in all groups.
+        shards: the group's optimizer.
+        report: receives the measures of each outer step; None if nothing is reported.
 
     Attributes:
-        settings, topology: the same.
+        settings: the same.
+        topology: process groups of all groups.
+        reduce: reduction between groups, with its errors.
         step: inner steps since the beginning, or since ``restart``; those of the warm-up and skipped ones included.
         fragments: in the order in which they leave.
     """
 
     def __init__(
         self,
+        context: Context,
+        *,
         settings: OuterSettings,
-        topology: Topology,
-        reduce: ReduceHop,
-        gather: GatherHop,
-        numels: Sequence[int],
-        weights: Callable[[int], Tensor],
-        send: Callable[[], None],
+        hops: tuple[ReduceHop, GatherHop],
+        shards: OuterShards,
         report: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
-        self.settings = settings
-        self.topology = topology
+        self.settings, self.topology = settings, context.topology.whole
         self.step = 0
-        self.reduce = reduce
-        self._gather = gather
-        self._weights = weights
-        self._send = send
+        self.reduce, self._gather = hops
+        self._shards = shards
         self._report = report
         self._device = get_accelerator().current_device_name()
         self._kept = "cpu" if settings.offload == "cpu" else self._device
-        self._queue = TransferQueue(bool(settings.delay), True, reduce.pairwise and gather.pairwise, owed=True)
+        self._queue = TransferQueue(bool(settings.delay), True, all(hop.pairwise for hop in hops), owed=True)
         self._sums: Tensor | None = None  # of squares, of this step's fragments; see ``_observe``
         self._used = False  # whether a fragment has been used in this step
         self._shown: list[Tensor] | None = None  # weights of the group, while the outer ones are in their place
-        self.fragments = list(self._cut(numels))
+        numbers = [shard.number for shard in shards.flat_shards()]
+        self.fragments = list(self._cut([self._weights(number).numel() for number in numbers]))
         self.restart()
 
     def _cut(self, numels: Sequence[int]) -> Iterator[Fragment]:
@@ -201,7 +207,11 @@ class OuterOptimizer(InnerStepsOnly):
         groups = self.reduce.size
         width = fill_up(-(-span.numel // groups), max(self.reduce.multiple, self._gather.multiple))
         anchor, weights, momentum = (self._zeros(shape) for shape in ((groups, width), (width,), (width,)))
-        return Fragment(number, span, offset, width, anchor, weights, momentum)
+        return Fragment(number, span, offset, width, anchor=anchor, weights=weights, momentum=momentum)
+
+    def _weights(self, number: int) -> Tensor:
+        """Return the optimizer's weights of a flat shard, 1D."""
+        return self._shards.shard_weights(number).data  # without a graph, and without counting versions
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
         pinned = self._kept == "cpu" != self._device
@@ -252,7 +262,7 @@ class OuterOptimizer(InnerStepsOnly):
             for number in self._numbers:
                 self.after_step(number)
             if self._used:
-                self._send()
+                self._shards.send_parameters()
         self.step += 1
         if self._used:
             self.reduce.errors.finish_step(True)
@@ -274,7 +284,7 @@ class OuterOptimizer(InnerStepsOnly):
         change = torch.zeros(fragment.anchor.numel(), dtype=torch.float32, device=self._device)
         mine = change[: fragment.span.numel]
         mine.copy_(fragment.flat)
-        mine.sub_(fragment.span.of(self._weights(fragment.number).detach()).to(self._device))
+        mine.sub_(fragment.span.of(self._weights(fragment.number)).to(self._device))
         self._observe(0, mine)
         change.div_(self.reduce.size)
         fragment.started = self._queue.start(self._cross(fragment, change))
@@ -337,22 +347,18 @@ class OuterOptimizer(InnerStepsOnly):
     def _use(self, fragment: Fragment) -> None:
         """Set the optimizer's weights to the anchor that has arrived."""
         self._arrive(fragment)
-        fragment.span.of(self._weights(fragment.number).detach()).copy_(fragment.flat)
+        fragment.span.of(self._weights(fragment.number)).copy_(fragment.flat)
         fragment.due = 0
         self._used = True
 
-    def average_gradients(self, shards: Iterable[tuple[int, Tensor]]) -> None:
-        """Average gradients over groups, in a step of the warm-up. Collective.
-
-        Args:
-            shards: number of each flat shard, and its gradient, 1D; written.
-        """
+    def complete_gradients(self) -> None:
+        """Average gradients over groups, in a step of the warm-up. Collective."""
         if not self.warming_up or self.reduce.size == 1:
             return
-        group = self.topology.inter
-        for _, gradient in shards:
-            here = gradient.to(self._device)
-            gradient.copy_(all_reduced(here, torch.distributed.ReduceOp.SUM, group).div_(self.reduce.size))
+        for number in self._numbers:
+            gradient = self._shards.shard_gradient(number)
+            mean = all_reduced(gradient.to(self._device), torch.distributed.ReduceOp.SUM, self.topology.inter)
+            gradient.copy_(mean.div_(self.reduce.size))
 
     # Weights that somebody else has set ################################################################
 
@@ -374,7 +380,7 @@ class OuterOptimizer(InnerStepsOnly):
         fragment.due = 0
         fragment.momentum.zero_()
         fragment.anchor.zero_()
-        fragment.flat.copy_(fragment.span.of(self._weights(fragment.number).detach()))
+        fragment.flat.copy_(fragment.span.of(self._weights(fragment.number)))
         fragment.weights.copy_(fragment.anchor[self.reduce.rank])
 
     def take(self, number: int, span: Span) -> None:
@@ -388,7 +394,7 @@ class OuterOptimizer(InnerStepsOnly):
     def _take(self, fragment: Fragment, mine: Span) -> None:
         """Take over elements of a fragment."""
         here = mine.shifted(fragment.span.start)
-        mine.of(fragment.flat).copy_(here.of(self._weights(fragment.number).detach()))
+        mine.of(fragment.flat).copy_(here.of(self._weights(fragment.number)))
         row = Span(self.reduce.rank * fragment.width, fragment.width)
         own = mine.common(row)
         if own.numel:
@@ -404,17 +410,17 @@ class OuterOptimizer(InnerStepsOnly):
             yield
             return
         self.settle()
-        self._shown = [self._weights(number).detach().clone() for number in self._numbers]
+        self._shown = [self._weights(number).clone() for number in self._numbers]
         try:
             for fragment in self.fragments:
-                fragment.span.of(self._weights(fragment.number).detach()).copy_(fragment.flat)
-            self._send()  # refused while parameters are offloaded
+                fragment.span.of(self._weights(fragment.number)).copy_(fragment.flat)
+            self._shards.send_parameters()  # refused while parameters are offloaded
             yield
         finally:
             for number, weights in zip(self._numbers, self._shown, strict=True):
-                self._weights(number).detach().copy_(weights)
+                self._weights(number).copy_(weights)
             self._shown = None
-            self._send()
+            self._shards.send_parameters()
 
     # States ##########################################################################################
 

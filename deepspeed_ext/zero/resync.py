@@ -16,16 +16,14 @@ Note [Resync]
 """
 
 import weakref
-from collections.abc import Callable, Iterable
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import all_reduce_max
-from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.redistribution import ParameterRedistribution
-from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
 
 _all: "weakref.WeakSet[Resync]" = weakref.WeakSet()
 
@@ -75,21 +73,17 @@ class Resync:
     """Tells which updates travel whole. See Note [Resync].
 
     Args:
-        strategy: of which updates cross between groups if p is not G, and os is.
-        topology: process groups of the data-parallel group.
-        gathers: by which they travel: of each family.
+        context: shared constants. Updates are sent between groups if p is not G and os is G.
 
     Attributes:
-        before_asking: called by ``ask``, first.
+        now: whether the update that is sent next is whole.
     """
 
-    before_asking: Callable[[], None] = staticmethod(lambda: None)
-
-    def __init__(self, strategy: Strategy, topology: Topology, gathers: Iterable[ParameterRedistribution]) -> None:
-        crosses = strategy.p < strategy.os == Placement.G
-        every = [gather.differences.whole_every for gather in gathers if crosses and gather.differences]
-        self._every = min(every, default=None)
-        self._topology = topology
+    def __init__(self, context: Context) -> None:
+        crosses = context.strategy.p < context.strategy.os == Placement.G
+        differences = [family.gather.differences for family in context.families.values() if crosses]
+        self._every = min((one.whole_every for one in differences if one), default=None)
+        self._context = context
         self._since = 0
         self._asked = False
         self._vote: _Vote | None = None
@@ -104,13 +98,13 @@ class Resync:
 
     def ask(self) -> None:
         """Make the next update travel whole, on all ranks. Called before somebody sets the optimizer's weights."""
-        self.before_asking()
+        self._context.before_change()
         self._asked = True
 
     def vote(self) -> None:
         """Ask all ranks, at the beginning of a step. Collective."""
         if self._every is not None:
-            self._vote = _Vote(self._asked, self._topology.world)
+            self._vote = _Vote(self._asked, self._context.topology.world)
 
     def begin(self, stepping: bool) -> None:
         """Decide on the update that is sent next (``now``); in a step, after ``vote``. The same on all ranks.

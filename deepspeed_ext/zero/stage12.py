@@ -9,7 +9,7 @@ Note [What runs when]
 
     - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
       boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case). What is in I moves
-      on to ``os`` at the boundary (``_sync_gradients``). See Note [Where buckets of flat buffers arrive].
+      on to ``os`` at the boundary (``sync_gradients``). See Note [Where buckets of flat buffers arrive].
     - After the step, updated parameters move os -> N (``FlatUpdates.gather``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
@@ -17,172 +17,85 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_folding import reduce_autoep_folding_gradient
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
-from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.overrides import checked, override
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import DENSE, Families, experts_of
+from deepspeed_ext.overrides import checked, override, replaced
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.flat import saved
-from deepspeed_ext.zero.flat.buffers import FlatBuffer, buffer_of, windows_in_forward_order
-from deepspeed_ext.zero.flat.gradients import FlatGradients, Mean, reduce_by_family
-from deepspeed_ext.zero.flat.host_shards import HostShard, HostShards, Place
-from deepspeed_ext.zero.flat.updates import FlatGroups, FlatUpdates, has_own_partition, tell_of_setters
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, FlatBuffers
+from deepspeed_ext.zero.flat.gradients import AllFlatGradients, Mean
+from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
+from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
-from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
 
 @checked
-class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
+class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
 
     Args:
-        strategy: one with p = N.
-        families: of parameters, with their process groups and hops.
-        overlap_updates: whether a step may end before the parameters have arrived that it has changed.
-        dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
+        context: with a strategy of p = N.
+        dp_process_group: the data-parallel group, as the engine passes it; ``context`` replaces it.
         The others are the parent's.
 
     Attributes:
         buffers: the parent's flat buffers, one for each parameter group.
-        gradients: on their way to the optimizer's shards, of each family.
-        updates: parameters on their way back after a step.
+        shards: gradients of the optimizer's shards.
+        gradients: gradients that are being reduced to these, by family.
+        updates: updated parameters after a step.
     """
 
-    gradients: Mapping[str, FlatGradients]
+    gradients: AllFlatGradients
 
-    # Attributes of DeepSpeed's that are read or written here. A number is that of a parameter group.
-    accumulated_grads_in_cpu: dict[int, Tensor]  # by parameter
-    allgather_bucket_size: int
-    autoep_folding_spec: Any
-    autoep_folding_tp_group: Any  # None unless experts are folded
-    averaged_gradients: dict[int, Any]
-    bit16_groups: list[list[nn.Parameter]]
-    bit16_groups_flat: list[Tensor]
-    contiguous_gradients: bool
-    cpu_offload: bool
-    cpu_offload_pin_memory: bool
-    dp_process_group: Any
-    grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # by number, rank, parameter
-    grad_position: dict[int, list[int]]  # of a parameter: number, its element, place in the shard, elements
-    grad_start_offset: dict[int, dict[int, dict[int, int]]]  # by number, rank, parameter
-    gradient_accumulation_dtype: torch.dtype
-    gradient_average: bool
-    gradient_predivide_factor: float
-    groups_lacking_loss_scale: set[int]
-    groups_padding: list[int]
-    has_moe_layers: bool
-    ipg_buckets: dict[torch.dtype, Any]
-    model_parallel_rank: int
-    is_grad_computed: dict[int, dict[int, dict[int, bool]]]  # by number, rank, parameter
-    norm_for_param_grads: dict[int, Tensor]
-    offload_gradient_dict: dict[int, Any]
-    overlap_comm: bool
-    parallel_partitioned_bit16_groups: list[list[Tensor]]
-    param_names: dict[nn.Parameter, str]
-    param_to_partition_ids: dict[int, dict[int, list[int]]]  # by number, parameter
-    params_already_reduced: list[bool]
-    params_in_partition: list[list[nn.Parameter]]
-    partition_count: Any
-    partition_size: list[int]  # of the buffers made so far
-    postscale_gradients: bool
-    real_dp_process_group: list[Any]
-    reduce_scatter: bool
-    reduction_stream: Any
-    round_robin_bit16_meta: list[list[Tensor]]
-    round_robin_bit16_offsets: list[list[int]]
-    round_robin_bit16_padding: list[list[int]]
-    round_robin_gradients: bool
-    sequence_parallel_size: int
-    single_partition_of_fp32_groups: list[Any]  # the optimizer's weights
-    temp_grad_buffer_for_gpu_offload: Tensor
-    total_grads_in_partition: dict[int, dict[int, int]]  # by number, rank
-    _hp_optimizer_states_linked: bool
-    _offload_accumulated_param_ids: set[int]
-    _param_slice_mappings: list[Any]
-
-    def __init__(
-        self,
-        *args: Any,
-        strategy: Strategy,
-        families: Families,
-        overlap_updates: bool = False,
-        dp_process_group: object = None,
-        **kwargs: Any,
-    ) -> None:
-        self._take(strategy, families, self._make_stream())
-        self.buffers: list[FlatBuffer] = []
-        self._stripe_bucket = int(kwargs["reduce_bucket_size"])
-        if experts := experts_of(families):
-            kwargs["expert_data_parallel_group"] = {
-                name: families[name].topology.shard_group(strategy.os) for name in experts
-            }
-        super().__init__(*args, dp_process_group=self.topology.shard_group(strategy.os), **kwargs)
-        self._measure_buckets(param.numel() for group in self.bit16_groups for param in group)
-        self._places = {id(param): place for place, param in enumerate(self.param_names)}
-        if self.cpu_offload:  # the parent's way of adding on the device, parameter by parameter
+    def __init__(self, *args: Any, context: Context, dp_process_group: object = None, **kwargs: Any) -> None:
+        self._attach_parts(context)
+        self.buffers = FlatBuffers(context, self)
+        groups = {name: family.topology.shard_group(self.strategy.os) for name, family in self.families.items()}
+        dense = groups.pop(DENSE)
+        if groups:
+            kwargs["expert_data_parallel_group"] = groups
+        super().__init__(*args, dp_process_group=dense, **kwargs)
+        context.reductions.use(self.reduction_stream if context.overlap else None)
+        self.micro_steps.measure(param.numel() for param in self.buffers.params())
+        self.buffers.number_parameters(self.param_names)
+        if self.cpu_offload:  # memory for the parent's accumulation on the device, parameter by parameter
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
-        weights = self.single_partition_of_fp32_groups
-        where = self.gradient_accumulation_dtype, self.reduce_bucket_size
-        self._host_shards = HostShards(weights.__getitem__, self._host_places, *where)
-        self.gradients = {name: self._make_gradients(name) for name in families}
-        self.bit16_groups_flat = FlatGroups(self.bit16_groups_flat, lambda: self.updates.gather(self._stepping))
-        self.updates = self._make_updates(overlap_updates)
-        self.writers = CheckpointWriters(families, strategy, [buffer.rank for buffer in self.buffers])
-
-    def _make_gradients(self, family: str) -> FlatGradients:
-        rows = [buffer.layout.rows for buffer in self.buffers]
-        windows = windows_in_forward_order(self.buffers, rows, self.reduce_bucket_size, self._places)
-        numbers = [buffer.number for buffer in self.buffers if buffer.family.name == family]
-        return FlatGradients(
-            self.families[family].reduce,
-            self.strategy,
-            [buffer.layout for buffer in self.buffers],
-            numbers,
-            self._mean(),
-            self.gradient_accumulation_dtype,
-            self._shard,
-            [window for window in reversed(windows) if window.buffer in numbers],
-            self._slice_wire_dtype(),
-            self.overlap_comm,
-            not self.cpu_offload or self.cpu_offload_pin_memory,
-            self._record_offload_copy if self.cpu_offload else lambda: None,
+        self.unscaled_updates = None if self.cpu_offload else self.groups_lacking_loss_scale
+        self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
+        mean = Mean.of_optimizer(context, self)
+        self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=mean)
+        self.updates = FlatUpdates(
+            context,
+            buffers=self.buffers,
+            resync=self.resync,
+            flat=self.bit16_groups_flat,
+            partitions=self.parallel_partitioned_bit16_groups,
         )
-
-    def _make_updates(self, ahead: bool) -> FlatUpdates:
-        return FlatUpdates(
-            self.buffers,
-            self.families,
-            self.strategy,
-            self.resync,
-            self._places,
-            lambda group: self.bit16_groups_flat[group],
-            self._own_partition,
-            self.allgather_bucket_size,
-            self.overlap_comm,
-            ahead,
-        )
+        self.bit16_groups_flat = self.updates.flat
+        self.writers = CheckpointWriters(self.families, self.strategy, [buffer.rank for buffer in self.buffers])
 
     @override
     def _configure_moe_settings(self) -> None:
@@ -205,31 +118,9 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """Flatten tensors; a flat buffer that is being made, which names paddings, is known from here on."""
         if param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data)
-        self.buffers.append(self._make_buffer(tensor_list, alignment, any(param_padding)))
-        paddings = [*param_padding[:-1], param_padding[-1] + self.buffers[-1].filling]
+        buffer = self.buffers.add(tensor_list, alignment, any(param_padding))
+        paddings = [*param_padding[:-1], param_padding[-1] + buffer.filling]
         return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, paddings)
-
-    def _make_buffer(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
-        number = len(self.buffers)
-        row = self.optimizer.param_groups[number]
-        # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
-        as_it_is = self.round_robin_gradients or padded or type(self.optimizer).__module__.startswith("bitsandbytes")
-        return FlatBuffer(
-            number,
-            self.families[row["name"] if self.has_moe_layers and self.is_moe_group(row) else DENSE],
-            params,
-            self.round_robin_bit16_offsets[number],
-            [meta.numel() for meta in self.round_robin_bit16_meta[number]],
-            alignment,
-            self.strategy.os,
-            self.real_dp_process_group[number],
-            None if as_it_is else self._stripe_bucket,
-        )
-
-    def _own_partition(self, group: int) -> Tensor | None:
-        """Return this rank's partition of a flat buffer, 1D; None while parameters are offloaded."""
-        partitions = self.parallel_partitioned_bit16_groups[group]
-        return partitions[self.buffers[group].rank] if partitions else None
 
     @override
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
@@ -260,13 +151,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         buffer = self.buffers[i]
         if partition_id == buffer.rank and not buffer.striped:
             super().initialize_gradient_partition(i, param_group, partition_id)
-        for member in buffer.own_members() if partition_id == buffer.rank and buffer.striped else ():
-            number = self.get_param_id(member.param)
-            self.param_to_partition_ids[i][number] = [partition_id]
-            self.total_grads_in_partition[i][partition_id] += 1
-            self.is_grad_computed[i][partition_id][number] = False
-            self.grad_partition_insertion_offset[i][partition_id][number] = member.offset
-            self.grad_start_offset[i][partition_id][number] = member.span.start
+        elif partition_id == buffer.rank:
+            self.buffers.fill_tables(i)
 
     @override
     def get_first_param_index(
@@ -283,11 +169,10 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self, group_id: int, tensor_list: Sequence[nn.Parameter], first_offset: int, partition_size: int
     ) -> None:
         """Fill the parent's table of where this rank's gradients are, with optimizer offload."""
-        if not self.buffers[group_id].striped:
+        if self.buffers[group_id].striped:
+            self.buffers.fill_positions(group_id)
+        else:
             super().get_grad_position(group_id, tensor_list, first_offset, partition_size)
-            return
-        for param, _, _, span, offset in self.buffers[group_id].own_members():
-            self.grad_position[self.get_param_id(param)] = [group_id, span.start, offset, span.numel]
 
     @override
     def _link_all_hp_params(self) -> None:
@@ -298,41 +183,17 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """
         paddings = self.round_robin_bit16_padding
         in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
-        with mock.patch.object(self, "round_robin_bit16_padding", in_any_order):
+        with replaced(self, round_robin_bit16_padding=in_any_order):
             super()._link_all_hp_params()
-        self._link_stripes()
-        self._link_states()
-        tell_of_setters(self.buffers, self.resync)
-
-    def _link_stripes(self) -> None:
-        for buffer in self._striped:
-            buffer.link(
-                self.single_partition_of_fp32_groups[buffer.number],
-                not self.cpu_offload,  # then there is no list of gradients
-                gradient_dict=self.averaged_gradients,
-                offload_gradient_dict=self.offload_gradient_dict,
-                use_offload=self.cpu_offload,
-            )
+        self.buffers.link_stripes()
+        self._hp_optimizer_states_linked = self.buffers.link_states()
+        notify_of_set_weights(self.buffers, self)
 
     @override
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
-        if not self._hp_optimizer_states_linked and any(self._states_by_group):
-            self._link_states()
-
-    @property
-    def _states_by_group(self) -> list[Any]:
-        """The optimizer's states of each parameter group; empty where there are none yet."""
-        return [self.optimizer.state.get(partition) or {} for partition in self.single_partition_of_fp32_groups]
-
-    def _link_states(self) -> None:
-        """Link what there is: the parent links only after the first step, so after a load or a return from the host
-        ``safe_get_full_optimizer_state`` would not find any."""
-        held = self._states_by_group
-        groups = zip(self.bit16_groups, self.single_partition_of_fp32_groups, held, strict=True)
-        for params, partition, states in groups:
-            lazy_init_hp_params_optimizer_state(params, partition, {partition: states})
-        self._hp_optimizer_states_linked = all(held)
+        if not self._hp_optimizer_states_linked:
+            self._hp_optimizer_states_linked = self.buffers.link_states()
 
     @override
     def _restore_from_bit16_weights(self) -> None:
@@ -345,24 +206,24 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     # What others ask for ##########################################################################
 
     def family_of_buffer(self, buffer: int) -> str:
-        """Return the family of what is in a flat buffer; see ``ParoOptimizer``."""
+        """Return the family of a flat buffer; see ``ParoOptimizer``."""
         return self.buffers[buffer].family.name
 
     def crossing_spans(self) -> list[CrossingSpan]:
-        """Return them; see ``ParoOptimizer``."""
+        """Return where gradients that cross between groups are; see ``ParoOptimizer``."""
         return [span for buffer in self.buffers for span in buffer.crossing_spans(self.param_names)]
 
     def owned_span(self, param: nn.Parameter) -> Span:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
-        return buffer_of(self.buffers, param).member(param).span
+        return self.buffers.buffer_of(param).member(param).span
 
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of these elements; see ``ParoOptimizer``."""
-        buffer = buffer_of(self.buffers, param)
-        return buffer.member(param).in_shard.of(self._shard(buffer.number))
+        buffer = self.buffers.buffer_of(param)
+        return buffer.member(param).in_shard.of(self.shards.of(buffer.number))
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return what is in this rank's partitions; see ``FlatShards``."""
+        """Return the parameters in this rank's partitions; see ``FlatShards``."""
         return [buffer.flat_shard() for buffer in self.buffers]
 
     def shard_weights(self, number: int) -> nn.Parameter:
@@ -371,8 +232,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         return weights
 
     def shard_gradient(self, number: int) -> Tensor:
-        """Return its gradient; see ``FlatShards``."""
-        return self._shard(number)
+        """Return the gradient of this rank's partition; see ``FlatShards``."""
+        return self.shards.of(number)
+
+    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
+        """Give updates to an offloaded optimizer; see ``FlatShards``."""
+        if self.cpu_offload:
+            self.shards.hand_over(shards)
 
     # Buckets: N -> g ##############################################################################
 
@@ -390,7 +256,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
-        if self._is_full(bucket):
+        if self.micro_steps.is_full(bucket):
             self.reduce_ipg_grads(comm_dtype=dtype)
             self._fill_other_buffer(bucket)
 
@@ -406,7 +272,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
         # A buffer of DeepSpeed's is given back when the micro-step's buckets have been waited for. To record it on
         # the stream of reductions would keep it, and those of micro-steps that the host is ahead.
-        kept = tensor.untyped_storage().data_ptr() in storages and not self.overlaps_micro_steps
+        kept = tensor.untyped_storage().data_ptr() in storages and not self.micro_steps.overlap
         self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if kept else [tensor])
 
     @override
@@ -425,69 +291,23 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def _reduce_bucket(
         self, tensors: list[Tensor], entries: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
     ) -> None:
-        """Move a bucket on; ``freed`` are those of the tensors that may be freed before it has been waited for."""
-        if not entries:
-            return
-        params = [self.bit16_groups[group][index] for group, index, _ in entries]
-        spans = tuple(
-            (group, Span(self.buffers[group].offset(param), param.numel()))
-            for (group, *_), param in zip(entries, params, strict=True)
-        )
-        complete = [self._places[id(param)] for param in params] if self._is_last_backward else []
-        for gradients in self.gradients.values() if complete else ():
-            gradients.prepare_crossing()
-        for group in {entry[0] for entry in entries}:
-            self.gradients[self.family_of_buffer(group)].prepare(group)
-        with self.reductions.after_current(self.ipg_buckets[dtype], freed):
-            every = list(self.gradients.values())
-            reduce_by_family(every, tensors, spans, self._wire_dtype(dtype), complete)
-
-    def _shard(self, group: int) -> Tensor:
-        """Return the gradients of the optimizer's shard of a parameter group, 1D."""
-        return self._get_compact_grad_partition_buffer(group).flat_partition
+        """Move a bucket N -> g. ``freed``: tensors that may be freed before it has been waited for."""
+        if entries:
+            members = [(number, self.bit16_groups[number][index]) for number, index, _ in entries]
+            last, bucket = self.micro_steps.is_last, self.ipg_buckets[dtype]
+            self.gradients.reduce(tensors, members, bucket, dtype=dtype, last=last, freed=freed)
 
     @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Return a shard of zeros: the parent's, or with offload the gradient that the optimizer reads on the host."""
-        if self.cpu_offload:
-            return self._make_host_shard(group_idx)
-        if not self.buffers[group_idx].striped:
-            return super()._build_compact_grad_partition_buffer(group_idx)
-        numel, device = self.buffers[group_idx].shard_numel, get_accelerator().current_device_name()
-        held = torch.zeros(numel, dtype=self.gradient_accumulation_dtype, device=device)
-        return GradPartitionBufferGroup(self.buffers[group_idx].split(held), held)
-
-    def _make_host_shard(self, group: int) -> HostShard:
-        shard = self._host_shards.make(group)
-        self.accumulated_grads_in_cpu.update(self._host_shards.views(group, shard))
-        return HostShard(shard)
-
-    def _host_places(self, group: int) -> Iterator[Place]:
-        """Yield what the shard of a parameter group has, with optimizer offload."""
-        for param in self.params_in_partition[group]:
-            number = self.get_param_id(param)
-            _, _, start, numel = self.grad_position[number]
-            yield number, start, numel
+        """Return a shard of zeros: the parent's, or ours on the host and for a buffer with stripes."""
+        if self.cpu_offload or self.buffers[group_idx].striped:
+            return self.shards.make(group_idx)
+        return super()._build_compact_grad_partition_buffer(group_idx)
 
     @override
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
         """Say yes: one flat buffer is what hops deliver into, and what the step reads without another copy."""
         return True
-
-    def _mean(self) -> Mean:
-        """Return the mean over all ranks, whatever the parent is sharded over."""
-        ranks = self.topology.sizes.ranks
-        if not self.gradient_average:
-            return Mean()
-        if self.reduce_scatter or not self.postscale_gradients:
-            return Mean(before=ranks / self.sequence_parallel_size)
-        return Mean(
-            self.gradient_predivide_factor, self.gradient_predivide_factor * self.sequence_parallel_size / ranks
-        )
-
-    def _wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Return fp32 with sequence parallelism, as the parent does."""
-        return torch.float32 if self.sequence_parallel_size > 1 else dtype
 
     # The accumulation boundary: g -> os ###########################################################
 
@@ -498,7 +318,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
         boundary = self.is_gradient_accumulation_boundary()
         self._flush_buckets(boundary and self.strategy.g == Placement.N)
-        self._end_micro_step()
+        self.micro_steps.end()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         if boundary:
@@ -520,11 +340,8 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """
         filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
-        if left_over:
-            self._reduce_left_over(filled)
-
-    def _reduce_left_over(self, filled: Sequence[Any]) -> None:
-        """Reduce what stage 1 has accumulated and not reduced. ``filled``: buckets that have just left."""
+        if not left_over:
+            return
         for bucket in filled:
             self._fill_other_buffer(bucket)
         for i, group in enumerate(self.bit16_groups):
@@ -535,40 +352,17 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                     self.reduce_ready_partitions_and_remove_grads(param, i)
         self.reduce_ipg_grads()
 
-    def _sync_gradients(self) -> None:
-        """Finish all buckets, move the I-slices on to ``os`` and add them to the optimizer's shards.
-
-        All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
-        """
-        self._finish_buckets()
-        for gradients in self.gradients.values():
-            gradients.prepare_all()
-        with self.reductions.after_current():
-            for gradients in self.gradients.values():
-                gradients.finish(self._slice_wire_dtype(), self.reduce_bucket_size)
-        self.reductions.wait()
-        for gradients in self.gradients.values():
-            gradients.slices.clear()  # which have been moved on
+    def sync_gradients(self) -> None:
+        """Finish all buckets, and complete the gradients of the optimizer's shards; see ``ParoOptimizer``."""
+        self.micro_steps.finish_buckets()
+        self.gradients.complete_shards()
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        for buffer in self.buffers:
-            for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
-                padding.of(self._shard(buffer.number)).zero_()
-        self._learn_from_first_step()
+        self.shards.clear_padding()
+        self.micro_steps.learn()
         self.complete_gradients()
         if self.cpu_offload:
-            self._hand_to_host_optimizer(range(len(self.buffers)), self._offload_accumulated_param_ids)
-
-    def _hand_to_host_optimizer(self, groups: Iterable[int], used: Iterable[int]) -> None:
-        """Make an offloaded optimizer read complete gradients, and tell the parent their norms and overflows."""
-        for group in groups:
-            found = self._host_shards.norms(group, self._shard(group), used, self.update_offload_overflow_tracker)
-            self.norm_for_param_grads.update(found)
-
-    def _slice_wire_dtype(self) -> torch.dtype:
-        """Return the dtype of slices, which mix parameters: fp32 where those have several (torch.autocast)."""
-        dtypes = list(self.ipg_buckets)
-        return self._wire_dtype(dtypes[0] if len(dtypes) == 1 else torch.float32)
+            self.shards.hand_over()
 
     # Norms ########################################################################################
 
@@ -582,36 +376,26 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> Tensor:
         """Return the parent's norm of a parameter group; of experts over all ranks, each once."""
-        group = next(group for group, held in self.averaged_gradients.items() if held is gradients)
-        with self._over_all_experts(group) as once:
-            return once(super().get_grad_norm_direct(gradients, params, norm_type))
+        number = next(number for number, held in self.averaged_gradients.items() if held is gradients)
+        with self._over_all_experts(number):
+            norm = super().get_grad_norm_direct(gradients, params, norm_type)
+        return without_duplicates(norm, self.buffers[number].replicas)
 
     @override
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> Tensor:
         """Return the same norm with an offloaded optimizer."""
-        group = next(group for group, held in enumerate(self.params_in_partition) if held is params)
-        with self._over_all_experts(group) as once:
-            return once(super().complete_grad_norm_calculation_for_cpu_offload(params))
+        number = next(number for number, held in enumerate(self.params_in_partition) if held is params)
+        with self._over_all_experts(number):
+            norm = super().complete_grad_norm_calculation_for_cpu_offload(params)
+        return without_duplicates(norm, self.buffers[number].replicas)
 
-    @contextmanager
-    def _over_all_experts(self, group: int) -> Iterator[Callable[[Tensor], Tensor]]:
-        """Within this context the parent computes a norm of experts over all data-parallel ranks, since the ranks that
-        shard their optimizer states may not hold every expert. Each tensor-parallel rank counts its own folded ones.
-
-        Returns:
-            What removes the duplicates that replicas add; -1 stays, which marks an invalid norm.
-        """
-        ranks = self.buffers[group].family.topology.sizes.ranks
-        if self.buffers[group].family.name == DENSE:
-            yield lambda norm: norm
-            return
-        replicas = ranks // dist.get_world_size(group=self.buffers[group].group)
+    def _over_all_experts(self, number: int) -> AbstractContextManager[None]:
+        """Within this context the parent computes a norm of experts over all data-parallel ranks: the ranks that shard
+        their optimizer states may not hold every expert. Each tensor-parallel rank counts its own folded experts."""
+        if not self.buffers[number].has_experts:
+            return nullcontext()
         counting = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
-        with (
-            mock.patch.object(self, "dp_process_group", self.topology.world),
-            mock.patch.object(self, "model_parallel_rank", counting),
-        ):
-            yield lambda norm: without_duplicates(norm, replicas)
+        return replaced(self, dp_process_group=self.topology.world, model_parallel_rank=counting)
 
     # The step, and parameters after it: os -> N ###################################################
 
@@ -651,18 +435,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def _apply_muon_updates_cpu_offload(self) -> None:
         """Leave it to ``scaled_global_norm``."""
 
-    def begin_replacing_gradient(self, number: int) -> float:
-        """Prepare for an update; see ``FlatShards``."""
-        return self._update_factor(number, None if self.cpu_offload else self.groups_lacking_loss_scale)
-
-    def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
-        """Make an offloaded optimizer read updates; see ``FlatShards``."""
-        if self.cpu_offload:
-            updated = {self.get_param_id(member.param) for shard in shards for member in shard.members}
-            self._hand_to_host_optimizer(
-                [shard.number for shard in shards], self._offload_accumulated_param_ids | updated
-            )
-
     # Checkpoints ##################################################################################
 
     def checkpoint_event_prologue(self) -> None:
@@ -696,11 +468,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                 weights[buffer.number], states = saved.in_zeros_order(buffer, held, self.optimizer.state[held])
                 paddings[buffer.number] = buffer.zeros_padding
                 # Another dict: those that are given out must not change when this context ends.
-                stack.enter_context(mock.patch.dict(self.optimizer.state, {held: states}))
+                stack.callback(self.optimizer.state.__setitem__, held, self.optimizer.state[held])
+                self.optimizer.state[held] = states
             if self._striped:
-                stack.enter_context(mock.patch.object(self, "single_partition_of_fp32_groups", weights))
-                stack.enter_context(mock.patch.object(self, "groups_padding", paddings))
-                stack.enter_context(mock.patch.object(self, "_param_slice_mappings", self._file_mappings()))
+                stack.enter_context(replaced(self, single_partition_of_fp32_groups=weights, groups_padding=paddings))
+                stack.enter_context(replaced(self, _param_slice_mappings=self._file_mappings()))
             yield
 
     def _file_mappings(self, layouts: Mapping[int, FlatLayout] = MappingProxyType({})) -> list[Any]:
@@ -753,11 +525,10 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
         """Offload DeepSpeed's states, and with its gradients our slices."""
         self.updates.drain()
-        self._finish_buckets()
+        self.micro_steps.finish_buckets()
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
-            for gradients in self.gradients.values():
-                gradients.to("cpu")
+            self.gradients.to("cpu")
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
@@ -765,14 +536,13 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         self.updates.settle()
         super().reload_states(*args, **kwargs)
         # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
-        self._link_states()
-        for gradients in self.gradients.values():
-            gradients.to(get_accelerator().current_device_name())
+        self._hp_optimizer_states_linked = self.buffers.link_states()
+        self.gradients.to(get_accelerator().current_device_name())
         self.updates.give_up()
 
     @override
     def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
-        """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``_sync_gradients``."""
+        """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``sync_gradients``."""
         if self.cpu_offload:
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
@@ -786,13 +556,6 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
     @override
     def destroy(self) -> None:
         """Also drop gradients of an accumulation that was not finished, and leave the model alone."""
-        for gradients in self.gradients.values():
-            gradients.drop()
+        self.gradients.drop()
         self.updates.drop()
         super().destroy()
-
-    def _make_stream(self) -> ReductionStream:
-        def find() -> Any:
-            return self.reduction_stream if self.overlap_comm else None
-
-        return ReductionStream(find, takes_turns=True, by_device=get_accelerator().resolves_data_dependency)

@@ -10,7 +10,7 @@ Note [What runs when, parameters sharded]
     - A full bucket moves N -> g (``__avg_scatter_grads``) in every micro-step if g is I or G. With g = N gradients
       stay where they are, and move at the accumulation boundary: all of them, in one order, so that ranks may have
       used different parameters (``sharded/gradients.py``).
-    - At the boundary what is in I moves on to ``os`` once (``_sync_gradients``).
+    - At the boundary what is in I moves on to ``os`` once (``sync_gradients``).
     - What moves at the boundary leaves under the last micro-batch's backward already, as it gets complete, wherever
       the engine knows that it is the last; see Note [Leaving early] in ``boundary.py``.
     - After the step, updated parameters move os -> p (``gather_updates``).
@@ -39,8 +39,9 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafReducer, end_of_backward, leave_modules, zero_gradients
 from deepspeed_ext.leaf.windows import windowed_modules
 from deepspeed_ext.overrides import checked, override
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import DENSE, Families, family_of, name_in_all
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, family_of, name_in_all
 from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
@@ -52,7 +53,6 @@ from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.shards import GradientShards
 from deepspeed_ext.zero.sharded.slices import Slices, with_padding, without_padding
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
-from deepspeed_ext.zero.streams import ReductionStream
 from deepspeed_ext.zero.writers import CheckpointWriters
 
 _HELD_BY_US = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
@@ -72,10 +72,9 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters sharded].
 
     Args:
-        strategy: one with p = I or G.
-        families: of parameters, with their process groups and hops.
+        context: with a strategy of p = I or G.
         gathering: how parameters are gathered, and where they are.
-        dp_process_group: the data-parallel group, as the engine passes it; ``families`` replaces it.
+        dp_process_group: the data-parallel group, as the engine passes it; ``context`` replaces it.
         The others are the parent's.
 
     Attributes:
@@ -88,6 +87,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     slices: dict[str, Slices]
     gathers: dict[str, Gathers]
     shards: GradientShards
+    _bucket: int  # elements of a full bucket
     _state: GradientState
 
     # Attributes of DeepSpeed's that are read or written here.
@@ -129,15 +129,15 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def __init__(
         self,
         *args: Any,
-        strategy: Strategy,
-        families: Families,
+        context: Context,
         gathering: GatherSettings,
         dp_process_group: object = None,
         reduce_scatter: bool = True,
         overlap_comm: bool = False,
         **kwargs: Any,
     ) -> None:
-        self._take(strategy, families, ReductionStream(self._find_stream))
+        self._attach_parts(context)
+        strategy, families = context.strategy, context.families
         self._gathering = gathering
         self._overlap = overlap_comm
         self._state = GradientState.NONE
@@ -150,6 +150,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         )
         numbers = [dist.get_rank(group) for group in self.sub_group_process_groups]
         self.writers = CheckpointWriters(families, strategy, numbers)
+        self.unscaled_updates = None if self.offload_optimizer else self.sub_groups_lacking_loss_scale
         # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
@@ -194,8 +195,8 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         for slices in self.slices.values():
             slices.forget_changes()
         if self._state is GradientState.IN_G:  # the caller has declared the boundary after the last backward only
-            self._sync_gradients()
-        self._learn_from_first_step()
+            self.sync_gradients()
+        self.micro_steps.learn()
         self._forget_gradients()
         super()._pre_step()
 
@@ -205,10 +206,11 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def _setup_for_real_optimizer(self) -> None:
         """Hold gradients as g says."""
         super()._setup_for_real_optimizer()
+        self.reductions.use(self.reduce_and_partition_stream)  # None on devices without streams
         if self.strategy.g == Placement.N:
             for bucket in self.ipg_buckets.values():
                 bucket.buffer = None  # gradients do not go through the parent's buckets
-        self._measure_buckets(param.ds_numel for group in self.fp16_groups for param in group)
+        self._bucket = self.micro_steps.measure(param.ds_numel for group in self.fp16_groups for param in group)
         self.gradients = {name: self._make_gradients(name) for name in self.families}
         self._windows = self._make_windows()
         self.shards = self._make_shards()
@@ -224,7 +226,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             stays_whole=self.strategy.g == Placement.N,
             coalesces=lambda: self._coalesce_grad_reduction,
             hand_over=self.reduce_ready_partitions_and_remove_grads,
-            is_last=lambda: self._is_last_backward,
+            is_last=lambda: self.micro_steps.is_last,
             dtype_of=self.get_param_comm_dtype,
             scale=self.topology.sizes.ranks / over_sequence,
         )
@@ -265,7 +267,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             not self.offload_optimizer or self.offload_optimizer_pin_memory,
             dtype_of=self.get_param_comm_dtype,
             dtype=dtypes[0] if len(dtypes) == 1 else torch.float32,  # several with torch.autocast
-            by_host=bool(self.offload_optimizer) and self.reductions.find() is not None,
+            by_host=bool(self.offload_optimizer) and self.reductions.stream is not None,
             name=lambda param: self.param_names[param],
             number=list(self.families).index(family),
         )
@@ -294,7 +296,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         if not (self.shards.begun or self.shards.is_placeholder or self.offload_optimizer):
             self._drop_shard()
         self._apply_autoep_folding_tp_correction(param)
-        last = self._is_last_backward
+        last = self.micro_steps.is_last
         if last:
             self.reductions.receive_current()  # it packs this; a model may compute on several streams
         gradients = self._gradients_of(param)
@@ -331,7 +333,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
         another = bucket.process_group is not param.ds_process_group
-        if bucket.elements and (another or bucket.elements + param.ds_numel > self.reduce_bucket_size):
+        if bucket.elements and (another or bucket.elements + param.ds_numel > self.context.reduce_bucket):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         bucket.params.append(param)
         bucket.process_group = param.ds_process_group
@@ -343,7 +345,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         self._windows.reduce(*window)
 
     def _reduce_if_full(self, dtype: torch.dtype) -> None:
-        if self._is_full(self.ipg_buckets[dtype]):
+        if self.micro_steps.is_full(self.ipg_buckets[dtype]):
             self._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
     @override
@@ -368,7 +370,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         for name, gradients in self.gradients.items():
             mine = [(param, param.grad) for param in params if family_of(param) == name]
             if mine:
-                gradients.reduce(mine, dtype, sequence_parallel_size, self._is_last_backward)
+                gradients.reduce(mine, dtype, sequence_parallel_size, self.micro_steps.is_last)
 
     @override
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> None:
@@ -398,9 +400,9 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             for gradients in self.gradients.values():
                 gradients.end_backward(partial(all_reduce_max, group=self.topology.world))
         self._state = GradientState.IN_G
-        self._end_micro_step()
+        self.micro_steps.end()
 
-    def _sync_gradients(self) -> None:
+    def sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard; all parameters on all ranks, used or not."""
         with self.reductions.after_current():
             if self.strategy.g == Placement.N:
@@ -426,7 +428,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
             return
         self._offload_boundary_param_ids = set(self.shards.chunks)
         self._finalize_offload_gradient_accumulation()
-        if (stream := self.reductions.find()) is not None:  # the step reads host memory
+        if (stream := self.reductions.stream) is not None:  # the step reads host memory
             stream.synchronize()
             get_accelerator().current_stream().synchronize()
 
@@ -446,7 +448,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also forget what has been accumulated."""
         super().zero_grad(set_to_none)
-        self._finish_buckets()
+        self.micro_steps.finish_buckets()
         self._finish_for_host()
         self._forget_gradients()
         self.gradients_dropped()
@@ -543,10 +545,6 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         return self._gradients_of(params[0]).shard_of(params)
 
     # What takes the place of gradients ################################################################
-
-    def begin_replacing_gradient(self, number: int) -> float:
-        """Prepare for an update; see ``FlatShards``."""
-        return self._update_factor(number, None if self.offload_optimizer else self.sub_groups_lacking_loss_scale)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
         """Tell an offloaded optimizer their norms; see ``FlatShards``."""
@@ -645,7 +643,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     @override
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
-        if self._stepping and sub_group_id == 0:  # not before the step is known to be applied
+        if self.gradient_scale.stepping and sub_group_id == 0:  # not before the step is known to be applied
             self.resync.begin(stepping=True)
         slices = self._slices_of(self.fp16_groups[sub_group_id])
         if slices.stepped_in_place(self.resync.now):
@@ -663,7 +661,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
 
     @property
     def _starts_updates_early(self) -> bool:
-        return self._stepping and bool(self.offload_optimizer)
+        return self.gradient_scale.stepping and bool(self.offload_optimizer)
 
     def send_parameters(self) -> None:
         """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
@@ -729,7 +727,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
     ) -> None:
         """Offload DeepSpeed's states, with parameters and gradients as we hold them."""
         self.drain_parameters()
-        self._finish_buckets()
+        self.micro_steps.finish_buckets()
         wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
         held = self._held_by_us
         super().offload_states(wanted - held, device, pin_memory, **kwargs)
@@ -810,7 +808,7 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         super().update_fp32_grad_for_param_vectorized(update, param_list)
 
     def _refuse_unfinished_gradients(self) -> None:
-        self._finish_buckets()
+        self.micro_steps.finish_buckets()
         self._finish_for_host()
         if self._state is GradientState.IN_G and self.strategy.g != self.strategy.os:
             raise RuntimeError(
@@ -862,13 +860,9 @@ class Stage3Optimizer(ParoOptimizer, LeafReducer, DeepSpeedZeroOptimizer_Stage3)
         super().destroy()
         forget(self.module)
 
-    def _find_stream(self) -> Any:
-        """Return the stream of reductions; None on devices without streams."""
-        return None if get_accelerator().is_synchronized_device() else self.reduce_and_partition_stream
-
     def _finish_for_host(self) -> None:
         """Make the host wait for all buckets, where an offloaded optimizer's gradients are in its memory."""
-        if self.offload_optimizer and self.reductions.find() is not None:
+        if self.offload_optimizer and self.reductions.stream is not None:
             with self.reductions.after_current():
                 for gradients in self.gradients.values():
                     gradients.drain()

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The stream of reductions, beside the one that computes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,21 +11,25 @@ from torch import Tensor
 
 
 class ReductionStream:
-    """DeepSpeed's stream of reductions, which may be none.
+    """DeepSpeed's stream of gradient reductions, if there is one.
 
     Args:
-        find: returns it; None where reductions run on the current stream.
-        takes_turns: whether DeepSpeed's two buffers of a bucket take turns: what fills one of them waits for the
-            reductions that were queued before, which may read it.
-        by_device: whether the device orders by itself what depends on each other, so that nothing waits here.
+        takes_turns: whether DeepSpeed alternates between two buffers of a bucket: the copy into one of them waits for
+            the reductions that were queued before, which may still read it.
+
+    Attributes:
+        stream: the stream; None while reductions run on the current stream.
     """
 
-    def __init__(
-        self, find: Callable[[], Any], takes_turns: bool = False, by_device: Callable[[], bool] = lambda: False
-    ) -> None:
-        self.find = find
+    def __init__(self, takes_turns: bool = False) -> None:
+        self.stream: Any = None
         self._takes_turns = takes_turns
-        self._by_device = by_device
+        # Some devices order dependent operations of two streams themselves. DeepSpeed's stage 3 does not rely on it.
+        self._by_device = takes_turns and bool(get_accelerator().resolves_data_dependency())
+
+    def use(self, stream: Any) -> None:
+        """Reduce on this stream from now on; None for the current stream."""
+        self.stream = stream
 
     @contextmanager
     def after_current(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
@@ -35,13 +39,13 @@ class ReductionStream:
             bucket: of DeepSpeed's, filled by other streams as well, which it names.
             freed: tensors that are read here and may be freed on the current stream before.
         """
-        stream, current = self.find(), get_accelerator().current_stream()
+        stream, current = self.stream, get_accelerator().current_stream()
         for event in bucket.ready_events.values() if bucket else ():
             (current if stream is None else stream).wait_event(event)
         if stream is None:
             yield
             return
-        if not self._by_device():
+        if not self._by_device:
             for producer in {current, *(bucket.copy_streams if bucket else ())}:
                 stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
             if self._takes_turns:
@@ -53,15 +57,15 @@ class ReductionStream:
 
     def receive_current(self) -> None:
         """Make the stream wait for everything that the current one was given."""
-        if (stream := self.find()) is not None:
-            stream.wait_stream(get_accelerator().current_stream())
+        if self.stream is not None:
+            self.stream.wait_stream(get_accelerator().current_stream())
 
     def wait(self) -> None:
         """Make the current stream wait for everything that this one was given."""
-        if (stream := self.find()) is not None and not self._by_device():
-            get_accelerator().current_stream().wait_stream(stream)
+        if self.stream is not None and not self._by_device:
+            get_accelerator().current_stream().wait_stream(self.stream)
 
     def synchronize(self) -> None:
         """Make the host wait for the stream."""
-        if (stream := self.find()) is not None:
-            stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()

@@ -327,9 +327,10 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         return taken
 
     with contextlib.ExitStack() as patches:
-        measure = getattr(optimizer, "_hand_to_host_optimizer", None)
+        shards = getattr(optimizer, "shards", None)
+        measure = getattr(shards, "hand_over", None)  # with p = N
         if measure is not None and engine.optimizer_name() == "muon":
-            patches.enter_context(mock.patch.object(optimizer, "_hand_to_host_optimizer", measured))
+            patches.enter_context(mock.patch.object(shards, "hand_over", measured))
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
                 patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))

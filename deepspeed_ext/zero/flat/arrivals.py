@@ -19,7 +19,8 @@ Note [Updates under the forward]
 import weakref
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -148,13 +149,22 @@ def _parts_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]
         yield module
 
 
+class WindowTransfers(Protocol):
+    """Transfers of windows of updated parameters."""
+
+    def gather_window(self, window: Window) -> Transfer:
+        """Gather a window of all ranks' partitions."""
+
+    def place_window(self, window: Window, cells: Tensor) -> None:
+        """Write a gathered window to its flat buffer."""
+
+
 class Arrivals:
     """Gathers of updated parameters.
 
     Args:
         windows: in the order in which they travel.
-        gather: gives the transfer of one.
-        place: puts what one brings where it belongs.
+        transfers: gathers and places a window.
         overlap: whether windows may overlap each other.
         ahead: whether a step ends before they have arrived; see Note [Updates under the forward].
         threads: whether a thread of the host may take them then, where there are no streams.
@@ -163,15 +173,14 @@ class Arrivals:
     def __init__(
         self,
         windows: Sequence[Window],
-        gather: Callable[[Window], Transfer],
-        place: Callable[[Window, Tensor], None],
+        transfers: WindowTransfers,
+        *,
         overlap: bool,
         ahead: bool,
         threads: bool = False,
     ) -> None:
         self._windows = windows
-        self._gather = gather
-        self._place = place
+        self._transfers = transfers
         self.ahead = ahead
         self._queue = TransferQueue(overlap or ahead, side_streams=True, background=ahead and threads, owed=True)
         self._started: list[Started] = []
@@ -189,14 +198,11 @@ class Arrivals:
         self._started.clear()
         self._reached.clear()
         for window in self._windows:
-
-            def arrive(gathered: Tensor, window: Window = window) -> None:
-                self._place(window, gathered)
-
+            transfer, arrive = self._transfers.gather_window(window), partial(self._transfers.place_window, window)
             if self.ahead:
-                self._started.append(self._queue.start(self._gather(window), arrive))
+                self._started.append(self._queue.start(transfer, arrive))
             else:
-                self._queue.submit(self._gather(window), arrive)
+                self._queue.submit(transfer, arrive)
         if not self.ahead:
             self._queue.drain()
 

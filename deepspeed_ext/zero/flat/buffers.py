@@ -8,11 +8,12 @@ where. Buffers of one stripe are DeepSpeed's as they are.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from deepspeed import comm as dist
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -22,7 +23,9 @@ from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import MappedParameter
 from deepspeed_ext.strategy import Placement
-from deepspeed_ext.zero.families import Family, name_in_all
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, Family, name_in_all
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member, Window, crossing_spans_of, in_forward_order
 
 # A buffer has this number of stripes where buckets are as large as a few layers or larger ...
@@ -47,51 +50,52 @@ def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ra
     return tuple(starts)
 
 
+class Flattening(NamedTuple):
+    """How DeepSpeed flattens a parameter group."""
+
+    params: Sequence[nn.Parameter]  # in the order of the buffer; they may be empty while DeepSpeed makes it
+    offsets: Sequence[int]  # of the parameters in the buffer
+    numels: Sequence[int]  # elements of the parameters
+    alignment: int  # multiple of elements to which the buffer is padded
+    unchanged: bool  # whether the buffer keeps DeepSpeed's own partitions, independent of the bucket size
+
+
 class FlatBuffer:
-    """The flat buffer of a parameter group: where its parameters are, and what of them is a rank's.
+    """The flat buffer of a parameter group: the layout of its parameters, and this rank's part of them.
 
     Args:
-        number: of the parameter group.
-        family: whose parameters they are.
-        params, offsets, numels: of the buffer, in order; while it is made a parameter may have no elements by itself.
-        alignment: what DeepSpeed aligns its length to.
-        os: placement of the optimizer's states.
-        group: process group over which these are sharded.
-        bucket: elements of a stripe at most; None for DeepSpeed's own partitions.
+        context: shared constants.
+        number: number of the parameter group.
+        family: family of its parameters.
+        flattening: how DeepSpeed flattens them.
+        group: process group over which the optimizer states are sharded.
 
     Attributes:
         numel: elements, without padding after the last parameter.
         rank: this rank's number in ``group``.
         layout: how the buffer is divided.
-        zeros_layout: how DeepSpeed would divide it, in whose order checkpoints are.
+        zeros_layout: how DeepSpeed would divide it, which is the order of checkpoints.
         shard_numel: elements of a rank's partition.
     """
 
     def __init__(
-        self,
-        number: int,
-        family: Family,
-        params: Sequence[nn.Parameter],
-        offsets: Sequence[int],
-        numels: Sequence[int],
-        alignment: int,
-        os: Placement,
-        group: ProcessGroup,
-        bucket: int | None,
+        self, context: Context, *, number: int, family: Family, flattening: Flattening, group: ProcessGroup
     ) -> None:
+        params, offsets, numels, alignment, unchanged = flattening
         self.number, self.family, self.params, self.group = number, family, list(params), group
-        self._offsets, self._os = list(offsets), os
+        self._offsets, self._os = list(offsets), context.strategy.os
         self._spans = [Span(*span) for span in zip(offsets, numels, strict=True)]
         self._places = {id(param): place for place, param in enumerate(params)}
         self.numel = offsets[-1] + numels[-1]
         self.rank = int(dist.get_rank(group=group))
         aligned, topology = fill_up(self.numel, alignment), family.topology
-        self.layout = self.zeros_layout = FlatLayout.of(aligned, os, topology)
-        starts = (0,) if bucket is None else stripe_starts(offsets, numels, bucket, topology.sizes.ranks)
+        self.layout = self.zeros_layout = FlatLayout.of(aligned, self._os, topology)
+        ranks = topology.sizes.ranks
+        starts = (0,) if unchanged else stripe_starts(offsets, numels, context.reduce_bucket, ranks)
         if len(starts) > 1 and self.layout.rows * self.layout.cols > 1:
-            self.layout = FlatLayout.of(self.numel, os, topology, starts)
+            self.layout = FlatLayout.of(self.numel, self._os, topology, starts)
         # With os = N a rank has all, whatever its gradients are divided into on their way.
-        self._held = FlatLayout(aligned, 1, 1) if os == Placement.N else self.layout
+        self._held = FlatLayout(aligned, 1, 1) if self._os == Placement.N else self.layout
         self._zeros_held = self.zeros_layout if self.striped else self._held
         self.shard_numel = self._held.chunk
 
@@ -113,6 +117,17 @@ class FlatBuffer:
     def offset(self, param: nn.Parameter) -> int:
         """Return where a parameter starts."""
         return self._offsets[self._places[id(param)]]
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks that hold each expert of the buffer, among the data-parallel ranks; 1 for dense parameters,
+        whose norms DeepSpeed takes over ``group``."""
+        return self.family.topology.sizes.ranks // dist.get_world_size(group=self.group) if self.has_experts else 1
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the parameters are experts of expert parallelism."""
+        return self.family.name != DENSE
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether a parameter is in it."""
@@ -254,34 +269,124 @@ class FlatBuffer:
         col = self.family.gather.col
         for param, offset in zip(self.params, self._offsets, strict=True):
             name = name_in_all(param, names[param])
-            yield from crossing_spans_of(name, param.numel(), self.layout, col, self.number, offset)
+            yield from crossing_spans_of(name, param.numel(), self.layout, col, buffer=self.number, offset=offset)
 
 
-def windows_in_forward_order(
-    buffers: Sequence[FlatBuffer], rows: Sequence[int], most: int, places: Mapping[int, int]
-) -> list[Window]:
-    """Return windows of all flat buffers, those of the model's first parameters first.
-
-    A backward completes them the other way round: the first of a window's parameters gets its gradient last.
+class FlatBuffers(list[FlatBuffer]):
+    """All flat buffers of an optimizer, one for each parameter group, in order.
 
     Args:
-        buffers: all.
-        rows: of what travels of each of them.
-        most: elements (of all rows) of a window at most.
-        places: of parameters in the model, by their ids; these are the members of windows.
+        context: shared constants.
+        optimizer: the optimizer whose buffers they are.
+
+    Attributes:
+        places: positions of trained parameters in the model, by their ids.
     """
-    windows: list[Window] = []
-    for buffer, count in zip(buffers, rows, strict=True):
-        placed = [(places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
-        for number, stripe in enumerate(buffer.layout.stripes):
-            members = tuple(sorted(place for place, at in placed if stripe.span.start <= at < stripe.span.stop))
-            windows += [Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)]
-    return in_forward_order(windows)
 
+    def __init__(self, context: Context, optimizer: Stage12View) -> None:
+        super().__init__()
+        self._context, self._of = context, optimizer
+        self.places: dict[int, int] = {}
 
-def buffer_of(buffers: Sequence[FlatBuffer], param: nn.Parameter) -> FlatBuffer:
-    """Return the buffer that a parameter is in."""
-    return next(buffer for buffer in buffers if buffer.has(param))
+    def add(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
+        """Add the buffer of the next parameter group, and return it.
+
+        Args:
+            params, alignment: see ``Flattening``.
+            padded: whether DeepSpeed pads a parameter.
+        """
+        number, of = len(self), self._of
+        row = of.optimizer.param_groups[number]
+        # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
+        unchanged = of.round_robin_gradients or padded or type(of.optimizer).__module__.startswith("bitsandbytes")
+        numels = [meta.numel() for meta in of.round_robin_bit16_meta[number]]
+        self.append(
+            FlatBuffer(
+                self._context,
+                number=number,
+                family=self._context.families[row["name"] if of.has_moe_layers and of.is_moe_group(row) else DENSE],
+                flattening=Flattening(params, of.round_robin_bit16_offsets[number], numels, alignment, unchanged),
+                group=of.real_dp_process_group[number],
+            )
+        )
+        return self[number]
+
+    def number_parameters(self, params: Iterable[nn.Parameter]) -> None:
+        """Remember the order of trained parameters in the model."""
+        self.places = {id(param): place for place, param in enumerate(params)}
+
+    @property
+    def striped(self) -> Iterator[FlatBuffer]:
+        """The buffers whose partitions are not DeepSpeed's."""
+        return (buffer for buffer in self if buffer.striped)
+
+    def params(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of all buffers."""
+        return (param for buffer in self for param in buffer.params)
+
+    def buffer_of(self, param: nn.Parameter) -> FlatBuffer:
+        """Return the buffer that a parameter is in."""
+        return next(buffer for buffer in self if buffer.has(param))
+
+    def windows(self, rows: Sequence[int], most: int) -> list[Window]:
+        """Return windows of all buffers, those of the model's first parameters first.
+
+        A backward completes them in reverse order: the first of a window's parameters gets its gradient last.
+
+        Args:
+            rows: for each buffer, the rows that are sent of it.
+            most: maximum number of elements (of all rows) of a window.
+        """
+        windows: list[Window] = []
+        for buffer, count in zip(self, rows, strict=True):
+            placed = [(self.places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
+            for number, stripe in enumerate(buffer.layout.stripes):
+                members = tuple(sorted(place for place, at in placed if stripe.span.start <= at < stripe.span.stop))
+                windows += [
+                    Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)
+                ]
+        return in_forward_order(windows)
+
+    # DeepSpeed's tables ###############################################################################
+
+    def fill_tables(self, number: int) -> None:
+        """Enter this rank's parts of parameters of a buffer with stripes."""
+        rank, of = self[number].rank, self._of
+        for member in self[number].own_members():
+            param = of.get_param_id(member.param)
+            of.param_to_partition_ids[number][param] = [rank]
+            of.total_grads_in_partition[number][rank] += 1
+            of.is_grad_computed[number][rank][param] = False
+            of.grad_partition_insertion_offset[number][rank][param] = member.offset
+            of.grad_start_offset[number][rank][param] = member.span.start
+
+    def fill_positions(self, number: int) -> None:
+        """Enter the positions of this rank's gradients in a buffer with stripes, with optimizer offload."""
+        for param, _, _, span, offset in self[number].own_members():
+            self._of.grad_position[self._of.get_param_id(param)] = [number, span.start, offset, span.numel]
+
+    def link_stripes(self) -> None:
+        """Link parameters of buffers with stripes to the optimizer's weights, for ``safe_get_full_...``."""
+        for buffer in self.striped:
+            buffer.link(
+                self._of.single_partition_of_fp32_groups[buffer.number],
+                not self._of.cpu_offload,  # then there is no list of gradients
+                gradient_dict=self._of.averaged_gradients,
+                offload_gradient_dict=self._of.offload_gradient_dict,
+                use_offload=self._of.cpu_offload,
+            )
+
+    def link_states(self) -> bool:
+        """Link parameters to existing optimizer states, and return whether all buffers have states.
+
+        The parent links only after the first step: after a load, or a reload from the host,
+        ``safe_get_full_optimizer_state`` would not find any.
+        """
+        weights = self._of.single_partition_of_fp32_groups
+        states = [self._of.optimizer.state.get(partition) or {} for partition in weights]
+        for buffer, partition, state in zip(self, weights, states, strict=True):
+            lazy_init_hp_params_optimizer_state(buffer.params, partition, {partition: state})
+        return all(states)
 
 
 def _padding(part: Tensor) -> Tensor:

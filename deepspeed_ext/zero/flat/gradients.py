@@ -16,20 +16,23 @@ Note [Where buckets of flat buffers arrive]
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_ext.comm.bucket_plan import BucketPlan, parts_of, plan_bucket
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import add_to
-from deepspeed_ext.comm.redistribution import GradientRedistribution
 from deepspeed_ext.comm.spans import BufferSpan, Span, split_as
 from deepspeed_ext.comm.transfer_queue import TransferQueue
-from deepspeed_ext.strategy import Placement, Strategy
+from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.boundary import Boundary
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.flat.buffers import FlatBuffers
+from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import Window
 
 
@@ -45,6 +48,16 @@ class Mean:
     before: float | None = None
     after: float | None = None
 
+    @classmethod
+    def of_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
+        """Return the mean over all data-parallel ranks, divided at the moments that the optimizer's keys select."""
+        if not optimizer.gradient_average:
+            return cls()
+        if optimizer.reduce_scatter or not optimizer.postscale_gradients:
+            return cls(before=context.ranks / context.sequence_parallel_size)
+        before = optimizer.gradient_predivide_factor
+        return cls(before, before * context.sequence_parallel_size / context.ranks)
+
     def divide(self, packed: Tensor) -> Tensor:
         """Scale what is to be summed, in place."""
         return packed if self.before is None else packed.div_(self.before)
@@ -58,49 +71,33 @@ class FlatGradients:
     """See Note [Where buckets of flat buffers arrive].
 
     Args:
-        redistribution: hops of the data-parallel group.
-        strategy: one with p = N.
-        layouts: of each flat buffer, also of those that are not of this family.
-        buffers: numbers of those that are.
+        context: shared constants; a strategy with p = N.
+        family: name of the family.
+        buffers: all flat buffers, also those of other families.
+        shards: gradients of the optimizer's shards.
         mean: how sums become means.
-        dtype: in which slices are accumulated.
-        shard: gives the optimizer's gradients of a flat buffer, 1D, by its number.
-        windows: what crosses at the boundary, in the order of the backward.
-        crosses_in: dtype of what crosses at the boundary, on the wire.
-        overlap: whether the hops of two buckets may overlap.
-        side_streams: whether they may on streams of their own, on which nothing makes the host wait.
-        added: called when something has been added to a shard.
+
+    Attributes:
+        slices: this rank's I-slice of each flat buffer, by number: (rows, chunk).
     """
 
     def __init__(
-        self,
-        redistribution: GradientRedistribution,
-        strategy: Strategy,
-        layouts: Sequence[FlatLayout],
-        buffers: Sequence[int],
-        mean: Mean,
-        dtype: torch.dtype,
-        shard: Callable[[int], Tensor],
-        windows: Sequence[Window],
-        crosses_in: torch.dtype,
-        overlap: bool,
-        side_streams: bool = True,
-        added: Callable[[], None] = lambda: None,
+        self, context: Context, *, family: str, buffers: FlatBuffers, shards: ShardGradients, mean: Mean
     ) -> None:
-        self._redistribution, self._os = redistribution, strategy.os
-        self._arrives = Placement.G if strategy.g == Placement.G else Placement.I
-        self._queue = TransferQueue(overlap, side_streams, completed=redistribution.pairwise)
-        self.layouts = tuple(layouts)
-        self._buffers = tuple(buffers)
-        self._mean = mean
-        self._dtype = dtype
-        self._shard = shard
-        self._added = added
-        self._crosses_in = crosses_in
-        self._crosses = TransferQueue(overlap, side_streams, background=redistribution.pairwise)
+        self._redistribution, self._os = context.families[family].reduce, context.strategy.os
+        self._arrives = Placement.G if context.strategy.g == Placement.G else Placement.I
+        pairwise, streams = self._redistribution.pairwise, context.side_streams
+        self._queue = TransferQueue(context.overlap, streams, completed=pairwise)
+        self._crosses = TransferQueue(context.overlap, streams, background=pairwise)
+        self.layouts = tuple(buffer.layout for buffer in buffers)
+        self._buffers = tuple(buffer.number for buffer in buffers if buffer.family.name == family)
+        self._shards, self._mean, self._context = shards, mean, context
+        self._slice_dtype = _wire_dtype(context, context.mixed_dtype(buffers.params()))
+        windows = buffers.windows([layout.rows for layout in self.layouts], context.reduce_bucket)
         early = self._arrives == Placement.I and self._crosses.unattended
-        self._boundary = Boundary(windows, lambda window: window.members, early)
-        self.slices: dict[int, Tensor] = {}  # buffer: (rows, chunk), this rank's I-slice
+        own = [window for window in reversed(windows) if window.buffer in self._buffers]
+        self._boundary = Boundary(own, lambda window: window.members, early=early)
+        self.slices: dict[int, Tensor] = {}
 
     def reduce(
         self,
@@ -132,10 +129,12 @@ class FlatGradients:
     def prepare(self, buffer: int) -> None:
         """Make what buckets of this flat buffer are added to, on the current stream, where it is used last."""
         if self._arrives == Placement.G:
-            self._shard(buffer)
+            self._shards.of(buffer)
         elif buffer not in self.slices:
             layout, device = self.layouts[buffer], get_accelerator().current_device_name()
-            self.slices[buffer] = torch.zeros(layout.rows, layout.chunk, dtype=self._dtype, device=device)
+            self.slices[buffer] = torch.zeros(
+                layout.rows, layout.chunk, dtype=self._context.accumulation_dtype, device=device
+            )
 
     def prepare_crossing(self) -> None:
         """Make what windows need that cross before the boundary, on the current stream."""
@@ -143,12 +142,12 @@ class FlatGradients:
             for buffer in self._buffers:
                 self.prepare(buffer)
                 if self._os != Placement.N:
-                    self._shard(buffer)
+                    self._shards.of(buffer)
 
     def prepare_all(self) -> None:
         """Make what the boundary needs: of all flat buffers, for ranks may have used different parameters."""
         for buffer in self._buffers:
-            self._shard(buffer)
+            self._shards.of(buffer)
             self.prepare(buffer)
 
     @property
@@ -192,34 +191,30 @@ class FlatGradients:
                     span.of(self.slices[buffer][rows.first : rows.first + rows.times]).add_(part)
         self._cross(self._boundary.ready(complete))
 
-    def finish(self, dtype: torch.dtype, bucket: int) -> None:
-        """Complete the optimizer's shards at the boundary: what is left of slices crosses.
-
-        Args:
-            dtype, bucket: of windows inside the group, with os = N: on the wire, elements.
-        """
+    def finish(self) -> None:
+        """Complete the optimizer's shards at the boundary: send the rest of slices."""
         if self._arrives == Placement.G:
             return
         self._cross(self._boundary.rest())
         self._crosses.drain()
         if self._os == Placement.N:
             for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
-                for span in self.layouts[buffer].windows(self._redistribution.cols, bucket):
-                    transfer = self._gather(span.of(held), dtype)
+                for span in self.layouts[buffer].windows(self._redistribution.cols, self._context.reduce_bucket):
+                    transfer = self._gather(span.of(held))
                     self._queue.submit(transfer, partial(self._place, buffer, span.start))
             self._queue.drain()
 
-    def _gather(self, sums: Tensor, dtype: torch.dtype) -> Transfer:
+    def _gather(self, sums: Tensor) -> Transfer:
         """Gather a window of slices inside the group. What it is sent as is made in here, where hops run: there its
         memory waits for them."""
-        return (yield from self._redistribution.gather_slice(sums.to(dtype).view(-1)))
+        return (yield from self._redistribution.gather_slice(sums.to(self._slice_dtype).view(-1)))
 
     def _cross(self, windows: Iterable[Window]) -> None:
         for buffer, span, _ in windows:
             # With one row a window may be a view, which hops overwrite: slices are dropped after this.
             window = span.of(self.slices[buffer])
             target = Placement.G if self._os == Placement.G else Placement.I
-            transfer = self._redistribution.sync_slice(window, self._crosses_in, target, span.start, buffer)
+            transfer = self._redistribution.sync_slice(window, self._slice_dtype, target, span.start, buffer)
             self._crosses.submit(transfer, partial(self._deliver, buffer, span), reuses=False)
 
     def _deliver(self, buffer: int, span: Span, total: Tensor) -> None:
@@ -231,33 +226,99 @@ class FlatGradients:
             self._add_to_shard(buffer, span, self._mean.multiply(total)[0])
 
     def _place(self, buffer: int, start: int, sums: Tensor) -> None:
-        layout, shard = self.layouts[buffer], self._shard(buffer)
+        layout, shard = self.layouts[buffer], self._shards.of(buffer)
         cells = self._mean.multiply(sums).unsqueeze(1)
         layout.place(shard, start, cells.to(shard.device), add=True)
 
     def _add_to_shard(self, buffer: int, span: Span, part: Tensor) -> None:
-        add_to(span.of(self._shard(buffer)), part)
-        self._added()
+        add_to(span.of(self._shards.of(buffer)), part)
+        self._shards.note_addition()
 
 
-def reduce_by_family(
-    gradients: Sequence[FlatGradients],
-    tensors: Sequence[Tensor],
-    spans: tuple[BufferSpan, ...],
-    dtype: torch.dtype,
-    complete: Sequence[int],
-) -> None:
-    """Move a bucket to where it arrives: what it has of each family by itself.
+class AllFlatGradients(dict[str, FlatGradients]):
+    """Gradients of all families of one optimizer, by family.
 
     Args:
-        gradients: of all families.
-        tensors, spans, dtype: see ``FlatGradients.reduce``.
-        complete: for each span the parameter, if nothing more of it comes before the boundary; else empty.
+        context: shared constants; a strategy with p = N.
+        buffers: all flat buffers.
+        shards: gradients of the optimizer's shards.
+        mean: how sums become means.
     """
-    for family in gradients:
-        mine = [number for number, (buffer, _) in enumerate(spans) if family.has(buffer)]
-        if len(mine) == len(spans):
-            family.reduce(tensors, spans, dtype, complete)
-        elif mine:
-            parts, places = list(parts_of(tensors, spans)), [complete[n] for n in mine] if complete else []
-            family.reduce([parts[n] for n in mine], tuple(spans[n] for n in mine), dtype, places)
+
+    def __init__(self, context: Context, *, buffers: FlatBuffers, shards: ShardGradients, mean: Mean) -> None:
+        super().__init__(
+            (name, FlatGradients(context, family=name, buffers=buffers, shards=shards, mean=mean))
+            for name in context.families
+        )
+        self._context, self._buffers = context, buffers
+
+    def reduce(
+        self,
+        tensors: Sequence[Tensor],
+        members: Sequence[tuple[int, nn.Parameter]],
+        bucket: Any,
+        *,
+        dtype: torch.dtype,
+        last: bool,
+        freed: Sequence[Tensor],
+    ) -> None:
+        """Move a bucket N -> g.
+
+        Args:
+            tensors: 1D each: the bucket, or one for each parameter in it. They are copied at once.
+            members: number of the flat buffer, and parameter, of each gradient in the bucket.
+            bucket: DeepSpeed's bucket, which names the streams that fill it.
+            dtype: dtype of the bucket.
+            last: whether the gradients are of the last micro-batch.
+            freed: those of the tensors that may be freed before the bucket has been waited for.
+        """
+        buffers, places = self._buffers, self._buffers.places
+        spans = tuple((number, Span(buffers[number].offset(param), param.numel())) for number, param in members)
+        complete = [places[id(param)] for _, param in members] if last else []
+        for gradients in self.values() if last else ():
+            gradients.prepare_crossing()
+        for number in {number for number, _ in members}:
+            self[buffers[number].family.name].prepare(number)
+        with self._context.reductions.after_current(bucket, freed):
+            self._reduce_by_family(tensors, spans, _wire_dtype(self._context, dtype), complete)
+
+    def _reduce_by_family(
+        self, tensors: Sequence[Tensor], spans: tuple[BufferSpan, ...], dtype: torch.dtype, complete: Sequence[int]
+    ) -> None:
+        """Move a bucket N -> g, each family's part of it separately; for arguments see ``FlatGradients.reduce``."""
+        for gradients in self.values():
+            own = [number for number, (buffer, _) in enumerate(spans) if gradients.has(buffer)]
+            if len(own) == len(spans):
+                gradients.reduce(tensors, spans, dtype, complete)
+            elif own:
+                parts, places = list(parts_of(tensors, spans)), [complete[n] for n in own] if complete else []
+                gradients.reduce([parts[n] for n in own], tuple(spans[n] for n in own), dtype, places)
+
+    def complete_shards(self) -> None:
+        """Move slices to ``os`` at the accumulation boundary, in order on the current stream, and drop them.
+
+        All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
+        """
+        for gradients in self.values():
+            gradients.prepare_all()
+        with self._context.reductions.after_current():
+            for gradients in self.values():
+                gradients.finish()
+        self._context.reductions.wait()
+        for gradients in self.values():
+            gradients.slices.clear()
+
+    def drop(self) -> None:
+        """Drop everything that has been accumulated, and transfers."""
+        for gradients in self.values():
+            gradients.drop()
+
+    def to(self, device: str) -> None:
+        """Move slices to a device."""
+        for gradients in self.values():
+            gradients.to(device)
+
+
+def _wire_dtype(context: Context, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which gradients are sent: fp32 with sequence parallelism, as in DeepSpeed."""
+    return torch.float32 if context.sequence_parallel_size > 1 else dtype

@@ -3,9 +3,10 @@
 """Updated parameters of flat buffers: os -> N, after a step."""
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from deepspeed import comm as dist
 from torch import Tensor, nn
@@ -13,10 +14,13 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.hops import Transfer, Update
 from deepspeed_ext.comm.packing import aligned, record_on_current_stream
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import Families, Family
+from deepspeed_ext.comm.spans import Span
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import Family
 from deepspeed_ext.zero.flat.arrivals import Arrivals
-from deepspeed_ext.zero.flat.buffers import FlatBuffer, windows_in_forward_order
+from deepspeed_ext.zero.flat.buffers import FlatBuffer, FlatBuffers
+from deepspeed_ext.zero.outer import InnerStepsOnly
 from deepspeed_ext.zero.resync import Asking, Resync
 from deepspeed_ext.zero.shards import Window
 
@@ -26,12 +30,16 @@ class FlatGroups(list[Tensor]):
 
     Args:
         buffers: DeepSpeed's.
-        all_gather: gathers updated parameters; False where DeepSpeed's own gather over its group does it.
+        updates: gathers of updated parameters.
     """
 
-    def __init__(self, buffers: Sequence[Tensor], all_gather: Callable[[], bool]) -> None:
+    def __init__(self, buffers: Sequence[Tensor], updates: "FlatUpdates") -> None:
         super().__init__(buffers)
-        self.all_gather = all_gather
+        self._updates = updates
+
+    def all_gather(self) -> bool:
+        """Gather updated parameters; return False if DeepSpeed's own gather over its group does it."""
+        return self._updates.gather()
 
 
 def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
@@ -39,63 +47,71 @@ def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
     return buffer.striped or not resync.always
 
 
-def tell_of_setters(buffers: Iterable[FlatBuffer], resync: Resync) -> None:
-    """Ask for whole updates when somebody sets the optimizer's weights by DeepSpeed's ``safe_set_full_...``, before it
-    is done."""
+class WeightOwner(Protocol):
+    """An optimizer whose weights user code may set."""
+
+    resync: Resync
+    outer: InnerStepsOnly
+
+
+def notify_of_set_weights(buffers: Iterable[FlatBuffer], owner: WeightOwner) -> None:
+    """Notify the owner's parts when user code sets weights with DeepSpeed's ``safe_set_full_...``."""
+    weak = weakref.ref(owner)  # parameters may outlive the engine
     for buffer in buffers:
         for param in buffer.params:
-            owner: Any = param
-            owner.set_full_hp_param = _telling(owner.set_full_hp_param, Asking(resync))
+            mapped: Any = param
+            span = buffer.member(param).in_shard
+            mapped.set_full_hp_param = _notifying(mapped.set_full_hp_param, weak, buffer.number, span)
 
 
-def _telling(change: Callable[..., None], ask: Asking) -> Callable[..., None]:
+def _notifying(
+    change: Callable[..., None], weak: "weakref.ref[WeightOwner]", number: int, span: Span
+) -> Callable[..., None]:
     @functools.wraps(change)
-    def changed(*args: Any, **kwargs: Any) -> None:
-        ask()
-        change(*args, **kwargs)
+    def changed(value: Tensor, optim_state_key: str | None = None, *args: Any, **kwargs: Any) -> None:
+        owner = weak()
+        if owner is not None:
+            owner.resync.ask()
+        change(value, optim_state_key, *args, **kwargs)
+        if owner is not None and optim_state_key is None:
+            owner.outer.take(number, span)
 
     return changed
 
 
 class FlatUpdates:
-    """What comes back after a step.
+    """Updated parameters after a step.
 
-    A rank's partition of a flat buffer is a tensor of its own where it has another order than the buffer, or where the
-    buffer must keep what others hold until an update has arrived. Its memory is there from a step until its gather.
+    A rank's partition of a flat buffer is a tensor of its own if its order differs from that of the buffer, or if the
+    buffer must keep the values of other ranks until an update is received. Its memory exists from a step until its
+    gather.
 
     Args:
-        buffers: all.
-        families: of their parameters.
-        strategy: one with p = N.
-        resync: tells which updates travel whole.
-        places: of trained parameters in the model, by their ids.
-        flat: gives a flat buffer, 1D, by its number.
-        own: gives this rank's partition of it, 1D; None while parameters are offloaded.
-        most: elements of a window at most.
-        overlap: whether windows may overlap each other.
-        ahead: whether a step may end before parameters have arrived.
+        context: shared constants; a strategy with p = N.
+        buffers: all flat buffers.
+        resync: decides which updates are sent whole.
+        flat: DeepSpeed's list of flat buffers, 1D.
+        partitions: DeepSpeed's list of the partitions of each flat buffer; empty while parameters are offloaded.
 
     Attributes:
-        arrivals: windows on their way.
+        arrivals: windows that are being gathered.
+        flat: the list of flat buffers that DeepSpeed should use, which gathers itself.
     """
 
     def __init__(
         self,
-        buffers: Sequence[FlatBuffer],
-        families: Families,
-        strategy: Strategy,
+        context: Context,
+        *,
+        buffers: FlatBuffers,
         resync: Resync,
-        places: Mapping[int, int],
-        flat: Callable[[int], Tensor],
-        own: Callable[[int], Tensor | None],
-        most: int,
-        overlap: bool,
-        ahead: bool,
+        flat: Sequence[Tensor],
+        partitions: Sequence[Sequence[Tensor]],
     ) -> None:
-        self._buffers, self._families, self._strategy, self._resync = buffers, families, strategy, resync
-        self._places, self._flat, self._own = places, flat, own
+        self._context, self._buffers, self._resync = context, buffers, resync
+        self.flat, self._partitions = FlatGroups(flat, self), partitions
+        self._stepping = False
         ranks = [dist.get_world_size(group=buffer.group) for buffer in buffers]
-        windows = windows_in_forward_order(buffers, ranks, most, places)
+        windows = buffers.windows(ranks, context.gather_bucket)
         self._windows = [  # another one is in its place already
             window
             for window in windows
@@ -104,21 +120,25 @@ class FlatUpdates:
         self._codes: dict[Window, Tensor] = {}  # what is sent of each, until it is
         self.arrivals = Arrivals(
             self._windows,
-            self._gather_window,
-            self._place_window,
-            overlap,
-            ahead and strategy.os != Placement.N,
-            all(family.gather.pairwise for family in families.values()),
+            self,
+            overlap=context.overlap,
+            ahead=context.ahead and context.strategy.os != Placement.N,
+            threads=all(family.gather.pairwise for family in context.families.values()),
         )
         self._watching: list[Any] = []  # hooks that are told of parameters that somebody has written
         self.give_up()
 
     # This rank's partitions #######################################################################
 
+    def _own(self, buffer: FlatBuffer) -> Tensor | None:
+        """Return this rank's partition of a flat buffer, 1D; None while parameters are offloaded."""
+        partitions = self._partitions[buffer.number]
+        return partitions[buffer.rank] if partitions else None
+
     def _owned(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Yield those that are tensors of their own."""
+        """Yield the partitions that are tensors of their own."""
         for buffer in self._buffers:
-            own = self._own(buffer.number)
+            own = self._own(buffer)
             if own is not None and has_own_partition(buffer, self._resync):
                 yield buffer, own
 
@@ -136,16 +156,18 @@ class FlatUpdates:
         """Hold this rank's partitions in this context; in a step, also until their gather has read them."""
         self.settle()
         self._hold()
+        around, self._stepping = self._stepping, stepping
         try:
             yield
         finally:
+            self._stepping = around
             if not (stepping and self.arrivals.ahead and self._resync.now):
                 self.give_up()
 
     def take_weights(self) -> None:
         """Take this rank's partitions from flat buffers that somebody has just loaded."""
         for buffer, own in self._owned():
-            buffer.copy_own(self._flat(buffer.number), own.zero_())
+            buffer.copy_own(self.flat[buffer.number], own.zero_())
 
     # os -> N ######################################################################################
 
@@ -159,24 +181,24 @@ class FlatUpdates:
         """Do so, and keep this rank's partitions if they are there."""
         self.arrivals.drain()
 
-    def gather(self, stepping: bool) -> bool:
+    def gather(self) -> bool:
         """Gather updated parameters between groups, then inside, window by window.
 
         Returns:
             False if DeepSpeed's all-gather over its own group does it without staging: in one hop, and as it is, into
             flat buffers of which the partitions are views.
         """
-        if self._strategy.os == Placement.N:
+        if self._context.strategy.os == Placement.N:
             return False
-        as_parent = self._strategy.os != Placement.G or all(map(_in_one_hop, self._families.values()))
+        as_parent = self._context.strategy.os != Placement.G or all(map(_in_one_hop, self._context.families.values()))
         if as_parent and not self.arrivals.ahead and not any(buffer.striped for buffer in self._buffers):
             return False
         self.drain()
-        self._resync.begin(stepping)
-        for family in self._families.values():
+        self._resync.begin(self._stepping)
+        for family in self._context.families.values():
             windows = [window for window in self._windows if self._buffers[window.buffer].family is family]
             if windows and not self._is_whole(windows[0]):
-                codes = family.gather.encode([self._update(window) for window in windows], self._strategy.p)
+                codes = family.gather.encode([self._update(window) for window in windows], self._context.strategy.p)
                 self._codes.update(zip(windows, codes, strict=True))
                 del codes
         self.arrivals.start()
@@ -190,21 +212,22 @@ class FlatUpdates:
         return self._resync.now or self._redistribution_of(window).differences is None
 
     def _own_part(self, window: Window) -> Tensor:
-        own = self._own(window.buffer)
+        own = self._own(self._buffers[window.buffer])
         assert own is not None
         return window.span.of(own.detach())
 
-    def _gather_window(self, window: Window) -> Transfer:
+    def gather_window(self, window: Window) -> Transfer:
+        """Gather a window of all ranks' partitions; see ``WindowTransfers``."""
         redistribution = self._redistribution_of(window)
         if self._is_whole(window):
             sent = aligned(self._own_part(window), redistribution.multiple)
         else:
             sent = record_on_current_stream(self._codes.pop(window))
-        return (yield from redistribution.gather(sent, self._strategy.os, self._strategy.p))
+        return (yield from redistribution.gather(sent, self._context.strategy.os, self._context.strategy.p))
 
     def _update(self, window: Window) -> Update:
         """Return what this rank sends of a window; the last cells of a buffer may end early."""
-        buffer, flat = self._buffers[window.buffer], self._flat(window.buffer).detach()
+        buffer, flat = self._buffers[window.buffer], self.flat[window.buffer].detach()
         row, col = buffer.cell
         own = self._own_part(window)
         cell, held = row * buffer.layout.cols + col, own[:0]
@@ -213,8 +236,9 @@ class FlatUpdates:
                 held = windows[cell - numbers.start]
         return Update(lambda: own[: held.numel()], held, window.span.numel)
 
-    def _place_window(self, window: Window, cells: Tensor) -> None:
-        layout, flat = self._buffers[window.buffer].layout, self._flat(window.buffer).detach()
+    def place_window(self, window: Window, cells: Tensor) -> None:
+        """Write a gathered window to its flat buffer; see ``WindowTransfers``."""
+        layout, flat = self._buffers[window.buffer].layout, self.flat[window.buffer].detach()
         if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
             for numbers, held in layout.held(flat, window.span):
@@ -228,7 +252,7 @@ class FlatUpdates:
         """Make a model's modules wait for their parameters, where a step ends before these have arrived, and tell when
         they have been loaded."""
         if self.arrivals.ahead:
-            self.arrivals.watch(module, self._places)
+            self.arrivals.watch(module, self._buffers.places)
         if not self._resync.always:
             for used in module.modules():
                 self._watching.append(used.register_load_state_dict_post_hook(Asking(self._resync)))

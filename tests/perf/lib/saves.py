@@ -311,9 +311,7 @@ class _Saver:
         engine = self._trained.engine
         if self._aside is not None:
             vars(self._aside).pop("at_step")
-            for held in ("before_step", "before_change"):
-                vars(engine.optimizer).pop(held, None)
-            vars(engine.optimizer.resync).pop("before_asking", None)
+            engine.optimizer.context.readers.clear()
         configure(engine, {})
         give_back_memory()
 

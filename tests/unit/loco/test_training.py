@@ -79,7 +79,7 @@ def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, 
                 engine.backward(((engine(x, skipped) - y) ** 2).mean())
                 if number == accumulation - 1:
                     if hasattr(optimizer, "_shard"):
-                        parts = [optimizer._shard(group) for group in range(2)]
+                        parts = [optimizer.shard_gradient(group) for group in range(2)]
                     else:
                         parts = [optimizer.gradients["dense"].shard]
                     total = total + torch.cat(parts).float()
@@ -121,7 +121,7 @@ def padding_case() -> list[tuple[str, int, float]]:
             training.micro_step(engine, job, number, *next(data))
             if hasattr(optimizer, "_shard"):
                 paddings = optimizer.groups_padding
-                padding = [optimizer._shard(i)[-count:] for i, count in enumerate(paddings) if count]
+                padding = [optimizer.shard_gradient(i)[-count:] for i, count in enumerate(paddings) if count]
             else:
                 rank = training.dist.get_rank(optimizer.dp_process_group)
                 padding = []

@@ -112,7 +112,7 @@ def scales_case() -> list[tuple[float, float]]:
         training.micro_step(engine, job, number, *next(data))
         engine.step()
         optimizer = engine.optimizer
-        scales.append((optimizer.torch_autocast_gradscaler.get_scale(), optimizer.gradient_scale()))
+        scales.append((optimizer.torch_autocast_gradscaler.get_scale(), optimizer.gradient_scale.value()))
     return scales
 
 

@@ -50,7 +50,7 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 def arriving_when_waited_for() -> Iterator[threading.Event]:
     """In this context updates are on their way until somebody waits for them; that sets the event."""
     gate = threading.Event()
-    gather, start, wait_for, drain = FlatUpdates._gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
+    gather, start, wait_for, drain = FlatUpdates.gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
 
     class Held:
         def wait(self) -> None:
@@ -75,7 +75,7 @@ def arriving_when_waited_for() -> Iterator[threading.Event]:
         drain(self)
 
     with (
-        mock.patch.object(FlatUpdates, "_gather_window", late),
+        mock.patch.object(FlatUpdates, "gather_window", late),
         mock.patch.multiple(Arrivals, start=started, wait_for=waited, drain=drained),
     ):
         yield gate
@@ -277,7 +277,7 @@ def watched(model: nn.Module) -> Arrivals:
     """Arrivals of a model, a window for each parameter, in their order."""
     places = {id(param): place for place, param in enumerate(model.parameters())}
     windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
-    updates = Arrivals(windows, lambda window: iter(()), lambda window, cells: None, True, True)
+    updates = Arrivals(windows, mock.Mock(), overlap=True, ahead=True)
     updates.watch(model, places)
     return updates
 

@@ -1,0 +1,118 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of the optimizer's shards with p = N, on the device or with optimizer offload in host memory."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup, get_norm_dtype
+from torch import Tensor
+
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.flat.buffers import FlatBuffers
+from deepspeed_ext.zero.flat.stage12_view import Stage12View
+from deepspeed_ext.zero.shards import FlatShard
+
+
+class HostShard(list[Tensor]):
+    """An entry of ``averaged_gradients`` that is in host memory, so that offloading states does not move it."""
+
+    def __init__(self, flat_partition: Tensor) -> None:
+        super().__init__()
+        self.flat_partition = flat_partition
+
+
+class ShardGradients:
+    """Gradients of the optimizer's shards, a 1D tensor for each parameter group.
+
+    With optimizer offload they are the gradients that the optimizer reads, or other tensors in host memory if those
+    have a lower precision than accumulation.
+
+    Args:
+        context: shared constants.
+        optimizer: the optimizer, which holds them.
+        buffers: its flat buffers.
+    """
+
+    def __init__(self, context: Context, *, optimizer: Stage12View, buffers: FlatBuffers) -> None:
+        self._context, self._optimizer, self._buffers = context, optimizer, buffers
+
+    def of(self, number: int) -> Tensor:
+        """Return the gradient of a shard, 1D; zeros if there was none."""
+        gradient: Tensor = self._optimizer._get_compact_grad_partition_buffer(number).flat_partition
+        return gradient
+
+    def make(self, number: int) -> Any:
+        """Return an entry of ``averaged_gradients`` with zeros: on the host, or of a buffer with stripes."""
+        if self._context.offload:
+            return self._make_on_host(number)
+        buffer, device = self._buffers[number], get_accelerator().current_device_name()
+        zeros = torch.zeros(buffer.shard_numel, dtype=self._context.accumulation_dtype, device=device)
+        return GradPartitionBufferGroup(buffer.split(zeros), zeros)
+
+    def note_addition(self) -> None:
+        """Note that something was added to a shard: with offload the host waits for it before it reads gradients."""
+        if self._context.offload:
+            self._optimizer._record_offload_copy()
+
+    def clear_padding(self) -> None:
+        """Set padding to zero if reductions do not keep it so."""
+        for buffer in self._buffers:
+            for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
+                padding.of(self.of(buffer.number)).zero_()
+
+    # Optimizer offload ################################################################################
+
+    def _make_on_host(self, number: int) -> HostShard:
+        shard = self._read_by_optimizer(number)
+        if shard.dtype not in (torch.float32, self._context.accumulation_dtype):
+            shard = torch.empty_like(shard, dtype=self._context.accumulation_dtype)
+        shard.zero_()
+        views = {param: shard.narrow(0, start, numel) for param, start, numel in self._positions(number)}
+        self._optimizer.accumulated_grads_in_cpu.update(views)
+        return HostShard(shard)
+
+    def _read_by_optimizer(self, number: int) -> Tensor:
+        """Return the gradient that the optimizer reads, 1D."""
+        gradient: Tensor = self._optimizer.single_partition_of_fp32_groups[number].grad
+        return gradient.view(-1)
+
+    def _positions(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """Yield (id, first element in the shard, elements) of the parameters in a shard."""
+        for param in self._optimizer.params_in_partition[number]:
+            param_id = self._optimizer.get_param_id(param)
+            _, _, start, numel = self._optimizer.grad_position[param_id]
+            yield param_id, start, numel
+
+    def hand_over(self, shards: Sequence[FlatShard] | None = None) -> None:
+        """Give complete gradients to an offloaded optimizer, and their norms and overflows to DeepSpeed.
+
+        Args:
+            shards: shards whose gradients have been replaced by updates, with new norms; None for all shards.
+        """
+        used = self._optimizer._offload_accumulated_param_ids
+        if shards is not None:
+            used = used | {self._optimizer.get_param_id(member.param) for shard in shards for member in shard.members}
+        for number in range(len(self._buffers)) if shards is None else [shard.number for shard in shards]:
+            self._optimizer.norm_for_param_grads.update(self._norms(number, used))
+            gradient, shard = self._read_by_optimizer(number), self.of(number)
+            if gradient.data_ptr() != shard.data_ptr():
+                gradient.copy_(shard)
+
+    def _norms(self, number: int, used: Iterable[int]) -> dict[int, Tensor]:
+        """Return the norms of gradients of used parameters, and look for overflows in all.
+
+        Other parameters have no norm (DeepSpeed's ``ignore_unused_parameters``).
+        """
+        norms, device, shard = {}, get_accelerator().current_device_name(), self.of(number)
+        for param, start, numel in self._positions(number):
+            parts = []
+            for part in shard.narrow(0, start, numel).split(self._context.reduce_bucket):
+                on_device = part.to(device)
+                self._optimizer.update_offload_overflow_tracker(on_device)
+                parts.append(on_device.to(get_norm_dtype()).norm(2))
+            if param in used:
+                norms[param] = torch.stack(parts).norm(2)
+        return norms

@@ -1,0 +1,69 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The loss scale of an optimizer: DeepSpeed's, times that of torch's scaler under ``torch.autocast``."""
+
+from typing import Any, Protocol
+
+from deepspeed_ext.comm.hops import GradientScale
+
+
+class ScaledOptimizer(Protocol):
+    """An optimizer of DeepSpeed."""
+
+    loss_scale: float  # factor of the loss in the next backward
+    torch_autocast_gradscaler: Any  # ``torch.amp.GradScaler``; None without fp16 autocast
+
+
+class LossScale(GradientScale):
+    """The factor of this step's gradients. DeepSpeed may change its own within the step, for the next backward.
+
+    Args:
+        optimizer: the scaled optimizer.
+    """
+
+    def __init__(self, optimizer: ScaledOptimizer) -> None:
+        self._optimizer = optimizer
+        self._of_step: float | None = None  # DeepSpeed's scale when the running step began; None outside of steps
+        self._of_autocast: float | None = None  # torch's scale in this step, once it has been read
+
+    @property
+    def stepping(self) -> bool:
+        """Whether a step runs."""
+        return self._of_step is not None
+
+    def begin_step(self) -> None:
+        """Keep DeepSpeed's scale for the step that begins."""
+        self._of_step = float(self._optimizer.loss_scale)
+
+    def end_step(self) -> None:
+        """Use DeepSpeed's current scale again: the step has ended, or failed."""
+        self._of_step = None
+
+    def refresh(self) -> None:
+        """Read torch's scale after a step, if it is used: the host waits for the device here, not for each message."""
+        if self._of_autocast is not None:
+            self._of_autocast = None
+            self.value()
+
+    def value(self) -> float:
+        """Return the factor by which gradients of this step are multiplied."""
+        if self._of_autocast is None:
+            scaler = self._optimizer.torch_autocast_gradscaler
+            self._of_autocast = float(scaler.get_scale()) if scaler else 1.0
+        return self._of_deepspeed() * self._of_autocast
+
+    def _of_deepspeed(self) -> float:
+        return float(self._optimizer.loss_scale) if self._of_step is None else self._of_step
+
+    def of_update(self, number: int, unscaled: set[int] | None) -> float:
+        """Return the factor of an update that replaces the gradient of a flat shard.
+
+        Args:
+            number: number of the flat shard.
+            unscaled: DeepSpeed's record of shards whose updates it multiplies by its loss scale before it divides by
+                it; the shard is added. None with optimizer offload, where DeepSpeed multiplies none.
+        """
+        if unscaled is None:
+            return self.value()
+        unscaled.add(number)
+        return self.value() / self._of_deepspeed()

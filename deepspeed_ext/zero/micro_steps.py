@@ -1,0 +1,129 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Micro-steps of an accumulation: one backward each. Its last buckets end with it, or overlap the next one."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from deepspeed_ext.comm.agreement import all_reduce_max
+from deepspeed_ext.strategy import full_bucket
+from deepspeed_ext.zero.context import Context
+
+
+class FamilyGradients(Protocol):
+    """Gradients of one parameter family that are being reduced."""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether gradients of this accumulation have been sent as if they were complete."""
+
+    def drain(self) -> None:
+        """Wait for all buckets."""
+
+    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+        """Learn from the first step which parameters are used; see ``Boundary.learn``. Collective, once."""
+
+
+class AccumulatingOptimizer(Protocol):
+    """An optimizer that accumulates gradients over micro-batches, as DeepSpeed's and ``ParoOptimizer``."""
+
+    _backward_active_depth: int
+    gradients: Mapping[str, FamilyGradients]  # by family
+
+    def is_gradient_accumulation_boundary(self) -> bool: ...
+    def sync_gradients(self) -> None: ...
+
+
+class MicroSteps:
+    """The micro-steps of one optimizer.
+
+    Args:
+        context: shared constants.
+        optimizer: their optimizer.
+
+    Attributes:
+        overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
+            are not read between the two.
+    """
+
+    def __init__(self, context: Context, optimizer: AccumulatingOptimizer) -> None:
+        self.overlap = False
+        self._flush_follows = False  # whether the running backward is the last one before a boundary of the caller's
+        self._context, self._optimizer = context, optimizer
+        self._last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
+        self._full = self._least = 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last backward of an accumulation runs, as far as the engine knows. A backward inside a forward
+        is not counted; it runs before the engine has declared the boundary."""
+        optimizer = self._optimizer
+        return self._flush_follows or (
+            optimizer._backward_active_depth > 0 and optimizer.is_gradient_accumulation_boundary()
+        )
+
+    @contextmanager
+    def before_flush(self, last: bool) -> Iterator[None]:
+        """Run a backward of an accumulation whose boundary the caller declares afterwards, as a pipeline's flush does.
+
+        Args:
+            last: whether it is the last backward before the boundary.
+        """
+        self._flush_follows = last
+        try:
+            yield
+        finally:
+            self._flush_follows = False
+
+    def end(self) -> None:
+        """End a micro-step whose buckets have been flushed; at the accumulation boundary move g to os.
+
+        Raises:
+            RuntimeError: the backward was the last one of an accumulation, and is not when it ends.
+        """
+        boundary = self._optimizer.is_gradient_accumulation_boundary()
+        self._last_was_known = boundary or self._flush_follows
+        if boundary:
+            self._optimizer.sync_gradients()
+        elif not self._flush_follows and any(one.has_left for one in self._optimizer.gradients.values()):
+            raise RuntimeError(
+                "The accumulation boundary was taken back during a backward: gradients are already on their way "
+                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
+            )
+        elif not self.overlap:
+            self.finish_buckets()
+
+    def finish_buckets(self) -> None:
+        """Wait for the buckets that are being reduced, in order on the current stream."""
+        with self._context.reductions.after_current():
+            for gradients in self._optimizer.gradients.values():
+                gradients.drain()
+        self._context.reductions.wait()
+
+    def learn(self) -> None:
+        """Learn which parameters are unused, if the last micro-batch of the step was known. Collective, once."""
+        if self._last_was_known:
+            for gradients in self._optimizer.gradients.values():
+                gradients.learn(partial(all_reduce_max, group=self._context.topology.world))
+
+    # When buckets are full ############################################################################
+
+    def measure(self, numels: Iterable[int]) -> int:
+        """Decide when buckets are full, and return their number of elements.
+
+        Args:
+            numels: elements of all trained parameters, of which empty ones do not count.
+        """
+        filled = [numel for numel in numels if numel]
+        self._full = full_bucket(self._context.reduce_bucket, sum(filled))
+        self._least = min(filled, default=1)
+        return self._full
+
+    def is_full(self, bucket: Any) -> bool:
+        """Whether no other parameter fits into a bucket of DeepSpeed's. DeepSpeed would keep it until a parameter does
+        not fit, which takes as long as the backward of another layer."""
+        return bool(bucket.elements and bucket.elements + self._least > self._full)
