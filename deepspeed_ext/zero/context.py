@@ -83,13 +83,13 @@ class Context:
         host = config.offload_optimizer
         offload = host is not None and host.device != "none"
         return cls(
-            strategy,
-            families,
-            ReductionStream(takes_turns=strategy.p == Placement.N),
-            accumulation_dtype,
-            communication_dtype,
-            int(config.reduce_bucket_size),
-            int(config.allgather_bucket_size),
+            strategy=strategy,
+            families=families,
+            reductions=ReductionStream(takes_turns=strategy.p == Placement.N),
+            accumulation_dtype=accumulation_dtype,
+            communication_dtype=communication_dtype,
+            reduce_bucket=int(config.reduce_bucket_size),
+            gather_bucket=int(config.allgather_bucket_size),
             overlap=bool(config.overlap_comm),
             offload=offload,
             pinned=host is not None and offload and host.pin_memory,

@@ -379,7 +379,7 @@ class Muon:
                 owned.append(_Owned(shard, member.param, matrices, [span]))
         begins = _offsets(filled)
         back = [begins[owner] + at for owner, at in places]
-        return _Round(parts, collectives, [], [], owned, filled, back, stays=collectives.size == 1)
+        return _Round(parts, collectives, [], [], owned, widths=filled, back=back, stays=collectives.size == 1)
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:

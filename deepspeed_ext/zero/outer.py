@@ -214,7 +214,7 @@ class OuterOptimizer(InnerStepsOnly):
         groups = self.reduce.size
         width = fill_up(-(-span.numel // groups), max(self.reduce.multiple, self._gather.multiple))
         anchor, weights, momentum = (self._zeros(shape) for shape in ((groups, width), (width,), (width,)))
-        return Fragment(number, span, offset, width, anchor, weights, momentum)
+        return Fragment(number, span, offset, width, anchor=anchor, weights=weights, momentum=momentum)
 
     def _weights(self, number: int) -> Tensor:
         """Return the optimizer's weights of a flat shard, 1D."""

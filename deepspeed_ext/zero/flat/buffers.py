@@ -276,7 +276,7 @@ class FlatBuffer:
         col = self.family.gather.col
         for param, offset in zip(self.params, self._offsets, strict=True):
             name = name_in_all(param, names[param])
-            yield from crossing_spans_of(name, param.numel(), self.layout, col, self.number, offset)
+            yield from crossing_spans_of(name, param.numel(), self.layout, col, buffer=self.number, offset=offset)
 
 
 class FlatBuffers(list[FlatBuffer]):
