@@ -61,7 +61,7 @@ FOUND: dict[str, tuple[Any, ...]] = {
     "zero/micro_steps.py:MicroSteps.end:finish_buckets": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer.sync_gradients:finish_buckets": ("NIG", "plain", 1),
     "zero/flat/gradients.py:AllFlatGradients.complete_shards:finish": ("NIG", "offload"),
-    "zero/sharded/slices.py:Slices.order_gathers:wait_for_current": ("GGG", "plain", 2),
+    "zero/sharded/slices.py:Slices.order_gathers:wait_for_current": ("IIG", "every micro-step"),
     "comm/packing.py:record_on_current_stream:record_stream": ("ING", "in few bits", 2),
     "zero/flat/gradients.py:AllFlatGradients.complete_shards:wait": ("NNG", "pipeline, overlap"),
     "zero/streams.py:ReductionStream.after_current:wait_stream": ("NGG", "overlap"),
