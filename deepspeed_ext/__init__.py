@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.exporting import export_weights
     from deepspeed_ext.checkpoint.in_memory import save_in_memory
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
-    from deepspeed_ext.zero.arrivals import wait_for_updates
     from deepspeed_ext.zero.outer import outer_weights
+    from deepspeed_ext.zero.updates_in_flight import wait_for_updates
 
 __all__ = [
     "STRATEGIES",
@@ -34,7 +34,7 @@ _ROOMS = {
     "export_weights": "checkpoint.exporting",
     "outer_weights": "zero.outer",
     "save_in_memory": "checkpoint.in_memory",
-    "wait_for_updates": "zero.arrivals",
+    "wait_for_updates": "zero.updates_in_flight",
 }
 
 

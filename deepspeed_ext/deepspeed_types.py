@@ -227,7 +227,6 @@ class LeafOptimizer(Protocol):
     _backward_hook_state: Any
     _coalesce_grad_reduction: bool
     _max_expected_hooks_seen: int
-    reduce_leaf: Callable[[Sequence[ZeroParameter]], None]
 
     def should_refresh_expected_hook_count(self) -> bool: ...
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None: ...

@@ -63,7 +63,7 @@ from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.native_experts import EXPERTS
-from deepspeed_ext.zero.sharded.saved import PLACEMENT
+from deepspeed_ext.zero.sharded.partitions import PLACEMENT
 
 _SHOWN_AS, _BESIDE, _STEP = "exp_avg", "exp_avg_sq", "step"
 _MARK = torch.uint8  # no moment has this dtype

@@ -114,7 +114,7 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._partition_params",
         "make each engine write back its own parameters",
         "(params, has_been_updated)",
-        lazily("deepspeed_ext.zero.sharded.modifier_rank:partition_by_owner"),
+        lazily("deepspeed_ext.zero.sharded.parameter_chunks:partition_by_owner"),
     ),
     Patch(
         "deepspeed.runtime.engine:create_checkpoint_engine",

@@ -14,8 +14,8 @@ Note [Windows of listed experts]
     then. Both orders are checked.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -67,22 +67,47 @@ class _Pass:
         self.at = 0
 
 
+class ChunkFetcher(Protocol):
+    """Gathers and releases the parameters of windows: DeepSpeed's coordinator."""
+
+    def fetch_chunk(self, chunk: Chunk, forward: bool) -> None:
+        """Gather a window."""
+
+    def release_chunk(self, chunk: Chunk, forward: bool) -> None:
+        """Release a window."""
+
+
+class ChunkReducer(Protocol):
+    """Reduces the gradients of windows."""
+
+    def is_last_pass(self, block: "ChunkedModule") -> bool:
+        """Return whether the running backward, which has just entered a block, will not enter it again."""
+
+    def reduce_chunk(self, chunk: Chunk, last: bool) -> None:
+        """Reduce a window's gradients; ``last`` if the running backward will not enter its block again."""
+
+    def forget_chunks(self) -> None:
+        """Drop gradients that an interrupted backward has left."""
+
+
 class ChunkedModule:
     """A module whose listed experts are fetched in windows. See Note [Windows of listed experts].
 
     Args:
         module: the block, which is entered before its experts and left after them.
         chunks: the windows, with all of its experts.
+
+    Attributes:
+        fetcher: set by the coordinator.
+        reducer: set with an optimizer; None without.
     """
+
+    fetcher: ChunkFetcher
+    reducer: ChunkReducer | None = None
 
     def __init__(self, module: nn.Module, chunks: Sequence[Chunk]) -> None:
         self.module = module
         self.chunks = tuple(chunks)
-        self.fetch: Callable[[Chunk, bool], None]  # set by the coordinator
-        self.release: Callable[[Chunk, bool], None]
-        self.reduce: Callable[[Chunk, bool], None] = lambda chunk, last: None  # set with an optimizer
-        self.is_last: Callable[[], bool] = lambda: True
-        self.forget: Callable[[], None] = lambda: None
         self._passes: list[_Pass] = []  # several, since a recomputation runs inside a backward
 
     def __deepcopy__(self, memo: object) -> "ChunkedModule":
@@ -92,14 +117,14 @@ class ChunkedModule:
         """Drop passes that an exception has interrupted. Called when a new forward of the model begins."""
         backward = any(not one.forward for one in self._passes)
         self._passes.clear()
-        if backward:
-            self.forget()
+        if backward and self.reducer is not None:
+            self.reducer.forget_chunks()
 
     def begin(self, forward: bool) -> None:
         """Called when the module is entered."""
         while self._passes and (self._passes[-1].forward or not forward):
             self._finish()  # never ended: the recomputation of a checkpoint stops as soon as it has what it needs
-        self._passes.append(_Pass(forward, forward or self.is_last()))
+        self._passes.append(_Pass(forward, forward or self._is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
         """Called when an expert of this window is entered.
@@ -113,7 +138,7 @@ class ChunkedModule:
         if forward and top and not top.forward and self._number(top, top.at - 1) == number:
             return  # an expert under a checkpoint of its own is recomputed in its backward
         if top is None or top.forward != forward:
-            self._passes.append(_Pass(forward, forward or self.is_last()))
+            self._passes.append(_Pass(forward, forward or self._is_last()))
         self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
 
     def end(self, forward: bool) -> None:
@@ -127,6 +152,9 @@ class ChunkedModule:
         """Called at the end of the model's backward."""
         while self._passes:
             self._finish()
+
+    def _is_last(self) -> bool:
+        return self.reducer is None or self.reducer.is_last_pass(self)
 
     def _finish(self) -> None:
         current = self._passes[-1]
@@ -146,17 +174,17 @@ class ChunkedModule:
         while current.at <= place:
             if current.at:
                 self._close(current)
-            self.fetch(self.chunks[self._number(current, current.at)], current.forward)
+            self.fetcher.fetch_chunk(self.chunks[self._number(current, current.at)], current.forward)
             current.at += 1
 
     def _close(self, current: _Pass) -> None:
         number = self._number(current, current.at - 1)
         chunk = self.chunks[number]
-        if not current.forward:
-            self.reduce(chunk, current.last)
+        if not current.forward and self.reducer is not None:
+            self.reducer.reduce_chunk(chunk, current.last)
         outer = self._passes[:-1]
         if not any(one.at and self._number(one, one.at - 1) == number for one in outer):
-            self.release(chunk, current.forward)
+            self.fetcher.release_chunk(chunk, current.forward)
 
     def _number(self, current: _Pass, place: int) -> int:
         return place if current.forward else len(self.chunks) - 1 - place

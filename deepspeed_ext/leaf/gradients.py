@@ -17,49 +17,35 @@ Note [The end of a leaf's backward]
     the running graph, which is the same on all ranks except for experts.
 """
 
-import functools
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.utils import count_used_parameters_in_backward
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from deepspeed.runtime.zero.utils import apply_to_tensors_only
 from deepspeed.utils import z3_leaf_parameter
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
-from deepspeed_ext.leaf.chunks import WAITS, Chunk, chunked_modules
-from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
+from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule, chunked_modules
+from deepspeed_ext.leaf.windows import WindowedModule, WindowReducer, windowed_modules
 
-_ATTRIBUTE = "paro_leaf_gradients"  # attribute of the optimizer
+_LATE = "paro_late_gradients"  # attribute of DeepSpeed's own optimizer: its ``LateGradients``
 
 
-class LeafReducer(ABC):
-    """A stage-3 optimizer that takes all gradients of a leaf module in one call.
+class LeafReducer(Protocol):
+    """Reduces all gradients of a leaf module in one call. DeepSpeed reduces them one by one; see ``LateGradients``."""
 
-    DeepSpeed's own takes them one by one; see ``LateGradients``.
-    """
+    @property
+    def windows(self) -> WindowReducer:
+        """Reduces windows of packed experts."""
 
-    @abstractmethod
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
         """Put the complete gradients of a leaf module into buckets."""
-
-    @abstractmethod
-    def reduce_window(
-        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
-    ) -> None:
-        """Take the gradients of a window of packed experts, None for those that were not used.
-
-        Args:
-            module: whose experts they are.
-            number: of the window; the backward takes window 0 last.
-            gradients: one for each of its parameters.
-            last: whether the running backward will not enter the module again.
-        """
 
 
 class _Call:
@@ -89,7 +75,7 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Context, *gradients: Any) -> Any:
         ctx.call.over = True
-        ctx.call.calls.over()
+        ctx.call.calls.end_call()
         return (None, *gradients)
 
 
@@ -98,11 +84,11 @@ class _Calls:
 
     Args:
         module: the module to watch.
-        over: called at the end of each call's backward.
+        leaf: leaf module to notify when the backward of a call ends, if there is one.
     """
 
-    def __init__(self, module: nn.Module, over: Callable[[], None] = lambda: None) -> None:
-        self.over = over
+    def __init__(self, module: nn.Module, leaf: "_Leaf | None" = None) -> None:
+        self._leaf = leaf
         self.found = False  # whether the latest call is one of them
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self.hook = module.register_forward_pre_hook(self._before)
@@ -115,6 +101,11 @@ class _Calls:
         call = _Call(self, node)
         self._calls.add(call)
         return call
+
+    def end_call(self) -> None:
+        """Called when the backward of a call ends."""
+        if self._leaf is not None:
+            self._leaf.end_positional_call()
 
     def to_come(self) -> int:
         """Return how many of these calls the running backward has still to reach."""
@@ -144,7 +135,7 @@ class _Leaf:
         self.module = module
         self.params = list(params)
         self.waiting = False  # whether it is reduced at the end of the backward
-        self._calls = _Calls(module, self._positional_call_is_over)
+        self._calls = _Calls(module, self)
         self.hooks = [self._calls.hook, module.register_forward_hook(self._after, with_kwargs=True)]
 
     def __deepcopy__(self, memo: object) -> "_Leaf":
@@ -157,7 +148,7 @@ class _Leaf:
 
         def begin(_: Tensor) -> None:
             self.waiting = True
-            self.owner.backward_has_begun()
+            self.owner.begin_backward()
 
         def end(_: Tensor) -> None:
             if self.waiting and not self._to_come():
@@ -170,7 +161,8 @@ class _Leaf:
         for tensor in _tensors(list(kwargs.values())):
             tensor.register_hook(end)
 
-    def _positional_call_is_over(self) -> None:
+    def end_positional_call(self) -> None:
+        """Reduce the gradients, or keep the parameters until gradients that are still missing exist."""
         if self._calls.to_come():
             return
         if not self._to_come():
@@ -216,39 +208,36 @@ def _tensors(nested: object) -> list[Tensor]:
 class LeafGradients:
     """Reduces the gradients of leaf modules, instead of ZeRO-3's own hooks. See Note [The end of a leaf's backward].
 
+    Windows of experts hand their gradients to it (``ChunkReducer``, ``WindowHooks``).
+
     Args:
         optimizer: a stage-3 optimizer that has registered its hooks; those of leaf modules are removed.
-        entries: returns what the coordinator fetches for a module.
+        reducer: reduces the gradients.
     """
 
-    def __init__(self, optimizer: LeafOptimizer, entries: Callable[[nn.Module], Sequence[Any]]) -> None:
-        self._optimizer = optimizer
-        self.entries = entries
+    def __init__(self, optimizer: LeafOptimizer, reducer: LeafReducer) -> None:
+        self._optimizer, self._reducer = optimizer, reducer
+        self.windows = reducer.windows
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
-        self._blocks = chunked_modules(optimizer.module)
+        self._blocks = {block: _Calls(block.module) for block in chunked_modules(optimizer.module)}
         self._waiting: list[Chunk] = []  # reduced at the end of the backward
         experts: set[int] = set()
         self._trained: dict[Chunk, list[ZeroParameter]] = {}
-        calls = []
         for block in self._blocks:
-            calls.append(_Calls(block.module))
-            block.is_last = functools.partial(_is_last, calls[-1])
-            block.reduce = self._reduce_chunk
-            block.forget = self._forget
+            block.reducer = self
             experts.update(id(expert) for chunk in block.chunks for expert in chunk.experts)
             for chunk in block.chunks:
                 known = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
                 self._trained[chunk] = [param for params in known for param in params]
         self._windowed = windowed_modules(optimizer.module)
-        experts.update(id(one.module) for one in self._windowed)
-        for one in self._windowed:
-            one.backward_begins = self.backward_has_begun
-            one.reduce = self._reduce_window
+        experts.update(id(windowed.module) for windowed in self._windowed)
+        for windowed in self._windowed:
+            windowed.hooks = self
         leaves = {module: params for module, params in optimizer.leaf_parameters.items() if id(module) not in experts}
         self._leaves = [_Leaf(self, module, params) for module, params in leaves.items()]
         optimizer._leaf_module_hooks = [hook for leaf in self._leaves for hook in leaf.hooks]
-        optimizer._leaf_module_hooks += [call.hook for call in calls]
+        optimizer._leaf_module_hooks += [calls.hook for calls in self._blocks.values()]
         self._others = [
             param
             for group in optimizer.fp16_groups
@@ -256,36 +245,50 @@ class LeafGradients:
             if param.requires_grad and not z3_leaf_parameter(param)
         ]
 
+    def entries(self, module: nn.Module) -> list[Any]:
+        """Return what the coordinator fetches for a module: parameters and units."""
+        return list(partitioned_param_coordinator.iter_params(module, recurse=True))
+
     def reduce(self, params: Sequence[ZeroParameter]) -> None:
         """Hand a module's gradients to the optimizer, as a parameter's hook does."""
-        self._hand_over(functools.partial(self._optimizer.reduce_leaf, params))
+        refresh = self._begin_hook()
+        self._reducer.reduce_leaf(params)
+        self._end_hook(refresh)
 
-    def _reduce_window(
+    def reduce_window(
         self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
     ) -> None:
-        assert isinstance(self._optimizer, LeafReducer)
-        self._hand_over(functools.partial(self._optimizer.reduce_window, module, number, gradients, last))
+        """Hand a window's gradients to the optimizer, as a parameter's hook does; see ``WindowHooks``."""
+        refresh = self._begin_hook()
+        self.windows.reduce_window(module, number, gradients, last)
+        self._end_hook(refresh)
 
-    def _hand_over(self, reduce: Callable[[], None]) -> None:
-        optimizer = self._optimizer
-        refresh = optimizer.should_refresh_expected_hook_count()
-        optimizer.reenter_backward_if_needed()
-        reduce()
-        expected = optimizer._max_expected_hooks_seen
+    def _begin_hook(self) -> bool:
+        """Enter a hook as DeepSpeed's do; return whether to count the expected hooks anew."""
+        refresh = self._optimizer.should_refresh_expected_hook_count()
+        self._optimizer.reenter_backward_if_needed()
+        return refresh
+
+    def _end_hook(self, refresh: bool) -> None:
+        expected = self._optimizer._max_expected_hooks_seen
         if refresh and torch._C._current_graph_task_id() != -1:
             expected = count_used_parameters_in_backward(self._others) + len(self._leaves)
-        optimizer.update_hook_state_and_maybe_run_epilogue(expected)
+        self._optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 
-    def backward_has_begun(self) -> None:
+    def begin_backward(self) -> None:
         """Queue DeepSpeed's post-backward callback, even if no other hook has."""
         self._optimizer.reenter_backward_if_needed()
         self._optimizer._backward_hook_state.queue_post_backward_callback()
+
+    def is_last_pass(self, block: ChunkedModule) -> bool:
+        """Return whether the running backward, which has just entered a block, will not enter it again."""
+        return self._blocks[block].to_come() <= 1
 
     def release(self, module: nn.Module) -> None:
         """Release a module that DeepSpeed would keep, since it looks at positional inputs only."""
         self._optimizer.parameter_offload.post_sub_module_backward_function(module)
 
-    def _reduce_chunk(self, chunk: Chunk, last: bool) -> None:
+    def reduce_chunk(self, chunk: Chunk, last: bool) -> None:
         """Reduce a window's experts: now in the last pass of their module, or else at the end of the backward."""
         params = self._trained[chunk]
         if not last:
@@ -299,7 +302,7 @@ class LeafGradients:
         elif params:
             self.reduce(params)
 
-    def _forget(self) -> None:
+    def forget_chunks(self) -> None:
         """Drop gradients of listed experts that an interrupted backward has left.
 
         Gradients that are in a bucket already stay; then the next backward fails, as ZeRO-3's does with leaf modules.
@@ -316,11 +319,15 @@ class LeafGradients:
         return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
     def leave_modules(self) -> None:
-        """Leave modules that the backward has not left, because their inputs need no gradient."""
+        """Leave modules that the backward has not left, because their inputs need no gradient.
+
+        Called before DeepSpeed forgets which modules it was in. ``end_of_backward`` does not suffice: in
+        ``coalesce_grad_reduction`` a backward has no epilogue that reduces.
+        """
         for block in self._blocks:
             block.finish()
-        for one in self._windowed:
-            one.end_of_backward(one)
+        for windowed in self._windowed:
+            self.windows.end_windows(windowed)
 
     def end_of_backward(self) -> None:
         """Reduce everything that waits, in the same order on all ranks."""
@@ -334,16 +341,6 @@ class LeafGradients:
             self.reduce([param for param in self._trained[chunk] if param.ds_id not in in_buckets])
         for leaf in self._leaves:
             leaf.end_of_backward(in_buckets)
-
-
-def watch_leaves(optimizer: LeafOptimizer) -> None:
-    """Watch the leaf modules of a stage-3 optimizer that is a ``LeafReducer``."""
-    from deepspeed.runtime.zero import partitioned_param_coordinator
-
-    def entries(module: nn.Module) -> list[Any]:
-        return list(partitioned_param_coordinator.iter_params(module, recurse=True))
-
-    setattr(optimizer, _ATTRIBUTE, LeafGradients(optimizer, entries))
 
 
 class LateGradients:
@@ -390,7 +387,7 @@ class LateGradients:
             return
         twice = self._reduced.get(module) == backward
         self._late[module] = [param for param in params if not twice or param.grad is not None]
-        setattr(optimizer, _ATTRIBUTE, self)
+        setattr(optimizer, _LATE, self)
         optimizer.reenter_backward_if_needed()
         optimizer._backward_hook_state.queue_post_backward_callback()
 
@@ -403,21 +400,11 @@ class LateGradients:
             self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
 
-def end_of_backward(optimizer: LeafOptimizer) -> None:
-    """Reduce everything that waits. Called before the epilogue of a stage-3 optimizer."""
-    watcher = getattr(optimizer, _ATTRIBUTE, None)
-    if watcher is not None:
-        watcher.end_of_backward()
-
-
-def leave_modules(optimizer: LeafOptimizer) -> None:
-    """Leave modules that a backward has not left. Called before DeepSpeed forgets which modules it was in.
-
-    ``end_of_backward`` does not suffice: in ``coalesce_grad_reduction`` a backward has no epilogue that reduces.
-    """
-    watcher = getattr(optimizer, _ATTRIBUTE, None)
-    if watcher is not None:
-        watcher.leave_modules()
+def reduce_late_gradients(optimizer: LeafOptimizer) -> None:
+    """Reduce the leaf modules that ``LateGradients`` has delayed; before the epilogue of DeepSpeed's stage 3."""
+    late = getattr(optimizer, _LATE, None)
+    if late is not None:
+        late.end_of_backward()
 
 
 def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
@@ -434,11 +421,6 @@ def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
             param.grad = whole
             param.data = data
         yield param
-
-
-def _is_last(calls: _Calls) -> bool:
-    """Return whether the running backward, which has just entered a module, will not enter it again."""
-    return calls.to_come() <= 1
 
 
 def _comes_later(param: nn.Parameter) -> bool:

@@ -51,42 +51,26 @@ class LeafKind(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """How to choose; one of ``budget`` and ``threshold`` is given.
+    """Criteria of the choice; one of ``budget`` and ``threshold`` is given."""
 
-    Attributes:
-        budget: bytes of the largest unit, see ``unit_bytes``; None to choose by granularity.
-        threshold: granularity up to which a module is a unit.
-        most_live: elements that may be gathered at a time (``stage3_max_live_parameters``): caps units by granularity,
-            and gives the default budget.
-    """
-
-    budget: int | None
-    threshold: int
-    most_live: int
+    budget: int | None  # bytes of the largest unit, see ``unit_bytes``; None to choose by granularity
+    threshold: int  # granularity up to which a module is a unit
+    most_live: int  # ``stage3_max_live_parameters``: caps units by granularity, and gives the default budget
 
 
 @dataclass
 class ModuleChoice:
-    """A module, and how it is fetched.
-
-    Attributes:
-        numel: elements of its parameters, including those of all descendants.
-        granularity: elements / (1 + descendants); None if it has none.
-        bytes: what it takes as a unit, see ``unit_bytes``.
-        why: why it is not a unit; empty if it is one.
-        chunks: windows of listed experts.
-        windows: windows of packed experts, by their numbers.
-    """
+    """A module, and how it is fetched."""
 
     name: str
     module: nn.Module
-    numel: int
-    granularity: int | None
-    bytes: int
+    numel: int  # elements of its parameters, including those of all descendants
+    granularity: int | None  # elements / (1 + descendants); None if it has none
+    bytes: int  # memory that it takes as a unit, see ``unit_bytes``
     kind: LeafKind
-    why: str = ""
-    chunks: list[list[nn.Module]] = field(default_factory=list)
-    windows: list[list[int]] = field(default_factory=list)
+    why: str = ""  # why it is not a unit; empty if it is one
+    chunks: list[list[nn.Module]] = field(default_factory=list)  # windows of listed experts
+    windows: list[list[int]] = field(default_factory=list)  # windows of packed experts, by their numbers
 
 
 def numel_of(param: Tensor) -> int:
@@ -232,7 +216,7 @@ def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
             return
         seen.add(id(module))
         kind = LeafKind.INSIDE if inside else LeafKind.FINE
-        row = ModuleChoice(name, module, numel, granularity, unit_bytes(params), kind)
+        row = ModuleChoice(name, module, numel, granularity, unit_bytes(params), kind=kind)
         found.append(row)
         if not inside:
             row.why = _why_not(tree, row, settings)

@@ -1,8 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the leaf modules of an engine's model when its optimizer is made, and reports them."""
+"""Chooses the leaf modules of an engine's model when its optimizer is made, and logs the choice as a table."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from deepspeed.runtime.zero.leaf_module_config import DEFAULT_LEAF_MODULE_CLASSES
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
@@ -14,8 +16,8 @@ from torch import nn
 from deepspeed_ext.config.keys import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD
 from deepspeed_ext.config.section import leaf_bytes
 from deepspeed_ext.deepspeed_types import ZeroConfig
-from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import (
+    HOOKS,
     LeafKind,
     ModuleChoice,
     Settings,
@@ -24,9 +26,39 @@ from deepspeed_ext.leaf.modules import (
     default_budget,
     expert_bytes,
     experts_of,
+    numel_of,
     set_leaves,
     unit_bytes,
 )
+
+_FETCHED = {
+    LeafKind.UNIT.value: "as one",
+    LeafKind.CHUNKED.value: "in {}",
+    LeafKind.WINDOWED.value: "in {}",
+    LeafKind.FINE.value: "one by one: {}",
+}
+
+
+class ClassSummary(NamedTuple):
+    """The modules of one class that are fetched alike, for the same reason."""
+
+    cls: str
+    modules: int
+    numel: int  # of the largest
+    granularity: int | None  # of the largest
+    bytes: int  # of the largest, as a unit
+    kind: str
+    why: str
+
+
+@dataclass(frozen=True)
+class LiveLimits:
+    """ZeRO-3's settings that bound what is gathered at a time, all in elements."""
+
+    most: int  # stage3_max_live_parameters
+    prefetch: int  # stage3_prefetch_bucket_size
+    reuse: int  # stage3_max_reuse_distance
+    persistence: int  # stage3_param_persistence_threshold
 
 
 def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] | None:
@@ -44,7 +76,7 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] |
     return _set_up(model, settings, live)
 
 
-def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, leaf_report.LiveLimits]:
+def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, LiveLimits]:
     """Return the settings of a parsed ``zero_optimization``: how to choose, and ZeRO-3's other bounds.
 
     Raises:
@@ -57,7 +89,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
     elif asked:
         budget = int(asked)
         _refuse_too_small(budget, model, most_live)
-    live = leaf_report.LiveLimits(
+    live = LiveLimits(
         most_live,
         int(zero_config.prefetch_bucket_size),
         int(zero_config.max_reuse_distance),
@@ -68,7 +100,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
 
 def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[ModuleChoice]:
     """Choose and flag leaf modules by a threshold, when DeepSpeed would: as a ``DeepSpeedZeRoOffload`` is made."""
-    live = leaf_report.LiveLimits(
+    live = LiveLimits(
         offload._max_available_parameters_in_numel,
         offload._prefetch_bucket_sz,
         offload._max_reuse_distance_in_numel,
@@ -79,11 +111,11 @@ def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: i
 
 
 def _set_up(
-    model: nn.Module, settings: Settings, live: leaf_report.LiveLimits, show: Callable[..., None] = log_dist
+    model: nn.Module, settings: Settings, live: LiveLimits, show: Callable[..., None] = log_dist
 ) -> list[ModuleChoice]:
     found = choose(model, settings)
     set_leaves(found)
-    show(f"deepspeed_ext: {leaf_report.text(found, model, settings, live)}", ranks=[0])
+    show(f"deepspeed_ext: {choice_table(found, model, settings, live)}", ranks=[0])
     _warn(found, settings)
     return found
 
@@ -164,3 +196,87 @@ def _warn(found: list[ModuleChoice], settings: Settings) -> None:
 def _own_bytes(one: ModuleChoice) -> int:
     """Return the bytes, as a unit, of the parameters that a module holds itself."""
     return unit_bytes(one.module.parameters(recurse=False))
+
+
+def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
+    """Return one summary for each class, kind and reason, in the order of the model, without modules inside units."""
+    alike: dict[tuple[str, str, str], list[ModuleChoice]] = {}
+    for one in found:
+        if one.kind != LeafKind.INSIDE:
+            why = "" if one.kind == LeafKind.UNIT else one.why
+            if one.chunks:
+                why = f"{len(one.chunks)} windows of experts; {one.why}"
+            if one.windows:
+                why = f"{len(one.windows)} windows of at most {len(one.windows[0])} experts; {one.why}"
+            alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
+    table = []
+    for (cls, kind, why), some in alike.items():
+        most = max(some, key=lambda one: one.numel)
+        table.append(ClassSummary(cls, len(some), most.numel, most.granularity, most.bytes, kind=kind, why=why))
+    return table
+
+
+def _general(why: str) -> str:
+    """Return a reason without what differs between modules of one class."""
+    return why if " " not in why or why.split(" ", 1)[0].count(".") == 0 else f"a module in it {why.split(' ', 1)[1]}"
+
+
+def hooks(found: Sequence[ModuleChoice], model: nn.Module) -> tuple[int, int]:
+    """Return the number of hooks on modules before and after the choice.
+
+    DeepSpeed has four on each module that is not inside a leaf module.
+    """
+    modules = sum(1 for _ in model.modules())
+    coarse = [one.module for one in found if one.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
+    coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
+    inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
+    return HOOKS * modules, HOOKS * (modules - inside)
+
+
+def predicted_live(found: Sequence[ModuleChoice], model: nn.Module, live: LiveLimits) -> int:
+    """Return an upper bound of the elements that are gathered at a time.
+
+    They are parameters that persist, those in use, those prefetched (whole units that begin within the prefetch
+    bucket), and those kept because they are used again within the reuse distance (whole units, too).
+    """
+    total = sum(numel_of(p) for p in model.parameters())
+    packed = {id(p) for one in found if one.windows for p in one.module.parameters()}  # they do not persist
+    small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence and id(p) not in packed)
+    fetched = [one.numel for one in found if one.kind == LeafKind.UNIT]
+    for one in found:
+        if one.kind == LeafKind.FINE:
+            fetched.append(sum(map(numel_of, one.module.parameters(recurse=False))))
+        elif one.kind == LeafKind.CHUNKED:  # a window stays while parameters beside the experts come and go
+            chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
+            fetched.append(max(chunks) + one.numel - sum(chunks))
+        elif one.kind == LeafKind.WINDOWED:  # the window in use, and the next one
+            window = one.numel // sum(map(len, one.windows)) * len(one.windows[0])
+            fetched.append(min(one.numel, 2 * window))
+    largest = max(fetched, default=0)
+    ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
+    kept = live.reuse + largest if live.reuse else 0
+    return min(total, small + largest + ahead + kept)
+
+
+def choice_table(found: Sequence[ModuleChoice], model: nn.Module, settings: Settings, live: LiveLimits) -> str:
+    """Return the choice of leaf modules as text: a row for each class, hooks, and the parameters live at a time."""
+    how = (
+        f"granularity up to {settings.threshold:,}, at most {settings.most_live:,} parameters"
+        if settings.budget is None
+        else f"at most {settings.budget:,} bytes in a unit"
+    )
+    lines = [
+        f"leaf modules of {type(model).__name__}: {how}",
+        f"  {'class':<32} {'count':>6} {'parameters':>15} {'granularity':>13} {'bytes as unit':>17}  fetched",
+    ]
+    for one in summaries(found):
+        granularity = "" if one.granularity is None else f"{one.granularity:,}"
+        fetched = _FETCHED[one.kind].format(one.why)
+        lines.append(
+            f"  {one.cls:<32.32} {one.modules:>6} {one.numel:>15,} {granularity:>13} {one.bytes:>17,}  {fetched}"
+        )
+    before, after = hooks(found, model)
+    fewer = f" ({1 - after / before:.1%} fewer)" if before else ""
+    lines.append(f"  hooks on modules: {before:,} before, {after:,} after{fewer}")
+    lines.append(f"  parameters gathered at a time: at most {predicted_live(found, model, live):,} predicted")
+    return "\n".join(lines)

@@ -9,6 +9,12 @@ Note [Units]
     it has its own chunk (for checkpoints), its own state (GatheredParameters may gather it alone), and its own data.
 
     A unit is available if all its parameters are. If some have been gathered alone, only the others are gathered.
+
+Note [A linear function without overhead]
+    DeepSpeed replaces ``torch.nn.functional.linear`` with an autograd function. It saves the weight itself for the
+    backward, not a transposed view, which would keep the gathered data alive. Because that function has a
+    ``setup_context``, torch inspects signatures in every call. This takes 0.1 to 0.25 ms on the host, more than the
+    product of a small expert. ``UnitLinear`` takes its context in ``forward``, so torch inspects nothing.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -16,8 +22,10 @@ from typing import Any, Protocol, cast
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from deepspeed_ext.deepspeed_types import ZeroChunk, ZeroParameter
 
@@ -25,28 +33,47 @@ UNIT = "paro_unit"  # attribute of a parameter: its unit
 _ENTRIES = "paro_entries"  # attribute of a leaf module: what the coordinator fetches for it
 
 
+class LiveElements:
+    """Counts the elements of gathered parameters: now, and the most that there ever were."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    def add(self, numel: int) -> None:
+        """Count gathered elements; a negative number counts released ones."""
+        self.now += numel
+        if self.now > self.most:
+            self.most = self.now
+
+
+class UnitOwner(Protocol):
+    """Gathers parameters and units, and counts their elements."""
+
+    live: LiveElements
+
+    def all_gather_coalesced(self, params: Iterable[Any], safe_mode: bool = False, quantize: bool = False) -> Any:
+        """Start to gather parameters and units."""
+
+    def unit_kind(self, param: ZeroParameter) -> Hashable | None:
+        """Return the kind of a parameter. Parameters of one kind share a unit; None keeps a parameter out of units."""
+
+
 class Unit:
     """Parameters that are fetched and released together. DeepSpeed's coordinator sees them as one parameter.
 
     Args:
         params: ZeRO parameters of one dtype; either all or none of them stay gathered between steps.
-        all_gather_coalesced: gathers parameters and units.
-        released: called with the number of freed elements when the unit is released.
+        owner: gathers them.
     """
 
     is_external_param = False
     nvme_swapper = None
     ds_secondary_tensor = None
 
-    def __init__(
-        self,
-        params: Sequence[ZeroParameter],
-        all_gather_coalesced: Callable[..., Any],
-        released: Callable[[int], None],
-    ) -> None:
+    def __init__(self, params: Sequence[ZeroParameter], owner: UnitOwner) -> None:
         self.params = tuple(params)
-        self.all_gather_coalesced = all_gather_coalesced
-        self._released = released
+        self.owner = owner
+        self.all_gather_coalesced = owner.all_gather_coalesced  # called by DeepSpeed's coordinator
         self.ds_id: int = params[0].ds_id
         self.ds_numel = sum(param.ds_numel for param in params)
         self.ds_shape = torch.Size([self.ds_numel])
@@ -102,7 +129,7 @@ class Unit:
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
             gone += param.ds_numel
         self.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        self._released(gone)
+        self.owner.live.add(-gone)
 
 
 class Gathering(Protocol):
@@ -134,26 +161,16 @@ class UnitGather:
         self._unit = None
 
 
-def make_units(
-    leaves: Iterable[nn.Module],
-    kind: Callable[[ZeroParameter], Hashable | None],
-    make: Callable[[Sequence[ZeroParameter]], Unit],
-) -> list[Unit]:
-    """Combine the parameters of leaf modules into units.
-
-    Args:
-        leaves: leaf modules.
-        kind: returns the kind of a parameter. Parameters of one kind share a unit; None keeps one out of units.
-        make: makes a unit of parameters.
-    """
+def make_units(leaves: Iterable[nn.Module], owner: UnitOwner) -> list[Unit]:
+    """Combine the parameters of leaf modules into units of parameters of one kind."""
     units: list[Unit] = []
     for leaf in leaves:
         kinds: dict[Hashable, list[ZeroParameter]] = {}
         alone: list[ZeroParameter] = []
         for param in cast(Iterable[ZeroParameter], leaf.parameters()):
-            which = None if hasattr(param, UNIT) else kind(param)
-            (alone if which is None else kinds.setdefault(which, [])).append(param)
-        made = [make(params) for params in kinds.values() if len(params) > 1]
+            kind = None if hasattr(param, UNIT) else owner.unit_kind(param)
+            (alone if kind is None else kinds.setdefault(kind, [])).append(param)
+        made = [Unit(params, owner) for params in kinds.values() if len(params) > 1]
         alone += [params[0] for params in kinds.values() if len(params) == 1]
         units += made
         leaf.__dict__[_ENTRIES] = (*made, *alone)
@@ -199,3 +216,30 @@ def _with_units(params: Iterable[Any]) -> Iterator[Any]:
             yield unit
         if unit is None or param.ds_status != unit.ds_status:  # gathered alone
             yield param
+
+
+class UnitLinear(torch.autograd.Function):
+    """DeepSpeed's linear function for weights in units. See Note [A linear function without overhead]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        output: Tensor = LinearFunctionForZeroStage3.forward(input, weight, bias)
+        LinearFunctionForZeroStage3.setup_context(ctx, (input, weight, bias), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *gradients: Tensor | None) -> Any:
+        return LinearFunctionForZeroStage3.backward(ctx, *gradients)
+
+
+def linear(wrapped: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Call ``torch.nn.functional.linear``.
+
+    Args:
+        wrapped: DeepSpeed's replacement, for weights that are in no unit, and under torch.func, which needs it.
+        input, weight, bias: arguments of ``torch.nn.functional.linear``.
+    """
+    if hasattr(weight, UNIT) and not torch._C._are_functorch_transforms_active():
+        product: Tensor = UnitLinear.apply(input, weight, bias)
+        return product
+    return wrapped(input, weight, bias)

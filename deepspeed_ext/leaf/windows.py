@@ -21,6 +21,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -41,22 +42,62 @@ class Fetch(Protocol):
         """Called when the window is no longer in use."""
 
 
+class WindowFetcher(Protocol):
+    """Gathers windows out of the shards of packed parameters."""
+
+    def begin_pass(self, module: "WindowedModule") -> None:
+        """Prepare for a forward or backward of a module."""
+
+    def end_pass(self, module: "WindowedModule") -> None:
+        """Free memory that a pass has used."""
+
+    def fetch(self, module: "WindowedModule", number: int) -> Fetch:
+        """Start to gather a window."""
+
+
+class WindowReducer(Protocol):
+    """Reduces the gradients of windows."""
+
+    def reduce_window(
+        self, module: "WindowedModule", number: int, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
+        """Reduce the gradients of a window: one for each parameter of the module, None for an unused parameter.
+
+        The backward takes window 0 last. ``last``: whether the running backward will not enter the module again.
+        """
+
+    def end_windows(self, module: "WindowedModule") -> None:
+        """Reduce, at the end of a backward, gradients of windows that wait for a further pass of the module."""
+
+    def forget_windows(self, module: "WindowedModule") -> None:
+        """Drop gradients that an interrupted backward has left."""
+
+
+class WindowHooks(Protocol):
+    """Keeps DeepSpeed's records of a backward while windows are reduced."""
+
+    windows: WindowReducer
+
+    def begin_backward(self) -> None:
+        """Called when the backward of a module begins."""
+
+    def reduce_window(
+        self, module: "WindowedModule", number: int, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
+        """Reduce the gradients of a window as a hook of its module; see ``WindowReducer``."""
+
+
+@dataclass(eq=False)
 class _Part:
-    """What a pass keeps of a window: its tokens, its weights without their storage, and its graph.
+    """The data of a window that a pass keeps for its backward."""
 
-    Attributes:
-        tokens: 1D, int64: the token of each use of an expert.
-        places: 1D, int64: the index of each use in the flattened choices.
-        experts: (uses, 1), int64: the expert's number in the window.
-        output: None if no token chose these experts, or nothing is kept.
-    """
-
-    def __init__(self, tokens: Tensor, places: Tensor, experts: Tensor) -> None:
-        self.tokens, self.places, self.experts = tokens, places, experts
-        self.weights: list[Tensor] = []
-        self.hidden: Tensor | None = None
-        self.shares: Tensor | None = None
-        self.output: Tensor | None = None
+    tokens: Tensor  # 1D, int64: the token of each use of an expert
+    places: Tensor  # 1D, int64: the index of each use in the flattened choices
+    experts: Tensor  # (uses, 1), int64: the expert's number in the window
+    weights: list[Tensor] = field(default_factory=list)  # without their storage between fetches
+    hidden: Tensor | None = None
+    shares: Tensor | None = None
+    output: Tensor | None = None  # with its graph; None if no token chose these experts, or nothing is kept
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -95,7 +136,7 @@ class _Pass(torch.autograd.Function):
         with torch.autocast(ctx.cast[0], ctx.cast[2], ctx.cast[1], cache_enabled=False):
             parts, ctx.parts = ctx.parts, None
             wanted = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
-            into = ctx.windows.run_backward(gradient, hidden, index, shares, parts, wanted)
+            into = ctx.windows.run_backward(gradient, hidden, index, shares, parts, wanted=wanted)
         return None, None, into[0], None, into[1]
 
 
@@ -109,7 +150,12 @@ class WindowedModule:
 
     Attributes:
         params: the packed parameters.
+        fetcher: set with the parameters' shards.
+        hooks: set with an optimizer; None without.
     """
+
+    fetcher: WindowFetcher
+    hooks: WindowHooks | None = None
 
     def __init__(self, module: nn.Module, windows: Sequence[Sequence[int]]) -> None:
         self.module = module
@@ -117,13 +163,6 @@ class WindowedModule:
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
         # Kept here, since looking a parameter up during a forward would make ZeRO-3 gather it.
         self.params: list[Any] = list(module.parameters(recurse=False))
-        self.fetch: Callable[[WindowedModule, int], Fetch]  # set with the parameters
-        self.begin: Callable[[WindowedModule], None] = lambda one: None  # of a pass, and its end
-        self.end: Callable[[WindowedModule], None] = lambda one: None
-        self.reduce: Callable[[WindowedModule, int, Sequence[Tensor | None], bool], None]  # set with an optimizer
-        self.backward_begins: Callable[[], None] = lambda: None
-        self.end_of_backward: Callable[[WindowedModule], None] = lambda one: None
-        self.forget: Callable[[WindowedModule], None] = lambda one: None
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         experts = sum(len(window) for window in self.windows)
         places = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
@@ -172,10 +211,12 @@ class WindowedModule:
         index: Tensor,
         shares: Tensor,
         parts: list[_Part] | None,
+        *,
         wanted: tuple[bool, bool],
     ) -> list[Tensor | None]:
         """Run the windows backward and reduce their gradients; return the gradients of hidden states and shares."""
-        self.backward_begins()
+        assert self.hooks is not None
+        self.hooks.begin_backward()
         again = parts is None
         parts = self._parts(index) if parts is None else parts
         into = [torch.zeros_like(one) if want else None for one, want in zip((hidden, shares), wanted, strict=True)]
@@ -190,8 +231,13 @@ class WindowedModule:
             self._drop(part)
             part.weights.clear()
             if any(param.requires_grad for param in self.params):
-                self.reduce(self, number, gradients, last)
+                self.hooks.reduce_window(self, number, gradients, last)
         return into
+
+    def forget(self) -> None:
+        """Drop gradients that an interrupted backward has left. Called when a new forward of the model begins."""
+        if self.hooks is not None:
+            self.hooks.windows.forget_windows(self)
 
     def _differentiate(self, part: _Part, gradient: Tensor, into: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a window's weights; add the gradients of its inputs to ``into``."""
@@ -230,19 +276,19 @@ class WindowedModule:
     def _in_order(self, parts: Sequence[_Part], forward: bool) -> Any:
         """Yield each window with its weights fetched; the next one is being gathered meanwhile."""
         numbers = list(range(len(parts)))[:: 1 if forward else -1]
-        self.begin(self)
+        self.fetcher.begin_pass(self)
         try:
-            ahead: Fetch | None = self.fetch(self, numbers[0])
+            ahead: Fetch | None = self.fetcher.fetch(self, numbers[0])
             for place, number in enumerate(numbers):
                 current, ahead = cast(Fetch, ahead), None
                 if place + 1 < len(numbers):
-                    ahead = self.fetch(self, numbers[place + 1])
+                    ahead = self.fetcher.fetch(self, numbers[place + 1])
                 self._fill(parts[number], number)
                 current.wait([weight.data for weight in parts[number].weights])
                 yield number, parts[number]
                 current.release()
         finally:
-            self.end(self)
+            self.fetcher.end_pass(self)
 
     def _fill(self, part: _Part, number: int) -> None:
         """Allocate storage for a window's weights."""

@@ -12,9 +12,8 @@ from torch import nn
 
 from deepspeed_ext.config.keys import LEAF_BYTES, SECTION, STRATEGY, THRESHOLD
 from deepspeed_ext.config.section import parse_section
-from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import choose
-from deepspeed_ext.leaf.setup import settings_and_live
+from deepspeed_ext.leaf.setup import choice_table, settings_and_live
 from deepspeed_ext.tools.arguments import import_callable
 
 _STEPS = 3  # several, since DeepSpeed records the order of modules in the first ones
@@ -41,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     model = import_callable(arguments.model)()
     settings, live = settings_and_live(config, model)
     found = choose(model, settings)
-    print(leaf_report.text(found, model, settings, live))
+    print(choice_table(found, model, settings, live))
     if arguments.batch:
         measured = _measure(model, import_callable(arguments.batch), section)
         print("  measured on one rank: " + ", ".join(f"{key} {value:,}" for key, value in measured.items()))
@@ -67,7 +66,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
     offload = engine.optimizer.parameter_offload
     measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
     measured["parameters gathered at a time at most"] = sum(
-        gathers.most_live for gathers in engine.optimizer.gathers.values()
+        gathers.live.most for gathers in engine.optimizer.gathers.values()
     )
     engine.destroy()
     return measured

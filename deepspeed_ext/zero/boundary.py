@@ -13,7 +13,7 @@ Note [Leaving early]
     Since times differ no rank's host may wait, within a micro-step, for what has left: the rank that it waits
     for may wait for it. So buckets leave by queues that nobody needs to attend to (``TransferQueue.unattended``).
 
-    With p = I and g = G all that is such a boundary in each micro-step: Note [Pieces] in ``sharded/pieces.py``.
+    With p = I and g = G all that is such a boundary in each micro-step: Note [Pieces] in ``sharded/gradients.py``.
 
     Neither buckets nor their order depend on whether they leave early: bits are the same, those of kept errors too.
 

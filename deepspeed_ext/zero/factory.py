@@ -13,6 +13,7 @@ import deepspeed
 import deepspeed.runtime.engine
 import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we take its name
 import deepspeed.runtime.zero.stage3
+import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import log_dist
@@ -31,11 +32,9 @@ from deepspeed_ext.overrides import bypassed
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero import native_experts
-from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import (
     DENSE,
-    Families,
     Topologies,
     experts_of,
     families_of,
@@ -45,9 +44,10 @@ from deepspeed_ext.zero.families import (
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
-from deepspeed_ext.zero.sharded.gathers import GatherSettings, partition
+from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
+from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
 
 OuterHops = Callable[[int], tuple[MakeReduce, MakeGather]]
 _TO_FILES = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # of an engine: what leaves the process
@@ -241,7 +241,9 @@ def _replacements(
         return Stage3Optimizer(*args, **kwargs, context=context(kwargs), gathering=gathering)
 
     def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
-        return _inference(module, strategy, families_of(topologies, topologies, gather), gathering, kwargs)
+        no_gradients = {"accumulation_dtype": torch.float32, "communication_dtype": torch.float32}
+        families = families_of(topologies, topologies, gather)
+        return _inference(module, Context.from_config(config, strategy, families, **no_gradients), gathering, kwargs)
 
     return [
         (deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", make_stage3),
@@ -250,16 +252,12 @@ def _replacements(
 
 
 def _inference(
-    module: nn.Module,
-    strategy: Strategy,
-    families: Families,
-    gathering: GatherSettings,
-    arguments: dict[str, Any],
+    module: nn.Module, context: Context, gathering: GatherSettings, arguments: dict[str, Any]
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
-    with coordinator_of(families[DENSE].topology.shard_group(strategy.p)):
+    with coordinator_of(context.topology.shard_group(context.strategy.p)):
         offload = DeepSpeedZeRoOffload(module, **arguments)
-    partition(module, offload, strategy, families, gathering)
+    ShardedParameters(context, module=module, offload=offload, settings=gathering)
     return offload
 
 

@@ -12,22 +12,13 @@ from deepspeed_ext.comm.spans import ShardSpan, Span
 
 
 class Member(NamedTuple):
-    """A parameter of a flat shard.
-
-    Attributes:
-        param: it.
-        shape: of the whole.
-        stripe: how its elements are divided among the ranks that share the optimizer's states: rank r has those in
-            cell r; None if each has all.
-        span: the elements that this rank has; possibly none.
-        offset: where these are in the shard.
-    """
+    """A parameter of a flat shard."""
 
     param: nn.Parameter
-    shape: tuple[int, ...]
-    stripe: Stripe | None
-    span: Span
-    offset: int
+    shape: tuple[int, ...]  # shape of the whole parameter
+    stripe: Stripe | None  # rank r of those that share optimizer states has the elements in cell r; None: each has all
+    span: Span  # elements of the parameter that this rank has; possibly none
+    offset: int  # position of these elements in the shard
 
     @property
     def in_shard(self) -> Span:
@@ -36,31 +27,19 @@ class Member(NamedTuple):
 
 
 class FlatShard(NamedTuple):
-    """The elements that this rank updates of a parameter group, or of a sub-group of one.
+    """The elements that this rank updates of a parameter group, or of a sub-group of one."""
 
-    Attributes:
-        number: as DeepSpeed counts them.
-        group: number of the parameter group.
-        members: its parameters, those included of which this rank has nothing.
-    """
-
-    number: int
-    group: int
-    members: tuple[Member, ...]
+    number: int  # DeepSpeed's number of the parameter group or sub-group
+    group: int  # number of the parameter group
+    members: tuple[Member, ...]  # its parameters, including those of which this rank has no element
 
 
 class Window(NamedTuple):
-    """A span of all chunks of a flat buffer, or of all rows of a block, that is moved on in one go.
+    """A span of all chunks of a flat buffer, or of all rows of a block, that is sent as one message."""
 
-    Attributes:
-        buffer: number of the flat buffer or block.
-        span: elements of each chunk, or of each row.
-        members: numbers of the parameters in it, the smallest one first; with stripes those of all in its stripe.
-    """
-
-    buffer: int
-    span: Span
-    members: tuple[int, ...]
+    buffer: int  # number of the flat buffer or block
+    span: Span  # elements of each chunk, or of each row
+    members: tuple[int, ...]  # numbers of its parameters, ascending; with stripes of all parameters in its stripe
 
 
 def in_forward_order(windows: Iterable[Window]) -> list[Window]:

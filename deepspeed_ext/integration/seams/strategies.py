@@ -38,8 +38,9 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
             unset_leaves(self.module)  # of an engine before this one
         if strategy is None:
-            if self.zero_optimization_partition_weights() and "deepspeed_ext.zero.sharded.slices" in sys.modules:
-                from deepspeed_ext.zero.sharded.slices import repartition_for_stock
+            chunks = "deepspeed_ext.zero.sharded.parameter_chunks"
+            if self.zero_optimization_partition_weights() and chunks in sys.modules:
+                from deepspeed_ext.zero.sharded.parameter_chunks import repartition_for_stock
 
                 repartition_for_stock(self.module)
             return configure(self, optimizer)
@@ -82,9 +83,9 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
     def __init__(
         self: Any, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
     ) -> None:
-        from deepspeed_ext.zero.arrivals import wait_for_whole_parameters
         from deepspeed_ext.zero.resync import ask_all
-        from deepspeed_ext.zero.sharded.modifier_rank import listed, replicated, sharded_over_all
+        from deepspeed_ext.zero.sharded.parameter_chunks import listed, replicated, sharded_over_all
+        from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
 
         wait_for_whole_parameters()
         if modifier_rank is not None:
@@ -102,10 +103,10 @@ def modify_in_all_groups(init: Callable[..., None]) -> Callable[..., None]:
 def broadcast_to_all_groups(leave: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(leave)
     def _exit(self: Any, *exc: object) -> Any:
-        from deepspeed_ext.zero.sharded import modifier_rank
+        from deepspeed_ext.zero.sharded import parameter_chunks
 
         if self.src_rank is not None:
-            modifier_rank.broadcast_to_replicas(modifier_rank.replicated(self.params), self.src_rank_by_group)
+            parameter_chunks.broadcast_to_replicas(parameter_chunks.replicated(self.params), self.src_rank_by_group)
         return leave(self, *exc)
 
     return _exit
@@ -131,7 +132,7 @@ def choose_leaves(choose: Callable[..., None]) -> Callable[..., None]:
 def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(wrapped)  # not lazily: torch.compile looks into what is imported by a statement only
     def zero3_linear_wrap(input: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> Any:
-        from deepspeed_ext.leaf.linear import linear
+        from deepspeed_ext.leaf.units import linear
 
         return linear(wrapped, input, weight, bias)
 
@@ -141,13 +142,10 @@ def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(create)
     def create_reduce_and_remove_grad_hooks(self: "LeafOptimizer") -> None:
-        from deepspeed_ext.leaf.gradients import LateGradients, LeafReducer, watch_leaves
+        from deepspeed_ext.leaf.gradients import LateGradients
 
         create(self)
-        if isinstance(self, LeafReducer):
-            watch_leaves(self)
-        else:
-            LateGradients(self)
+        LateGradients(self)  # a strategy's optimizer replaces these hooks
 
     return create_reduce_and_remove_grad_hooks
 
@@ -155,9 +153,9 @@ def watch_our_leaves(create: Callable[..., None]) -> Callable[..., None]:
 def reduce_what_waits(epilogue: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(epilogue)
     def independent_gradient_partition_epilogue(self: "LeafOptimizer") -> None:
-        from deepspeed_ext.leaf.gradients import end_of_backward
+        from deepspeed_ext.leaf.gradients import reduce_late_gradients
 
-        end_of_backward(self)
+        reduce_late_gradients(self)
         epilogue(self)
 
     return independent_gradient_partition_epilogue

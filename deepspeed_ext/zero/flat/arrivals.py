@@ -29,8 +29,8 @@ from torch.compiler import is_compiling
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.zero.arrivals import announce, forget
 from deepspeed_ext.zero.shards import Window
+from deepspeed_ext.zero.updates_in_flight import announce, forget
 
 
 class BeforeUse:

@@ -58,9 +58,9 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     """
 
     # Attributes of DeepSpeed's that are read or written here.
-    _PartitionedParameterCoordinator__active_backward_submodules: dict[int, nn.Module]  # whose backward runs, by ds_id
-    _PartitionedParameterCoordinator__allgather_stream: Any
-    fast_sharding_for_leaf_module: bool
+    _PartitionedParameterCoordinator__active_backward_submodules: dict[int, nn.Module]  # in backward now, by ds_id
+    _PartitionedParameterCoordinator__allgather_stream: Any  # stream on which parameters are gathered for use
+    fast_sharding_for_leaf_module: bool  # with a granularity threshold: drop gathered leaf modules as a whole
 
     def __init__(self, *args: Any, group: ProcessGroup | None, **kwargs: Any) -> None:
         self._gathering_group = group
@@ -69,17 +69,19 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._windowed: list[WindowedModule] = []
         super().__init__(*args, **kwargs)
 
-    def watch(self, blocks: Sequence[ChunkedModule]) -> None:
-        """Fetch the experts of these blocks in windows; see ``leaf/chunks.py``."""
+    def watch(self, blocks: Sequence[ChunkedModule], windowed: Sequence[WindowedModule]) -> None:
+        """Fetch the experts of blocks in windows. Windowed modules fetch packed experts themselves.
+
+        Args:
+            blocks: blocks of listed experts; see ``leaf/chunks.py``.
+            windowed: modules with packed experts; see ``leaf/windows.py``.
+        """
+        self._windowed = list(windowed)
         for block in blocks:
-            block.fetch, block.release = self._fetch_chunk, self._release
+            block.fetcher = self
             self._blocks[id(block.module)] = block
             for number, chunk in enumerate(block.chunks):
                 self._chunk_of.update((id(expert), (block, number)) for expert in chunk.experts)
-
-    def watch_windows(self, windowed: Sequence[WindowedModule]) -> None:
-        """Know of modules that fetch their experts in windows; see ``windows.py``."""
-        self._windowed = list(windowed)
 
     @override
     def trace_prologue(self, sub_module: nn.Module) -> None:
@@ -130,12 +132,17 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             block.end(forward)
         self._release(submodule, forward)
 
-    def _fetch_chunk(self, chunk: Chunk, forward: bool) -> None:
+    def fetch_chunk(self, chunk: Chunk, forward: bool) -> None:
+        """Fetch a window of listed experts, and record it."""
         super().trace_prologue(chunk)
         if self.is_record_trace():
             super().record_module(chunk)
         with self._owners_only_where_hooks_save(forward):
             super().fetch_sub_module(chunk, forward)
+
+    def release_chunk(self, chunk: Chunk, forward: bool) -> None:
+        """Release a window of listed experts."""
+        self._release(chunk, forward)
 
     def _release(self, submodule: nn.Module, forward: bool) -> None:
         early = not self.is_complete_trace()
@@ -162,8 +169,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
                 block.abandon()
-            for one in self._windowed:
-                one.forget(one)
+            for windowed in self._windowed:
+                windowed.forget()
         with _comparing_within(self._gathering_group):
             super().reset_step()
         self.wait_for_current()

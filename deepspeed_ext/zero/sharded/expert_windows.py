@@ -13,7 +13,7 @@ Note [Windows of slices]
     a slice would be the whole parameter: there windows are gathered between groups.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -27,12 +27,14 @@ from deepspeed_ext.comm.layout import FlatLayout, Piece
 from deepspeed_ext.comm.packing import joined_and_aligned
 from deepspeed_ext.comm.spans import Span, split_as
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.leaf.units import LiveElements
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.micro_steps import MicroSteps
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.slices import Slices
-from deepspeed_ext.zero.streams import ReductionStream
+from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 
 _Pieces = list[list[tuple[int, Piece]]]  # of a window, by rank: number of a parameter, and what the rank has of it
 
@@ -60,14 +62,15 @@ def _pieces(layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], 
 
 
 class _Window:
-    """A window on its way."""
+    """A window in flight, or in use."""
 
-    def __init__(self, owner: "WindowGathers", queue: TransferQueue, started: Started, pieces: _Pieces) -> None:
-        self._owner = owner
+    def __init__(self, queue: TransferQueue, started: Started, pieces: _Pieces, live: LiveElements) -> None:
         self._queue = queue
         self._started: Started | None = started
         self._pieces = [one for some in pieces for one in some]
         self._numel = sum(piece.span.numel for _, piece in self._pieces)
+        self._live = live
+        live.add(self._numel)
 
     def wait(self, weights: Sequence[Tensor]) -> None:
         """Write it to its parameters."""
@@ -78,39 +81,29 @@ class _Window:
             piece.span.of(weights[number].view(-1)).copy_(part)
 
     def release(self) -> None:
-        """Count it no more."""
-        self._owner.gone(self._numel)
+        """Count its elements as released."""
+        self._live.add(-self._numel)
 
 
 class WindowGathers:
-    """Gathers windows of the parameters that ranks hold. See Note [Windows of slices].
+    """Gathers windows out of the shards of parameters. See Note [Windows of slices]."""
 
-    Args:
-        slices: what is held, with the queue of its gathers for use.
-    """
-
-    def __init__(self, slices: Slices, queue: TransferQueue, live: Any, gone: Any) -> None:
-        self._slices = slices
-        self._queue = queue
-        self._live = live
-        self.gone = gone
+    def __init__(self, slices: Slices, queue: TransferQueue, live: LiveElements) -> None:
+        self._slices, self._queue, self._live = slices, queue, live
         self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
         self._between = self._whole and slices.topology.sizes.group_size == 1
         self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: passes
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
-    def watch(self, module: WindowedModule) -> None:
-        """Fetch the windows of this module."""
-        module.fetch, module.begin, module.end = self._fetch, self._begin, self._end
-
-    def _begin(self, module: WindowedModule) -> None:
+    def begin_pass(self, module: WindowedModule) -> None:
         """With p = G, start to gather the I-slices between groups, once for a pass."""
         started = None
         if self._whole and not self._between:
             started = self._queue.start(self._gather_slices(module))
         self._gathered.setdefault(id(module), []).append((started, []))
 
-    def _end(self, module: WindowedModule) -> None:
+    def end_pass(self, module: WindowedModule) -> None:
+        """Free the I-slices that the pass has gathered."""
         self._gathered[id(module)].pop()
 
     def _gather_slices(self, module: WindowedModule) -> Transfer:
@@ -122,7 +115,8 @@ class WindowGathers:
         shard = joined_and_aligned(pieces, self._slices.redistribution.multiple)
         return (yield from self._slices.redistribution.gather(shard, Placement.G, Placement.I))
 
-    def _fetch(self, module: WindowedModule, number: int) -> _Window:
+    def fetch(self, module: WindowedModule, number: int) -> _Window:
+        """Start to gather a window."""
         passes = self._gathered[id(module)]
         started, rows = passes[-1]
         if started is not None:
@@ -137,9 +131,7 @@ class WindowGathers:
             experts = sum(len(window) for window in module.windows)
             self._plans[key] = _pieces(layouts, experts, module.windows[number], self._between)
         pieces = self._plans[key]
-        transfer = self._send(module, pieces, rows)
-        self._live(sum(piece.span.numel for some in pieces for _, piece in some))
-        return _Window(self, self._queue, self._queue.start(transfer), pieces)
+        return _Window(self._queue, self._queue.start(self._send(module, pieces, rows)), pieces, self._live)
 
     def _send(self, module: WindowedModule, pieces: _Pieces, rows: list[Tensor]) -> Transfer:
         redistribution, params = self._slices.redistribution, module.params
@@ -163,49 +155,37 @@ class WindowGathers:
 
 
 class WindowGradients:
-    """Reduces windows' gradients. See Note [Windows of slices].
+    """Reduces windows' gradients into those of dense parameters. See Note [Windows of slices].
 
-    Args:
-        modules: with packed experts.
-        held: what gradients are added to.
-        layout: how a parameter is divided into cells.
-        reductions: the stream on which they move.
-        stays_whole: whether gradients stay whole until the accumulation boundary.
-        coalesces: whether DeepSpeed's ``coalesce_grad_reduction`` gathers several backwards now: gradients stay whole,
-            and it hands them over.
-        hand_over: takes a parameter whose whole gradient is complete.
-        is_last: whether the last backward of an accumulation runs.
-        dtype_of: dtype on the wire of a parameter.
-        scale: what sums over a group are divided by.
+    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients stay whole, and DeepSpeed hands
+    them over.
     """
 
     def __init__(
         self,
-        modules: Iterable[WindowedModule],
-        held: ShardedGradients,
-        layout: Callable[[ZeroParameter], FlatLayout],
-        reductions: ReductionStream,
+        context: Context,
         *,
-        stays_whole: bool,
-        coalesces: Callable[[], bool],
-        hand_over: Callable[[ZeroParameter], None],
-        is_last: Callable[[], bool],
-        dtype_of: Callable[[ZeroParameter], torch.dtype],
-        scale: float,
+        optimizer: Stage3View,
+        micro_steps: MicroSteps,
+        gradients: ShardedGradients,
+        slices: Slices,
     ) -> None:
-        self._held, self._layout, self._reductions = held, layout, reductions
-        self._stays_whole, self._coalesces, self._hand_over_whole = stays_whole, coalesces, hand_over
-        self._is_last, self._dtype_of, self._scale = is_last, dtype_of, scale
-        for module in modules:
-            module.forget, module.end_of_backward = self.forget, self.end_of_backward
+        self._micro_steps = micro_steps
+        self._optimizer, self._gradients, self._slices = optimizer, gradients, slices
+        self._context, self._reductions = context, context.reductions
+        self._stays_whole = context.strategy.g == Placement.N
+        # As ZeRO-3, which counts sequence parallelism only where it does not reduce-scatter.
+        self._scale = context.ranks / (1 if optimizer.reduce_scatter else context.sequence_parallel_size)
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
         self._kept: set[int] = set()  # ids of modules with gradients that are whole and not complete
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
-    def reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool) -> None:
+    def reduce_window(
+        self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
+    ) -> None:
         """Take the gradients of a window; with the first of the last pass of a backward they are complete."""
-        if self._stays_whole or self._coalesces():
-            if not self._coalesces():
+        if self._stays_whole or self._optimizer._coalesce_grad_reduction:
+            if not self._optimizer._coalesce_grad_reduction:
                 self._kept.add(id(module))
             self._keep(module, number, gradients)
         else:
@@ -217,20 +197,20 @@ class WindowGradients:
         """Hand over what is complete and kept whole, if anything is."""
         self._sums.pop(id(module), None)
         self._kept.discard(id(module))
-        if self._coalesces():
+        if self._optimizer._coalesce_grad_reduction:
             return
         for param in module.params:
             if param.grad is not None and self._stays_whole:
-                self._hand_over_whole(param)
+                self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
-    def end_of_backward(self, module: WindowedModule) -> None:
-        """Hand over what waits for a pass that did not come."""
+    def end_windows(self, module: WindowedModule) -> None:
+        """Hand over gradients that wait for a further pass of the module, at the end of a backward."""
         if id(module) in self._sums:
             self._reduce(module, 0, [None] * len(module.params), True)
         self._hand_over(module)
 
-    def forget(self, module: WindowedModule) -> None:
-        """Drop what a backward that was given up has left."""
+    def forget_windows(self, module: WindowedModule) -> None:
+        """Drop gradients that an interrupted backward has left."""
         self._sums.pop(id(module), None)
         if id(module) in self._kept:
             self._kept.discard(id(module))
@@ -255,38 +235,31 @@ class WindowGradients:
         params = [param for param in module.params if param.requires_grad]
         flats = [grad for param, grad in zip(module.params, gradients, strict=True) if param.requires_grad]
         key = id(module), number
-        layouts = [self._layout(param) for param in params]
+        layouts = [self._slices.layout(param) for param in params]
         if key not in self._plans:
             experts = sum(len(window) for window in module.windows)
             self._plans[key] = _pieces(layouts, experts, module.windows[number])
-        held = self._held
         with self._reductions.after_current():
-            dtype = self._dtype_of(params[0])
+            dtype = self._context.message_dtype(params[0])
             if id(module) not in self._sums:
                 device = get_accelerator().current_device_name()
                 width = sum(layout.chunk for layout in layouts)
                 self._sums[id(module)] = torch.zeros(layouts[0].rows, width, dtype=dtype, device=device)
             sums = self._sums[id(module)]
-            transfer = self._move(held, flats, self._plans[key], layouts, sums, self._scale)
+            transfer = self._move(flats, self._plans[key], layouts, sums)
             if complete:
-                transfer = _then(transfer, partial(held.move_sums, params, sums))
-            held.submit(params, transfer, self._is_last(), complete)
+                transfer = _then(transfer, partial(self._gradients.move_sums, params, sums))
+            self._gradients.submit(params, transfer, self._micro_steps.is_last, complete)
             if not get_accelerator().is_synchronized_device():
                 for gradient in flats:
                     if gradient is not None:
                         gradient.record_stream(get_accelerator().current_stream())
 
-    @staticmethod
     def _move(
-        held: ShardedGradients,
-        flats: Sequence[Tensor | None],
-        pieces: _Pieces,
-        layouts: Sequence[FlatLayout],
-        sums: Tensor,
-        scale: float,
+        self, flats: Sequence[Tensor | None], pieces: _Pieces, layouts: Sequence[FlatLayout], sums: Tensor
     ) -> Transfer:
-        """N -> I of a window, added to the sums of its module."""
-        hop = held.intra
+        """Reduce a window N -> I, and add it to the sums of its module."""
+        hop = self._gradients.intra
         splits = [sum(piece.span.numel for _, piece in some) for some in pieces]
         order = [one for some in pieces for one in some]
         if all(flat is None for flat in flats):
@@ -301,7 +274,7 @@ class WindowGradients:
                     for number, piece in order
                 ]
             )
-        packed.div_(scale)
+        packed.div_(self._scale)
         part = yield from hop.reduce_scatter(packed, splits)
         if not get_accelerator().is_synchronized_device():
             sums.record_stream(get_accelerator().current_stream())

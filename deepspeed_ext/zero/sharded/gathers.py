@@ -7,77 +7,108 @@ What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import sort_dtypes
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles, ZeroParamStatus, get_allgather_dtype
-from deepspeed.utils import get_z3_leaf_modules, log_dist
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.transfer_queue import TransferQueue
-from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
-from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
-from deepspeed_ext.leaf.chunks import chunked_modules
-from deepspeed_ext.leaf.units import UNIT, Unit, UnitGather, fetch_nothing, forget_units, make_units
-from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
-from deepspeed_ext.strategy import Placement, Strategy
-from deepspeed_ext.zero.families import DENSE, Families, family_of
+from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, forget_units, make_units
+from deepspeed_ext.leaf.windows import WindowedModule
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.sharded.expert_windows import WindowGathers
-from deepspeed_ext.zero.sharded.handles import GatherHandle, ResidentHandle
-from deepspeed_ext.zero.sharded.modifier_rank import OWNER, REPLICAS
-from deepspeed_ext.zero.sharded.rows import HostMemory, RowCache, choose_cached
+from deepspeed_ext.zero.sharded.parameter_chunks import OWNER, REPLICAS
 from deepspeed_ext.zero.sharded.slices import Slices
 
 _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
-class GatherSettings(NamedTuple):
-    """How the parameters of a model are gathered, and where they are.
+class GatherHandle:
+    """Parameters on their way; DeepSpeed's coordinator waits for it.
 
-    Attributes:
-        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
-        sequential: whether each parameter is gathered by itself (DeepSpeed's ``allgather_sequential``).
-        host: which slices are in host memory.
+    Args:
+        params: not available before, all of one dtype on the wire; they are marked as in flight.
+        queue: of the gather. Completes gathers in the order that all ranks share; DeepSpeed may wait in any order.
+        started: the gather of their cells side by side.
+        bucket: where these are.
+        parts: rows of the bucket that a rank has sent together.
+        alone: whether parameters may be released one by one, and must not share memory.
     """
 
-    bucket: int
-    sequential: bool
-    host: HostMemory
+    def __init__(
+        self,
+        params: Sequence[ZeroParameter],
+        queue: TransferQueue,
+        started: Started,
+        *,
+        bucket: ParameterBucket,
+        parts: int,
+        alone: bool,
+    ) -> None:
+        self._params = params
+        self._queue = queue
+        self._bucket = bucket
+        self._parts = parts
+        self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # else one is a view of all
+        for param in params:
+            param.ds_status = ZeroParamStatus.INFLIGHT
+        self._started: Started | None = started
 
-    @classmethod
-    def of(cls, config: ZeroConfig) -> "GatherSettings":
-        """Return what a configuration says."""
-        host = HostMemory.of(config.offload_param, config.paro_parameter_cache_bytes)
-        return cls(config.allgather_bucket_size, config.allgather_sequential, host)
+    @torch.inference_mode(False)  # a parameter may persist, and be trained after an evaluation has gathered it
+    @torch.no_grad()
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make the parameters available, on the current stream. ``handle_dependency`` needs no care: what was
+        gathered is theirs, or is known to this stream."""
+        if self._started is None:
+            return
+        flat, self._started = self._queue.finish(self._started), None
+        cells = self._bucket.arrived(flat, self._parts)
+        for param, whole in zip(self._params, self._bucket.unpack(cells), strict=True):
+            mine = whole.clone() if self._copied else whole
+            param.data = mine.view(param.ds_shape).to(param.ds_tensor.dtype)
+            param.ds_status = ZeroParamStatus.AVAILABLE
+
+
+class ResidentHandle:
+    """Parameters that are replicated: one rank holds all of each, and what it holds is used as it is."""
+
+    def __init__(self, params: Sequence[ZeroParameter]) -> None:
+        self._params = params
+        for param in params:
+            param.ds_status = ZeroParamStatus.INFLIGHT
+
+    def wait(self, handle_dependency: bool = True) -> None:
+        """Make the parameters available."""
+        for param in self._params:
+            if param.ds_status == ZeroParamStatus.INFLIGHT:
+                param.data = param.ds_tensor.data[: param.ds_numel].view(param.ds_shape)
+                param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 class Gathers:
-    """The parameters of a model, gathered for use.
+    """Gathers the parameters of one family for use.
 
     Args:
-        slices: what is held of them.
-        sequential: gather each parameter by itself (DeepSpeed's ``allgather_sequential``).
-        leaves: leaf modules, whose parameters are taken as units; see ``units.py``.
-
-    Attributes:
-        slices: the same.
-        live, most_live: elements of gathered parameters: now, and the most that ever were.
+        sequential: whether to gather each parameter on its own (DeepSpeed's ``allgather_sequential``).
+        leaves: leaf modules, whose parameters are combined into units; see ``units.py``.
+        resync: notified when something other than a step has written parameters; None without an optimizer.
     """
 
-    def __init__(self, slices: Slices, sequential: bool = False, leaves: Iterable[nn.Module] = ()) -> None:
+    def __init__(
+        self, slices: Slices, *, sequential: bool, leaves: Iterable[nn.Module], resync: Resync | None
+    ) -> None:
         self.slices = slices
         self._redistribution, self._topology = slices.redistribution, slices.topology
-        self._sequential = sequential
-        self._changed_by_others: Callable[[], None] = lambda: None
+        self._sequential, self._resync = sequential, resync
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
         self._rounded: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
@@ -86,14 +117,14 @@ class Gathers:
         self._side_streams = (several or slices.sliced) and slices.rows.keeps_order
         threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
         self._queue = TransferQueue(True, self._side_streams, *threads)
-        self.live = self.most_live = 0
+        self.live = LiveElements()
         for param in slices.params:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
         slices.make()
         self._attach()
         self._leaves = list(leaves)
-        self._units = [] if sequential else make_units(self._leaves, self._kind, self._make_unit)
+        self._units = [] if sequential else make_units(self._leaves, self)
 
     # Making ###########################################################################################
 
@@ -113,29 +144,15 @@ class Gathers:
 
     def fetch_windows(self, windowed: Sequence[WindowedModule]) -> None:
         """Fetch the packed experts of these modules in windows."""
-        windows = WindowGathers(self.slices, self._queue, self._live, self._gone)
-        for one in windowed:
-            windows.watch(one)
+        fetcher = WindowGathers(self.slices, self._queue, self.live)
+        for module in windowed:
+            module.fetcher = fetcher
 
-    def _kind(self, param: ZeroParameter) -> Any:
-        """Return the kind of a parameter: those of one kind may be in one unit."""
+    def unit_kind(self, param: ZeroParameter) -> Any:
+        """Return the kind of a parameter; see ``UnitOwner``."""
         if getattr(param, OWNER, None) is not self:
             return None
         return param.dtype, wire_dtype(param), param.ds_persist
-
-    def _make_unit(self, params: Sequence[ZeroParameter]) -> Unit:
-        return Unit(params, self.all_gather_coalesced, self._gone)
-
-    def on_change(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` from now on when something other than a step has written parameters."""
-        self._changed_by_others = changed
-
-    def _live(self, numel: int) -> None:
-        self.live += numel
-        self.most_live = max(self.most_live, self.live)
-
-    def _gone(self, numel: int) -> None:
-        self.live -= numel
 
     def release(self) -> None:
         """Give the parameters back to DeepSpeed, with its methods; each stays sharded as it is.
@@ -177,12 +194,13 @@ class Gathers:
             senders = self._topology.sizes.ranks // self.slices.row_count
             whole = torch.empty(senders * width, dtype=dtype, device=device)
         started = self._queue.start(self._send(params, dtype, whole))
-        self._live(sum(param.ds_numel for param in params))
+        self.live.add(sum(param.ds_numel for param in params))
         if dtype != params[0].ds_tensor.dtype:
             self._rounded.update(param.ds_id for param in params)
         elif self._rounded:
             self._rounded.difference_update(param.ds_id for param in params)
-        return GatherHandle(params, self._queue, started, self._bucket_of(params, alone), self.slices.row_count, alone)
+        bucket = self._bucket_of(params, alone)
+        return GatherHandle(params, self._queue, started, bucket=bucket, parts=self.slices.row_count, alone=alone)
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
@@ -228,7 +246,7 @@ class Gathers:
             return UnitGather(unit, None)
         whole = self._topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
         if whole:
-            self._live(sum(param.ds_numel for param in missing))
+            self.live.add(sum(param.ds_numel for param in missing))
             return UnitGather(unit, ResidentHandle(missing))
         return UnitGather(unit, self._start(missing, wire_dtype(missing[0]), alone=False))
 
@@ -289,15 +307,16 @@ class Gathers:
                 raise RuntimeError(f"a parameter is to be released while its leaf module runs: {one.ds_summary()}")
             if unit is not None and one.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        self._gone(sum(one.ds_numel for one in params if one.ds_status == ZeroParamStatus.AVAILABLE))
+        self.live.add(-sum(one.ds_numel for one in params if one.ds_status == ZeroParamStatus.AVAILABLE))
         if has_been_updated and self.slices.sliced:
             for updated in params:
                 if updated.ds_status == ZeroParamStatus.AVAILABLE:
                     self.slices.write_rows(updated)
         partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if has_been_updated:
-            self.slices.written()
-            self._changed_by_others()
+            self.slices.order_gathers()
+            if self._resync is not None:
+                self._resync.ask()
 
 
 def wire_dtype(param: ZeroParameter) -> torch.dtype:
@@ -316,81 +335,3 @@ def _is_idle(param: ZeroParameter) -> bool:
 def _owner(param: ZeroParameter | Unit) -> Gathers:
     owner: Gathers = getattr(param.params[0] if isinstance(param, Unit) else param, OWNER)
     return owner
-
-
-def partition(
-    module: nn.Module,
-    offload: DeepSpeedZeRoOffload,
-    strategy: Strategy,
-    families: Families,
-    settings: GatherSettings,
-) -> dict[str, Gathers]:
-    """Hold the parameters of a model, which DeepSpeed has sharded, as a strategy says; those of each family.
-
-    Args:
-        offload: DeepSpeed's, with a coordinator of ours.
-        settings: how they are gathered, and where they are.
-    """
-    blocks, coordinator = chunked_modules(module), offload.param_coordinator
-    coordinator.watch(blocks)
-    chunks = [chunk for block in blocks for chunk in block.chunks]
-    experts = {id(expert) for chunk in chunks for expert in chunk.experts}
-    windowed = windowed_modules(module)
-    coordinator.watch_windows(windowed)
-    _let_go(windowed, offload)
-    experts.update(id(one.module) for one in windowed)
-    leaves = [leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts]
-    cache = RowCache(_cached(module, strategy, families, settings.host))
-    members = {
-        name: Gathers(
-            Slices(
-                [param for param in cast(Iterable[ZeroParameter], module.parameters()) if family_of(param) == name],
-                strategy,
-                family.topology,
-                settings.host.rows(family.gather),
-                settings.bucket,
-                coordinator.wait_for_current,
-                cache,
-            ),
-            settings.sequential,
-            [*leaves, *chunks],
-        )
-        for name, family in families.items()
-    }
-    members[DENSE].fetch_windows(windowed)
-    return members
-
-
-def _cached(module: nn.Module, strategy: Strategy, families: Families, host: HostMemory) -> frozenset[int]:
-    """Return the ds_ids of the parameters whose slices stay on the device, and say how many these are."""
-    if not host.cache_bytes:
-        return frozenset()
-    topologies = {name: family.topology for name, family in families.items()}
-
-    def nbytes_of(param: ZeroParameter) -> int:
-        topology = topologies[family_of(param)]
-        if param.ds_persist or topology.sizes.groups == 1:
-            return 0
-        chunk = FlatLayout.of(param.ds_numel, strategy.os, topology).chunk
-        return chunk * topology.sizes.groups * param.ds_tensor.element_size()
-
-    chosen = choose_cached(module, nbytes_of, host.cache_bytes)
-    sizes = {param.ds_id: nbytes_of(param) for param in cast(Iterable[ZeroParameter], module.parameters())}
-    kept, all_of_them = sum(sizes[ds_id] for ds_id in chosen), sum(sizes.values())
-    log_dist(
-        f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {host.cache_bytes} keeps {kept:,} of {all_of_them:,} bytes of slices "
-        f"on each device ({len(chosen)} of {len(sizes)} parameters), the ends of the model first",
-        ranks=[0],
-        level=logging.WARNING,
-    )
-    return chosen
-
-
-def _let_go(windowed: Sequence[WindowedModule], offload: DeepSpeedZeRoOffload) -> None:
-    """Let packed parameters that are fetched in windows not persist: small ones are part of a window as well."""
-    packed = {id(param) for one in windowed for param in one.params}
-    offload.persistent_parameters = [p for p in offload.persistent_parameters if id(p) not in packed]
-    for one in windowed:
-        fetch_nothing(one.module)
-        for param in one.params:
-            param.ds_persist = False

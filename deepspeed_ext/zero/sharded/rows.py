@@ -14,39 +14,36 @@ Note [Rows on the host]
     arrives is still being written. So rows are copied one by one, as they are; what is side by side in a row goes
     together.
 
-    What is on the device as well (``paro_parameter_cache_bytes``) is a copy: the host has all. Modules from both ends
-    of the model come first. In front of the first one, and between the last one's forward and its backward, there is
-    no compute under which a copy could be made.
+    What is on the device as well (``paro_parameter_cache_bytes``) is a copy: the host has all.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Iterable
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.config.section import offloads
-from deepspeed_ext.deepspeed_types import ZeroParameter
 
 Arrived = Callable[[Tensor], None]
 
 
 class DeviceRows:
-    """Rows on the device, where they are used and where they arrive.
+    """Rows on the device, where they are used and received.
 
     Args:
-        redistribution: which completes them.
+        redistribution: hops that complete the rows.
+        cached: ds_ids of the parameters whose rows are on the device as well, if rows are on the host.
     """
 
     on_host = False
     keeps_order = True  # whether a copy of them is made in the order of a stream, and the host does not wait for it
 
-    def __init__(self, redistribution: ParameterRedistribution) -> None:
+    def __init__(self, redistribution: ParameterRedistribution, cached: frozenset[int] = frozenset()) -> None:
         self.redistribution = redistribution
+        self.cache = RowCache(cached)
 
     def keep(self, rows: Tensor, lasting: bool) -> Tensor:
         """Return rows, on the device and of any strides, where they are held.
@@ -91,14 +88,14 @@ class HostRows(DeviceRows):
     """Rows in host memory. See Note [Rows on the host].
 
     Args:
-        redistribution: see ``DeviceRows``.
+        redistribution, cached: see ``DeviceRows``.
         pinned: whether that memory is pinned.
     """
 
     on_host = True
 
-    def __init__(self, redistribution: ParameterRedistribution, pinned: bool) -> None:
-        super().__init__(redistribution)
+    def __init__(self, redistribution: ParameterRedistribution, cached: frozenset[int], pinned: bool) -> None:
+        super().__init__(redistribution, cached)
         self._pinned = self.keeps_order = pinned
 
     def keep(self, rows: Tensor, lasting: bool) -> Tensor:
@@ -143,29 +140,6 @@ class HostRows(DeviceRows):
         return found.new_empty(0)  # nothing that would keep the window's memory
 
 
-class HostMemory(NamedTuple):
-    """Where ``offload_param`` and ``paro_parameter_cache_bytes`` want slices of parameters.
-
-    Attributes:
-        used: whether they are in host memory.
-        pinned: whether that is pinned.
-        cache_bytes: of them that are on the device as well.
-    """
-
-    used: bool = False
-    pinned: bool = False
-    cache_bytes: int = 0
-
-    @classmethod
-    def of(cls, section: Any, cache_bytes: int) -> "HostMemory":
-        """Return what a parsed ``offload_param`` section says."""
-        return cls(True, section.pin_memory, cache_bytes) if offloads(section) else cls()
-
-    def rows(self, redistribution: ParameterRedistribution) -> DeviceRows:
-        """Return where rows are."""
-        return HostRows(redistribution, self.pinned) if self.used else DeviceRows(redistribution)
-
-
 class RowCache:
     """Copies on the device of some parameters' rows.
 
@@ -173,14 +147,9 @@ class RowCache:
         wanted: ds_ids of the parameters.
     """
 
-    def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
+    def __init__(self, wanted: frozenset[int]) -> None:
         self._wanted = wanted
         self._rows: dict[int, Tensor] = {}  # ds_id: (rows, chunk)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are taken on the device."""
-        return sum(rows.nbytes for rows in self._rows.values())
 
     def __contains__(self, ds_id: int) -> bool:
         return ds_id in self._rows
@@ -210,31 +179,3 @@ class RowCache:
     def clear(self) -> None:
         """Forget all copies."""
         self._rows.clear()
-
-
-def choose_cached(module: nn.Module, nbytes_of: Callable[[ZeroParameter], int], budget: int) -> frozenset[int]:
-    """Return the ds_ids of the parameters whose rows are on the device as well: those of whole modules.
-
-    Args:
-        module: the model.
-        nbytes_of: a parameter's rows; 0 where they are none.
-        budget: bytes that they may take together.
-    """
-    chosen: set[int] = set()
-    for owner in from_both_ends([one for one in module.modules() if any(True for _ in one.parameters(recurse=False))]):
-        own = {p.ds_id: nbytes_of(p) for p in cast(Iterable[ZeroParameter], owner.parameters(recurse=False))}
-        nbytes = sum(size for ds_id, size in own.items() if ds_id not in chosen)
-        if nbytes <= budget:
-            budget -= nbytes
-            chosen.update(ds_id for ds_id, size in own.items() if size)
-    return frozenset(chosen)
-
-
-def from_both_ends(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """Yield modules from the ends of a list to its middle: the first, the last, the second, ..."""
-    first, last = 0, len(modules) - 1
-    while first <= last:
-        yield modules[first]
-        if first < last:
-            yield modules[last]
-        first, last = first + 1, last - 1

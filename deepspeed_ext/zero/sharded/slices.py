@@ -21,28 +21,30 @@ Note [Rows]
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
-from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks
+from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.deepspeed_types import ZeroParameter, is_partitioned
-from deepspeed_ext.strategy import Placement, Strategy, full_bucket
-from deepspeed_ext.zero.arrivals import announce
-from deepspeed_ext.zero.sharded.modifier_rank import REPLICAS
-from deepspeed_ext.zero.sharded.rows import DeviceRows, RowCache
+from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.strategy import Placement, full_bucket
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import Family
+from deepspeed_ext.zero.sharded.coordinator import GroupCoordinator
+from deepspeed_ext.zero.sharded.parameter_chunks import repartition
+from deepspeed_ext.zero.sharded.rows import DeviceRows
 from deepspeed_ext.zero.shards import Window, in_forward_order
+from deepspeed_ext.zero.updates_in_flight import announce
 
 
 class _Change(NamedTuple):
@@ -70,33 +72,28 @@ class _Change(NamedTuple):
 
 
 class Slices:
-    """What is held of the parameters of a model. See Note [Rows].
+    """Shards of the parameters of one family. See Note [Rows].
 
     Args:
-        params: ZeRO parameters, trainable and frozen.
-        strategy: one with p = I or G.
-        topology: process groups of the data-parallel group.
-        rows: where they are, and how they are completed.
-        bucket: elements (of whole parameters) gathered at a time where many are wanted at once.
-        written: called when the current stream has been given to write what is held.
-        cache: copies on the device of rows on the host; kept as an attribute.
+        params: ZeRO parameters of the family, trainable and frozen.
+        rows: memory of the shards.
+        coordinator: DeepSpeed's coordinator, on whose stream parameters are gathered for use.
     """
 
     def __init__(
         self,
+        context: Context,
+        *,
+        family: Family,
         params: Iterable[ZeroParameter],
-        strategy: Strategy,
-        topology: Topology,
         rows: DeviceRows,
-        bucket: int,
-        written: Callable[[], None],
-        cache: RowCache,
+        coordinator: GroupCoordinator,
     ) -> None:
-        self.strategy = strategy
-        self.topology = topology
-        self.redistribution, self.rows, self.cache = rows.redistribution, rows, cache
-        self.bucket = max(1, bucket)
-        self.written = written
+        strategy, topology = context.strategy, family.topology
+        self.strategy, self.topology = strategy, topology
+        self.redistribution, self.rows = rows.redistribution, rows
+        self.bucket = max(1, context.gather_bucket)
+        self._coordinator = coordinator
         self.params = list(params)
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self.params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
@@ -146,13 +143,17 @@ class Slices:
     def forget(self) -> None:
         """Forget all slices, once their parameters are released."""
         self._slices.clear()
-        self.cache.clear()
+        self.rows.cache.clear()
         self.forget_blocks()
+
+    def order_gathers(self) -> None:
+        """Make gathers for use wait for everything that the current stream has written to the shards."""
+        self._coordinator.wait_for_current()
 
     def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
         self._slices[param.ds_id] = slice_
         param.ds_tensor.data = slice_[self.redistribution.row]
-        self.cache.take(param.ds_id, slice_)
+        self.rows.cache.take(param.ds_id, slice_)
 
     def held(self, param: ZeroParameter) -> Tensor:
         """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
@@ -264,9 +265,9 @@ class Slices:
             for some in self.batches(param for param in self.params if param.ds_id not in self._columns):
                 for param, mine in self._gather_slices(some):
                     self.held(param).copy_(mine)
-                    self.cache.take(param.ds_id, mine)
+                    self.rows.cache.take(param.ds_id, mine)
             self.settle()
-            self.written()
+            self.order_gathers()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
         """Redistribute their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
@@ -285,14 +286,14 @@ class Slices:
         another does with its data. It is that of the model: parameter groups split each layer's parameters, and
         the first layer would wait for the last group's blocks.
         """
-        self.written()
+        self.order_gathers()
         self.drain()
         self._gather_windows(range(len(self._in_order())))
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
         """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
-        self.written()
+        self.order_gathers()
         self._gather_windows([place for place, window in enumerate(self._in_order()) if window.buffer == number])
 
     def change(self, number: int, updated: Tensor, held: Tensor, whole: bool) -> None:
@@ -367,7 +368,7 @@ class Slices:
         for ds_id in window.members:
             columns = self._columns[ds_id][1]
             both = window.span.common(columns)
-            self.cache.arrive(ds_id, both.shifted(-columns.start), both.shifted(-window.span.start).of(arrived))
+            self.rows.cache.arrive(ds_id, both.shifted(-columns.start), both.shifted(-window.span.start).of(arrived))
 
     def drain(self) -> None:
         """Wait for all gathers; before row j changes again."""
@@ -391,9 +392,9 @@ class Slices:
         if not (self.sliced and self.rows.on_host):
             return self.rows.use([self.held(param) for param in params], dtype)
         found: list[Tensor] = []
-        for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self.cache):
+        for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self.rows.cache):
             if cached:
-                found += [self.cache[param.ds_id].to(dtype) for param in run]
+                found += [self.rows.cache[param.ds_id].to(dtype) for param in run]
             else:
                 found += self.rows.use(self._runs(run), dtype)
         return found
@@ -438,45 +439,4 @@ class Slices:
         padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
         rows = padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col]
         self.held(param).copy_(rows)
-        self.cache.take(param.ds_id, rows)
-
-
-def with_padding(value: Tensor, param: ZeroParameter) -> Tensor:
-    """Return a value of a whole parameter, 1D, with zeros up to the end of the last rank's chunk.
-
-    Raises:
-        ValueError: it has another number of elements.
-    """
-    if value.numel() != param.ds_numel:
-        raise ValueError(f"expected a value of {param.ds_numel} elements, got {value.numel()}: {param.ds_summary()}")
-    whole = param.ds_tensor.ds_numel * dist.get_world_size(group=param.ds_process_group)
-    return torch.nn.functional.pad(value.flatten(), (0, whole - value.numel()))
-
-
-def without_padding(value: Tensor, param: ZeroParameter) -> Tensor:
-    """Return a value of this rank's chunk of a parameter, 1D, with zeros in the padding."""
-    chunk = value.numel()
-    own = value.flatten()[: max(0, param.ds_numel - chunk * dist.get_rank(group=param.ds_process_group))]
-    return torch.nn.functional.pad(own, (0, chunk - own.numel()))
-
-
-def repartition(param: ZeroParameter, group: ProcessGroup | None) -> None:
-    """Partition a ZeRO parameter, with DeepSpeed's own methods, over another process group. Collective over both."""
-    param.all_gather()
-    param.ds_process_group = group
-    param.ds_zero_partition_rank = dist.get_rank(group=group)
-    param.ds_zero_partition_world_size = dist.get_world_size(group=group)
-    param.ds_tensor = None  # type: ignore[assignment] # as DeepSpeed marks a whole parameter
-    param.partition()
-
-
-def repartition_for_stock(module: nn.Module) -> None:
-    """Shard what an engine of ours has sharded inside groups over all ranks again, for DeepSpeed's own ZeRO-3.
-
-    It reduces each parameter over the group that the parameter is sharded over: that must be the one it was sharded
-    over before ours, and not the group that its engine names, which with a mesh is a part of it.
-    """
-    for param in filter(is_partitioned, module.parameters()):
-        if hasattr(param, REPLICAS):
-            repartition(param, getattr(param, REPLICAS))
-            delattr(param, REPLICAS)
+        self.rows.cache.take(param.ds_id, rows)

@@ -345,7 +345,8 @@ def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, An
             slices = engine.optimizer.slices["dense"]
             held = [slices.held(param) for param in slices.params]
             places = {(one.device.type, one.is_pinned()) for one in held}
-            row = places, sum(one.nbytes for one in held), slices.cache.nbytes, live.of("cpu"), live.most
+            cached = sum(one.nbytes for one in slices.rows.cache._rows.values())
+            row = places, sum(one.nbytes for one in held), cached, live.of("cpu"), live.most
             rows.append(Held(name, *row))
             engine.destroy()
     return whole, rows

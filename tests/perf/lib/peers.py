@@ -35,8 +35,8 @@ from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import held, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
-from deepspeed_ext.zero.arrivals import wait_for_updates
 from deepspeed_ext.zero.sharded.coordinator import forget
+from deepspeed_ext.zero.updates_in_flight import wait_for_updates
 from tests.perf.lib.settings import HSDP_REDUCTIONS, MUON, SHIPPED
 
 ADAMW: dict[str, Any] = {"eps": 1e-4, "weight_decay": 0.01}

@@ -18,9 +18,9 @@ from deepspeed.utils import set_z3_leaf_modules, unset_z3_leaf_modules
 from torch import Tensor, nn
 
 from deepspeed_ext.__main__ import main
-from deepspeed_ext.leaf import modules, report
-from deepspeed_ext.leaf import report as leaf_report
+from deepspeed_ext.leaf import modules
 from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budget, set_leaves
+from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live
 from tests.harness import mixtures, training
 from tests.harness.installed import since
 from tests.harness.logs import is_ours, logged
@@ -55,9 +55,9 @@ def chosen(
         "classes": sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"}),
         "chunks": chunks,
         "flagged": flagged,
-        "hooks": leaf_report.hooks(found, model),
+        "hooks": hooks(found, model),
         "granularity": {type(one.module).__name__: one.granularity for one in found if one.granularity},
-        "text": leaf_report.text(found, model, settings, leaf_report.LiveLimits(LIVE, 0, 0, 0)),
+        "text": choice_table(found, model, settings, LiveLimits(LIVE, 0, 0, 0)),
     }
 
 
@@ -291,7 +291,7 @@ def command_case(folder: str, command: list[str]) -> str:
 def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], expected: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
-    assert report.predicted_live(found, model, report.LiveLimits(*live)) == expected
+    assert predicted_live(found, model, LiveLimits(*live)) == expected
 
 
 # Of configurations with their defaults, which are a published model's: classes that become units.

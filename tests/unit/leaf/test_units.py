@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from deepspeed_ext.leaf.gradients import LateGradients
-from deepspeed_ext.leaf.linear import linear
-from deepspeed_ext.leaf.units import UNIT
-from deepspeed_ext.zero.stage3 import Stage3Optimizer
+from deepspeed_ext.leaf.units import UNIT, linear
+from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from tests.harness import mixtures, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, job_of
 from tests.harness.tiers import deep
@@ -128,13 +127,13 @@ def test_no_full_bucket_waits_for_the_next_module(ranks: Any) -> None:
 
 def full_case() -> set[bool]:
     """Whether a bucket that gradients of a unit have filled is still there when they have been handed over."""
-    size, found, reduce_leaf = 5, set[bool](), Stage3Optimizer.reduce_leaf  # less than any parameter has
+    size, found, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
 
-    def looked_at(optimizer: Any, params: Any) -> None:
-        reduce_leaf(optimizer, params)
-        found.add(any(bucket.elements > size for bucket in optimizer.ipg_buckets.values()))
+    def looked_at(reduction: Any, params: Any) -> None:
+        reduce_leaf(reduction, params)
+        found.add(any(bucket.elements > size for bucket in reduction._optimizer.ipg_buckets.values()))
 
-    with mock.patch.object(Stage3Optimizer, "reduce_leaf", looked_at):
+    with mock.patch.object(GradientReduction, "reduce_leaf", looked_at):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size}, steps=1)
         training.train(job, training.placed("IGG", **AUTO))
     return found

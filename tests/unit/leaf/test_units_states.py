@@ -14,8 +14,8 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import Settings, choose, numel_of
+from deepspeed_ext.leaf.setup import LiveLimits, predicted_live
 from tests.harness import mixtures, snapshots, training
 from tests.harness.mixtures import AUTO, CHUNKS, SMALL, WINDOWS, job_of
 from tests.harness.tiers import deep
@@ -37,7 +37,7 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     most: list[int] = []
 
     def look(engine: Any) -> None:
-        most.append(engine.optimizer.gathers["dense"].most_live)
+        most.append(engine.optimizer.gathers["dense"].live.most)
 
     training.train(job, {"stage": 3, **keys}, look)
     budget = 10**9 if keys == AUTO else keys["stage3_leaf_bytes"]
@@ -49,7 +49,7 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
         budget,
         most[0],
         max(sizes),
-        leaf_report.predicted_live(found, model, leaf_report.LiveLimits(10**9, 0, 0, 0)),
+        predicted_live(found, model, LiveLimits(10**9, 0, 0, 0)),
     )
 
 

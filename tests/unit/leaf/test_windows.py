@@ -16,9 +16,8 @@ from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from deepspeed_ext.comm import collectives
-from deepspeed_ext.leaf import report as leaf_report
 from deepspeed_ext.leaf.modules import Settings, choose, expert_bytes
-from deepspeed_ext.leaf.setup import _least_bytes
+from deepspeed_ext.leaf.setup import LiveLimits, _least_bytes, predicted_live, summaries
 from deepspeed_ext.leaf.windows import windowed_modules
 from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
@@ -213,11 +212,11 @@ def measured_case() -> list[Any]:
                     engine.step()
                 engine.optimizer.drain_parameters()
             traffic.append(dict(counted))
-            most.append(engine.optimizer.gathers["dense"].most_live)
+            most.append(engine.optimizer.gathers["dense"].live.most)
             engine.destroy()
         plain = mixtures.Packed((13, 7))
         found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
-        predicted = leaf_report.predicted_live(found, plain, leaf_report.LiveLimits(10**9, 0, 0, 0))
+        predicted = predicted_live(found, plain, LiveLimits(10**9, 0, 0, 0))
         rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
     return rows
 
@@ -283,17 +282,16 @@ def given_up_case() -> dict[str, bool]:
         data = training.batches(job)
         skipped = next(data)
         if interrupted:
-            reduce = windowed.reduce
+            hooks: Any = windowed.hooks
+            reduce = hooks.reduce_window
 
             def interrupt(module: Any, number: int, *rest: Any) -> None:
                 if not number:
                     raise Interrupted
                 reduce(module, number, *rest)
 
-            windowed.reduce = interrupt
-            with pytest.raises(Interrupted):
+            with mock.patch.object(hooks, "reduce_window", interrupt), pytest.raises(Interrupted):
                 training.micro_step(engine, job, 0, *skipped)
-            windowed.reduce = reduce
         for number in range(2):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
@@ -341,7 +339,7 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):
         inside = model if label != "Unknown" else Block(model, False)
         found = choose(inside, Settings(6552, 0, 10**9))
-        one = next(row for row in leaf_report.summaries(found) if "Experts" in row.cls)
+        one = next(row for row in summaries(found) if "Experts" in row.cls)
         kinds[label] = one.kind, one.why
     return message, {
         "PackedExperts": (kinds["PackedExperts"][0], kinds["PackedExperts"][1].split(";")[0]),

@@ -128,7 +128,7 @@ def padding_case() -> list[tuple[str, int, float]]:
                 for param in optimizer.gradients["dense"]._params:
                     chunk = param.ds_tensor.ds_numel
                     present = min(chunk, max(0, param.ds_numel - rank * chunk))
-                    padding.append(optimizer.shards.chunks[param.ds_id][present:])
+                    padding.append(optimizer.reduction.shards.chunks[param.ds_id][present:])
             padding = [part.clone() for part in padding if part.numel()]
             engine.step()
         largest = max((part.abs().max().item() for part in padding), default=0.0)

@@ -19,8 +19,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.sharded.gradients import boundary_buckets
-from deepspeed_ext.zero.sharded.pieces import Pieces
+from deepspeed_ext.zero.sharded.gradients import Pieces, boundary_buckets
 
 pytestmark = pytest.mark.quick
 

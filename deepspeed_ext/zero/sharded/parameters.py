@@ -1,0 +1,223 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters of a model with p = I or G: shards and gathers of all families.
+
+With ``offload_param`` some shards are on the device as well (``paro_parameter_cache_bytes``): modules from both ends
+of the model come first. Before the first module, and between the last one's forward and its backward, there is no
+compute that could overlap a copy.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import get_z3_leaf_modules, log_dist
+from torch import Tensor, nn
+
+from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.redistribution import ParameterRedistribution
+from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
+from deepspeed_ext.config.section import offloads
+from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
+from deepspeed_ext.leaf.chunks import chunked_modules
+from deepspeed_ext.leaf.units import fetch_nothing
+from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, family_of
+from deepspeed_ext.zero.resync import Resync
+from deepspeed_ext.zero.sharded.gathers import Gathers
+from deepspeed_ext.zero.sharded.rows import DeviceRows, HostRows
+from deepspeed_ext.zero.sharded.slices import Slices
+
+
+class GatherSettings(NamedTuple):
+    """Keys for gathering parameters."""
+
+    sequential: bool  # whether to gather each parameter on its own (DeepSpeed's ``allgather_sequential``)
+    on_host: bool = False  # whether slices are in host memory
+    pinned: bool = False  # whether that memory is pinned
+    cache_bytes: int = 0  # bytes of slices that are on the device as well
+
+    @classmethod
+    def of(cls, config: ZeroConfig) -> "GatherSettings":
+        """Return the settings of a configuration."""
+        section: Any = config.offload_param
+        if not offloads(section):
+            return cls(config.allgather_sequential)
+        return cls(config.allgather_sequential, True, section.pin_memory, config.paro_parameter_cache_bytes)
+
+    def rows(self, redistribution: ParameterRedistribution, cached: frozenset[int]) -> DeviceRows:
+        """Return the memory of slices; ``cached`` as of ``DeviceRows``."""
+        return HostRows(redistribution, cached, self.pinned) if self.on_host else DeviceRows(redistribution)
+
+
+class ShardedParameters:
+    """Shards and gathers of all families of a model, once DeepSpeed has sharded it. Collective.
+
+    Args:
+        offload: DeepSpeed's, with a ``GroupCoordinator``.
+        resync: the optimizer's; None without an optimizer.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        module: nn.Module,
+        offload: DeepSpeedZeRoOffload,
+        settings: GatherSettings,
+        resync: Resync | None = None,
+    ) -> None:
+        coordinator = offload.param_coordinator
+        blocks, windowed = chunked_modules(module), windowed_modules(module)
+        coordinator.watch(blocks, windowed)
+        _disable_persistence(windowed, offload)
+        chunks = [chunk for block in blocks for chunk in block.chunks]
+        experts = {id(expert) for chunk in chunks for expert in chunk.experts}
+        experts.update(id(packed.module) for packed in windowed)
+        leaves = [*(leaf for leaf in get_z3_leaf_modules(module) if id(leaf) not in experts), *chunks]
+        cached = _choose_cached(context, module, settings.cache_bytes)
+        params = cast(list[ZeroParameter], list(module.parameters()))
+        self.slices: dict[str, Slices] = {}  # of each family
+        self.gathers: dict[str, Gathers] = {}  # of each family
+        for name, family in context.families.items():
+            self.slices[name] = Slices(
+                context,
+                family=family,
+                params=[param for param in params if family_of(param) == name],
+                rows=settings.rows(family.gather, cached),
+                coordinator=coordinator,
+            )
+            self.gathers[name] = Gathers(
+                self.slices[name], sequential=settings.sequential, leaves=leaves, resync=resync
+            )
+        self.gathers[DENSE].fetch_windows(windowed)
+
+    def of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
+        """Return the shards of the family of a sub-group, which is of one family."""
+        return self.slices[family_of(sub_group[0])]
+
+    @property
+    def sliced(self) -> bool:
+        """Whether parameters of a family are held as slices of several rows."""
+        return any(slices.sliced for slices in self.slices.values())
+
+    # Flat buffers of the optimizer ####################################################################
+
+    def make_blocks(
+        self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hold the parameters of all sub-groups in a flat buffer, 1D.
+
+        Returns:
+            The buffer where it is held; and for each sub-group the part of it that a step updates, 1D.
+        """
+        self.forget_blocks()
+        buffer, offset, flats = self.slices[DENSE].rows.home(buffer), 0, []
+        for number, sub_group in enumerate(sub_groups):
+            flat, offset = self.of(sub_group).make_block(number, buffer, offset, sub_group)
+            flats.append(flat)
+        return buffer, flats
+
+    def place(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> None:
+        """Hold the parameters of all sub-groups in a copy of the flat buffer, on any device, without gathers."""
+        offset = 0
+        for sub_group in sub_groups:
+            offset = self.of(sub_group).place(buffer, offset, sub_group)
+
+    def forget_blocks(self) -> None:
+        """Release the flat buffer."""
+        for slices in self.slices.values():
+            slices.forget_blocks()
+
+    # Updated parameters: os -> p ######################################################################
+
+    def begin_step(self) -> None:
+        """Receive the parameters of the last step, into rows that this step writes; forget a step that has failed."""
+        self.receive_updates()
+        for slices in self.slices.values():
+            slices.forget_changes()
+
+    def gather_updates(self) -> None:
+        """Start to gather updated parameters os -> p: one family after the other, in the same order on all ranks."""
+        for slices in self.slices.values():
+            slices.gather_updates()
+
+    def receive_updates(self) -> None:
+        """Wait for the gathers of all updated parameters."""
+        for slices in self.slices.values():
+            slices.drain()
+
+    # Checkpoints ######################################################################################
+
+    def settle(self) -> None:
+        """Make the host wait for updated parameters, before it reads them."""
+        for slices in self.slices.values():
+            slices.settle()
+
+    def complete_slices(self) -> None:
+        """Complete slices of which a load has changed this rank's rows only."""
+        for slices in self.slices.values():
+            slices.complete()
+
+    def release(self) -> None:
+        """Give the parameters back to DeepSpeed."""
+        for gathers in self.gathers.values():
+            gathers.release()
+
+
+def _disable_persistence(windowed: Iterable[WindowedModule], offload: DeepSpeedZeRoOffload) -> None:
+    """Disable persistence of packed parameters that are fetched in windows, small ones included."""
+    packed = {id(param) for module in windowed for param in module.params}
+    offload.persistent_parameters = [p for p in offload.persistent_parameters if id(p) not in packed]
+    for module in windowed:
+        fetch_nothing(module.module)
+        for param in module.params:
+            param.ds_persist = False
+
+
+def _choose_cached(context: Context, module: nn.Module, budget: int) -> frozenset[int]:
+    """Return the ds_ids of the parameters whose slices are on the device as well, of whole modules, and log them.
+
+    Args:
+        budget: maximum number of bytes that they take together.
+    """
+    if not budget:
+        return frozenset()
+    params = cast(list[ZeroParameter], list(module.parameters()))
+    sizes = {param.ds_id: _slice_bytes(context, param) for param in params}
+    chosen: set[int] = set()
+    left = budget
+    for owner in _from_both_ends([m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]):
+        own = {p.ds_id for p in cast(Iterable[ZeroParameter], owner.parameters(recurse=False)) if sizes[p.ds_id]}
+        nbytes = sum(sizes[ds_id] for ds_id in own - chosen)
+        if nbytes <= left:
+            left -= nbytes
+            chosen |= own
+    log_dist(
+        f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {budget} keeps {budget - left:,} of {sum(sizes.values()):,} bytes of "
+        f"slices on each device ({len(chosen)} of {len(sizes)} parameters), the ends of the model first",
+        ranks=[0],
+        level=logging.WARNING,
+    )
+    return frozenset(chosen)
+
+
+def _slice_bytes(context: Context, param: ZeroParameter) -> int:
+    """Return the bytes of a parameter's slice; 0 if it has none, or is never copied because it persists."""
+    topology = context.families[family_of(param)].topology
+    if param.ds_persist or topology.sizes.groups == 1:
+        return 0
+    chunk = FlatLayout.of(param.ds_numel, context.strategy.os, topology).chunk
+    return chunk * topology.sizes.groups * param.ds_tensor.element_size()
+
+
+def _from_both_ends(modules: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """Yield modules from the ends of a list to its middle: the first, the last, the second, ..."""
+    first, last = 0, len(modules) - 1
+    while first <= last:
+        yield modules[first]
+        if first < last:
+            yield modules[last]
+        first, last = first + 1, last - 1

@@ -1,0 +1,284 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's flat partitions of optimizer states with p = I or G: their elements, offloading, and checkpoints.
+
+Note [Sub-groups in checkpoints]
+    A rank of ZeRO-3 saves its chunks of the parameters of a parameter group one after the other, divided into
+    sub-groups where ``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says. The order is the same
+    whatever the sizes, so the states of a parameter group need only be divided elsewhere.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import FP32_FLAT_GROUPS, OPTIMIZER_STATE_DICT, PARTITION_COUNT, ZERO_STAGE
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.utils import get_norm_dtype
+from torch import Tensor
+
+from deepspeed_ext.comm.layout import Stripe
+from deepspeed_ext.comm.spans import Span
+from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import name_in_all
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, saved_scale, sharded_otherwise, unscaled, with_momentum
+from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
+from deepspeed_ext.zero.sharded.parameter_chunks import owned_span
+from deepspeed_ext.zero.sharded.parameters import ShardedParameters
+from deepspeed_ext.zero.sharded.reduction import GradientReduction
+from deepspeed_ext.zero.sharded.stage3_view import Stage3View
+from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
+
+PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: who shares each sub-group
+
+
+class FlatPartitions:
+    """The elements whose optimizer states this rank has: one flat partition for each sub-group."""
+
+    def __init__(self, context: Context, *, optimizer: Stage3View, reduction: GradientReduction) -> None:
+        self._context, self._optimizer, self._reduction = context, optimizer, reduction
+
+    def shards(self) -> list[FlatShard]:
+        """Return the parameters of each partition, and where their elements are."""
+        shards = []
+        for number, params in enumerate(self._optimizer.fp16_groups):
+            members, offset = [], 0
+            for param in params:
+                stripe = Stripe(Span(0, param.ds_numel), 0, param.ds_tensor.ds_numel)
+                members.append(Member(param, tuple(param.ds_shape), stripe, owned_span(param), offset))
+                offset += stripe.width
+            shards.append(FlatShard(number, self._optimizer.sub_group_to_group_id[number], tuple(members)))
+        return shards
+
+    def members_of(self, param: ZeroParameter) -> Iterator[tuple[int, Span]]:
+        """Yield the number of each partition with elements of a parameter, and their span in it."""
+        for shard in self.shards():
+            for member in shard.members:
+                if member.param is param:
+                    yield shard.number, member.in_shard
+
+    def crossing_spans(self) -> Iterator[CrossingSpan]:
+        """Yield where each trained parameter's elements are among the gradients that cross between groups."""
+        for group in self._optimizer.fp16_groups:
+            for param in group:
+                name = name_in_all(param, self._optimizer.param_names[param])
+                yield from self._reduction.of(param).crossing_spans(param, name)
+
+    def gradient(self, number: int) -> Tensor:
+        """Return the gradient of a partition, 1D; may be written."""
+        if self._context.offload:
+            gradient: Tensor = self._optimizer.fp32_partitioned_groups_flat[number].grad
+            return gradient
+        params = self._optimizer.fp16_groups[number]
+        return self._reduction.of(params[0]).shard_of(params)
+
+    def set_norms(self, shards: Iterable[FlatShard]) -> None:
+        """Tell DeepSpeed the norms of gradients that have been replaced, if the optimizer is offloaded."""
+        for shard in shards if self._context.offload else ():
+            update = self.gradient(shard.number)
+            for member in shard.members:
+                norm = member.in_shard.of(update).to(get_norm_dtype()).norm(2)
+                self._optimizer.norm_for_param_grads[self._optimizer.get_param_id(member.param)] = norm
+
+    def set_weights(self, value: Tensor, param: ZeroParameter, state: str | None) -> None:
+        """Set this rank's elements of a trained parameter's weights, or of a ``state``, to a value of all of them."""
+        held, _ = self._optimizer._get_fp32_opt_state_partition(
+            param, release_swap_buffers=False, optim_state_key=state
+        )
+        start = held.numel() * self._optimizer._get_param_partition_rank(param)
+        own = value.flatten()[start : start + held.numel()]
+        held.data[: own.numel()].copy_(own)
+
+    # Checkpoints ######################################################################################
+
+    def numels(self) -> list[list[int]]:
+        """Return for each parameter group the number of elements of each of its partitions."""
+        numels: list[list[int]] = [[] for _ in self._optimizer.optimizer.param_groups]
+        for sub_group, flat in enumerate(self._optimizer.fp32_partitioned_groups_flat):
+            numels[self._optimizer.sub_group_to_group_id[sub_group]].append(flat.numel())
+        return numels
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse a rank's state dict that is sharded otherwise, except for the sizes of sub-groups.
+
+        Raises:
+            ValueError: it is of another stage, sharded over another number of ranks, or of other parameter groups.
+        """
+        stage, count, ours = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
+        if (stage, count) != (3, ours):
+            raise sharded_otherwise(
+                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ours}"
+            )
+        placed = state.get(PLACEMENT)
+        if placed is not None and placed != self._optimizer._zero3_partition_group_metadata():
+            raise sharded_otherwise(
+                f"of {len(placed)} sub-groups of experts and others, over the ranks "
+                f"{[group['partition_ranks'] for group in placed]}",
+                "are of others, which DeepSpeed refuses with AutoEP (sub_group_size, allgather_bucket_size and "
+                "expert_parallel.autoep_size must be as they were)",
+            )
+        _check_groups(state, self.numels())
+
+    def adapt(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a rank's state dict with the sub-groups and the scale of momentum of this optimizer.
+
+        DeepSpeed does not save whether it has offloaded the optimizer: it is assumed to have done as this run does.
+
+        Raises:
+            ValueError: see ``check``.
+        """
+        self.check(state)
+        regrouped, offload = _regroup(state, self.numels()), self._context.offload
+        return _with_momentum_of(regrouped, lambda momentum: unscaled(regrouped, momentum, offload))
+
+    def saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return DeepSpeed's state dict with momentum as DeepSpeed's stage 3 has it; see Note [Momentum of DeepSpeed's
+        stages]."""
+        if not uses_muon(self._optimizer.optimizer):
+            return dict(state)
+        scale = 1.0 if self._context.offload else saved_scale(float(self._optimizer.loss_scale))
+        state = {**state, MOMENTUM_SCALE: scale}
+        return state if scale == 1 else _with_momentum_of(state, lambda momentum: (momentum * scale).cpu())
+
+
+class OffloadedStates:
+    """Moves states to the host and back that DeepSpeed does not move: parameters and gradients as this package holds
+    them, and everything of optimizers other than DeepSpeed's FusedAdam.
+    """
+
+    def __init__(self, *, optimizer: Stage3View, parameters: ShardedParameters, reduction: GradientReduction) -> None:
+        self._optimizer, self._parameters, self._reduction = optimizer, parameters, reduction
+        self.kinds = {OffloadStateTypeEnum.lp_params, OffloadStateTypeEnum.lp_grads}
+        if uses_muon(optimizer.optimizer):
+            self.kinds |= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
+
+    def offload(self, states: set[OffloadStateTypeEnum], device: str, pin_memory: bool) -> None:
+        """Move states of these kinds to a device of the host, and release views of their memory."""
+
+        def move(tensor: Tensor) -> Tensor:
+            moved = tensor.to(device)
+            return get_accelerator().pin_memory(moved) if pin_memory else moved
+
+        self._move(states, move)
+        if OffloadStateTypeEnum.lp_params in states:
+            self._optimizer.fp16_partitioned_groups_flat.clear()
+            self._parameters.forget_blocks()
+        if OffloadStateTypeEnum.lp_grads in states:
+            self._optimizer.averaged_gradients = {}
+
+    def reload(self, states: set[OffloadStateTypeEnum]) -> None:
+        """Move states back to the device."""
+        device = get_accelerator().current_device_name()
+        self._move(states, lambda tensor: tensor.to(device))
+        if OffloadStateTypeEnum.lp_params in states:
+            self._optimizer._set_fp16_partitioned_groups_flat()
+        if OffloadStateTypeEnum.lp_grads in states:
+            self._reduction.shards.show()
+
+    def _move(self, states: set[OffloadStateTypeEnum], move: Callable[[Tensor], Tensor]) -> None:
+        optimizer = self._optimizer
+        if OffloadStateTypeEnum.lp_params in states:
+            optimizer.lp_param_buffer = move(optimizer.lp_param_buffer)
+            self._parameters.place(optimizer.lp_param_buffer, optimizer.fp16_groups)
+        if OffloadStateTypeEnum.lp_grads in states:
+            self._reduction.shards.place(move(self._reduction.shards.held))
+        if OffloadStateTypeEnum.hp_params in states:
+            for weights in optimizer.fp32_partitioned_groups_flat:
+                weights.data = move(weights.data)
+        if OffloadStateTypeEnum.optim_states in states:
+            for values in optimizer.optimizer.state.values():
+                # Step counts stay on the host, where they are read.
+                elements = {key: value for key, value in values.items() if isinstance(value, Tensor) and value.dim()}
+                values.update({key: move(value) for key, value in elements.items()})
+
+
+def _check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> None:
+    """Check that ``_regroup`` can divide the sub-groups.
+
+    Raises:
+        ValueError: a parameter group of the checkpoint has another number of elements, or its sub-groups differ in a
+            state that has no element for each parameter (a step count).
+    """
+    flats, groups = _flats_by_group(state)
+    saved = [[flats[index].numel() for index in group] for group in groups]
+    if [sum(group) for group in saved] != [sum(group) for group in numels]:
+        raise sharded_otherwise(
+            f"for parameter groups of {[sum(group) for group in saved]} elements on this rank",
+            f"for groups of {[sum(group) for group in numels]}: it has another model or other parameter groups",
+        )
+    states = state[OPTIMIZER_STATE_DICT]["state"]
+    for group, sizes, wanted in zip(groups, saved, numels, strict=True):
+        for key in states.get(group[0], {}) if group and sizes != list(wanted) else ():
+            values = [states[index][key] for index in group]
+            if not _has_elements(values, [flats[index] for index in group]) and _differ(values):
+                raise ValueError(
+                    f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be divided "
+                    f"into others. Load it with the sub_group_size and allgather_bucket_size that saved it."
+                )
+
+
+def _regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return a rank's state dict of ZeRO-3's optimizer, with its sub-groups divided as wanted.
+
+    Args:
+        state: a state dict that ``_check_groups`` accepts.
+        numels: for each parameter group the numbers of elements of the sub-groups.
+    """
+    flats, saved_groups = _flats_by_group(state)
+    if [[flats[index].numel() for index in group] for group in saved_groups] == [list(group) for group in numels]:
+        return dict(state)
+    optimizer = state[OPTIMIZER_STATE_DICT]
+    new_flats: list[Tensor] = []
+    new_states: dict[int, dict[str, Any]] = {}
+    new_groups = []
+    for group, indices, wanted in zip(optimizer["param_groups"], saved_groups, numels, strict=True):
+        first, old_flats = len(new_flats), [flats[index] for index in indices]
+        new_flats += _recut(old_flats, wanted)
+        for key in optimizer["state"].get(indices[0], {}) if indices else ():
+            values = [optimizer["state"][index][key] for index in indices]
+            cut = _recut(values, wanted) if _has_elements(values, old_flats) else _repeat(values[0], len(wanted))
+            for number, value in enumerate(cut):
+                new_states.setdefault(first + number, {})[key] = value
+        new_groups.append({**group, "params": list(range(first, len(new_flats)))})
+    optimizer = {**optimizer, "state": new_states, "param_groups": new_groups}
+    return {**state, FP32_FLAT_GROUPS: new_flats, OPTIMIZER_STATE_DICT: optimizer}
+
+
+def _with_momentum_of(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """Return a rank's state dict with momentum that ``change`` returns for that of each sub-group."""
+    optimizer = state[OPTIMIZER_STATE_DICT]
+    muon = [group["params"] for group in optimizer["param_groups"] if group.get("use_muon", False)]
+    momenta = {
+        number: change(optimizer["state"][number][MOMENTUM])
+        for numbers in muon
+        for number in numbers
+        if MOMENTUM in optimizer["state"].get(number, {})
+    }
+    return {**state, OPTIMIZER_STATE_DICT: {**optimizer, "state": with_momentum(optimizer["state"], momenta)}}
+
+
+def _flats_by_group(state: Mapping[str, Any]) -> tuple[list[Tensor], list[list[int]]]:
+    """Return the flat tensors of all sub-groups, and for each parameter group the numbers of its sub-groups."""
+    groups = [group["params"] for group in state[OPTIMIZER_STATE_DICT]["param_groups"]]
+    return list(state[FP32_FLAT_GROUPS]), groups
+
+
+def _has_elements(values: Sequence[Any], flats: Sequence[Tensor]) -> bool:
+    """Whether a state has an element for each element of the sub-groups."""
+    return all(
+        isinstance(value, Tensor) and value.shape == flat.shape for value, flat in zip(values, flats, strict=True)
+    )
+
+
+def _differ(values: Sequence[Any]) -> bool:
+    return any(torch.as_tensor(value).tolist() != torch.as_tensor(values[0]).tolist() for value in values)
+
+
+def _repeat(value: Any, times: int) -> list[Any]:
+    return [value.clone() if isinstance(value, Tensor) else value for _ in range(times)]
+
+
+def _recut(parts: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+    return list(torch.cat([part.detach().flatten() for part in parts]).split(list(numels))) if parts else []

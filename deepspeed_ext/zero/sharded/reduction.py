@@ -1,0 +1,286 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of a stage-3 optimizer: from the hooks of parameters to the shard that a step reads, of all families.
+
+With g = N gradients stay whole until the accumulation boundary. Meanwhile a placeholder replaces the shard: one
+element that is repeated, so that DeepSpeed sees tensors of the sizes it expects.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.torch_autocast import sort_dtypes
+from torch import Tensor
+
+from deepspeed_ext.comm.agreement import all_reduce_max
+from deepspeed_ext.deepspeed_types import ZeroParameter
+from deepspeed_ext.leaf.gradients import zero_gradients
+from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.context import Context
+from deepspeed_ext.zero.families import DENSE, family_of
+from deepspeed_ext.zero.micro_steps import MicroSteps
+from deepspeed_ext.zero.sharded.expert_windows import WindowGradients
+from deepspeed_ext.zero.sharded.gradients import ShardedGradients
+from deepspeed_ext.zero.sharded.slices import Slices
+from deepspeed_ext.zero.sharded.stage3_view import Stage3View
+
+
+class GradientShards:
+    """The tensor in which gradients of all families are accumulated, a part for each family."""
+
+    held: Tensor  # the tensor, 1D
+    chunks: dict[int, Tensor]  # DeepSpeed's map from ds_id to the gradient in the optimizer's shard, 1D
+
+    def __init__(self, context: Context, *, gradients: Mapping[str, ShardedGradients], optimizer: Stage3View) -> None:
+        self._gradients, self._optimizer, self._dtype = gradients, optimizer, context.accumulation_dtype
+        self.chunks = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+        whole = context.strategy.g == Placement.N
+        if all(one.rows == 1 for one in gradients.values()) and (not whole or context.offload):
+            self.place(optimizer.grad_partitions_flat_buffer.view(-1))  # DeepSpeed's own has the right size
+            return
+        if context.pinned:
+            get_accelerator().unpin_memory(optimizer.grad_partitions_flat_buffer)
+        self.chunks.clear()
+        optimizer.grad_partitions_flat_buffer = None  # free it before another one is made
+        if whole:
+            self.drop()
+        else:
+            self.make()
+            optimizer.inf_or_nan_tracker = optimizer.inf_or_nan_tracker.to(get_accelerator().current_device_name())
+
+    @property
+    def _numels(self) -> list[int]:
+        """Number of elements of each family's part."""
+        return [gradients.rows * gradients.numel for gradients in self._gradients.values()]
+
+    def place(self, held: Tensor) -> None:
+        """Accumulate in this tensor, 1D: all rows of one family after the other."""
+        self.held = held
+        for gradients, part in zip(self._gradients.values(), held.split(self._numels), strict=True):
+            self.chunks.update(gradients.place(part))
+        # Of several families DeepSpeed reads all rows: an overflow of one of them shows in their sum as well.
+        several = len(self._gradients) > 1
+        self._optimizer.grad_partitions_flat_buffer = held if several else self._gradients[DENSE].shard
+
+    def make(self) -> None:
+        """Accumulate in zeros on the device."""
+        device = get_accelerator().current_device_name()
+        self.place(torch.zeros(sum(self._numels), dtype=self._dtype, device=device))
+
+    def make_if_missing(self) -> None:
+        """Replace a placeholder by zeros."""
+        if self.is_placeholder:
+            self.make()
+
+    def drop(self) -> None:
+        """Replace the tensor by a placeholder: with g = N there is no shard while gradients are whole."""
+        self._optimizer.averaged_gradients = {}
+        device = get_accelerator().current_device_name()
+        self.place(torch.zeros(1, dtype=self._dtype, device=device).expand(sum(self._numels)))
+
+    @property
+    def is_placeholder(self) -> bool:
+        """Whether a placeholder replaces the tensor."""
+        return any(gradients.is_placeholder for gradients in self._gradients.values())
+
+    @property
+    def begun(self) -> bool:
+        """Whether the tensor has gradients of this accumulation."""
+        return any(gradients.begun for gradients in self._gradients.values())
+
+    def show(self) -> None:
+        """Make DeepSpeed's step read the gradients in place."""
+        self._optimizer.averaged_gradients = {
+            number: [self.chunks[param.ds_id] for param in group]
+            for number, group in enumerate(self._optimizer.fp16_groups)
+        }
+
+
+class GradientReduction:
+    """Moves gradients from the hooks of parameters to the optimizer's shard.
+
+    Args:
+        optimizer: the optimizer, which has made its sub-groups and buckets.
+        slices: shards of the parameters of each family.
+    """
+
+    awaits_boundary = False  # whether gradients of a micro-step have not been reduced to the placement of os
+
+    def __init__(
+        self, context: Context, *, optimizer: Stage3View, micro_steps: MicroSteps, slices: Mapping[str, Slices]
+    ) -> None:
+        self._micro_steps = micro_steps
+        self._context, self._reductions, self._optimizer = context, context.reductions, optimizer
+        self._whole = context.strategy.g == Placement.N
+        for bucket in optimizer.ipg_buckets.values() if self._whole else ():
+            bucket.buffer = None  # gradients do not go through DeepSpeed's buckets
+        full = micro_steps.measure(param.ds_numel for group in optimizer.fp16_groups for param in group)
+        self.gradients = {  # of each family
+            name: ShardedGradients(context, family=name, optimizer=optimizer, slices=slices[name], bucket=full)
+            for name in context.families
+        }
+        self.shards = GradientShards(context, gradients=self.gradients, optimizer=optimizer)
+        self.windows = WindowGradients(  # packed experts are dense parameters
+            context,
+            optimizer=optimizer,
+            micro_steps=micro_steps,
+            gradients=self.gradients[DENSE],
+            slices=slices[DENSE],
+        )
+
+    def of(self, param: ZeroParameter) -> ShardedGradients:
+        """Return the gradients of a parameter's family."""
+        return self.gradients[family_of(param)]
+
+    # In a micro-step: N -> g ##########################################################################
+
+    def keep_whole(self, param: ZeroParameter) -> None:
+        """Keep a gradient whole until the boundary, and start to reduce the buckets that it completes."""
+        if not (self.shards.begun or self.shards.is_placeholder or self._context.offload):
+            self.shards.drop()
+        self._optimizer._apply_autoep_folding_tp_correction(param)
+        last = self._micro_steps.is_last
+        if last:
+            self._reductions.receive_current()  # it packs this; a model may compute on several streams
+        gradients = self.of(param)
+        complete = gradients.keep(param, last)
+        param.grad = None
+        if complete:
+            with self._reductions.after_current():
+                self.shards.make_if_missing()
+                gradients.reduce_buckets(complete)
+
+    def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
+        """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
+        optimizer = self._optimizer
+        if optimizer._coalesce_grad_reduction:
+            return
+        ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
+        if self._whole:
+            for param in (param for param in ready if param.grad is not None):
+                optimizer.reduce_ready_partitions_and_remove_grads(param)
+            return
+        # All are written before the stream of reductions waits for that.
+        for param in zero_gradients(ready):
+            optimizer._apply_autoep_folding_tp_correction(param)
+        self._reductions.receive_current()
+        for param in ready:
+            self._fill_bucket(param)
+
+    def _fill_bucket(self, param: ZeroParameter) -> None:
+        """Put a gradient into DeepSpeed's bucket of its dtype, and reduce buckets that are full."""
+        dtype = self._context.message_dtype(param)
+        bucket = self._optimizer.ipg_buckets[dtype]
+        another = bucket.process_group is not param.ds_process_group
+        if bucket.elements and (another or bucket.elements + param.ds_numel > self._context.reduce_bucket):
+            self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+        bucket.params.append(param)
+        bucket.process_group = param.ds_process_group
+        bucket.elements += param.ds_numel
+        self.reduce_if_full(dtype)
+
+    def reduce_if_full(self, dtype: torch.dtype) -> None:
+        """Reduce DeepSpeed's bucket of a dtype if no other parameter fits into it."""
+        if self._micro_steps.is_full(self._optimizer.ipg_buckets[dtype]):
+            self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+
+    def reduce_bucket(self, dtype: torch.dtype, sequence_parallel_size: int = 1) -> None:
+        """Reduce DeepSpeed's bucket of a dtype, each family's gradients on their own."""
+        params, last = self._optimizer.ipg_buckets[dtype].params, self._micro_steps.is_last
+        for name, gradients in self.gradients.items():
+            members = [(param, param.grad) for param in params if family_of(param) == name]
+            if members:
+                gradients.reduce(members, dtype, sequence_parallel_size, last)
+
+    def release(self, params: Sequence[ZeroParameter]) -> None:
+        """Release the gradients of a bucket, which are packed by now."""
+        for param in params:
+            if param.grad is not None and not get_accelerator().is_synchronized_device():
+                param.grad.record_stream(get_accelerator().current_stream())
+            param.grad = None
+
+    def flush_buckets(self) -> None:
+        """Reduce the gradients that are in DeepSpeed's buckets."""
+        for dtype in sort_dtypes(self._optimizer.ipg_buckets):
+            self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
+
+    def end_backward(self) -> None:
+        """Called when a backward has given all its gradients."""
+        with self._reductions.after_current():
+            for gradients in self.gradients.values():
+                gradients.end_backward(partial(all_reduce_max, group=self._context.topology.world))
+        self.awaits_boundary = True
+
+    # The accumulation boundary: g -> os ###############################################################
+
+    def complete_shards(self) -> None:
+        """Complete the optimizer's shard: all parameters on all ranks, used or not."""
+        with self._reductions.after_current():
+            if self._whole:
+                self.shards.make_if_missing()
+                for gradients in self.gradients.values():
+                    gradients.reduce_kept()
+        self.finish_for_host()
+        with self._reductions.after_current():
+            for gradients in self.gradients.values():
+                gradients.finish()
+        self.awaits_boundary = False
+        self._reductions.wait()
+        if self._context.offload:
+            self._reductions.synchronize()  # gradients may be in host memory
+
+    def hand_over(self) -> None:
+        """Make DeepSpeed's step read the complete gradients."""
+        self._reductions.receive_current()  # where DeepSpeed looks for overflows
+        if not self._context.offload:
+            self.shards.show()
+            return
+        self._optimizer._offload_boundary_param_ids = set(self.shards.chunks)
+        self._optimizer._finalize_offload_gradient_accumulation()
+        if (stream := self._reductions.stream) is not None:  # the step reads host memory
+            stream.synchronize()
+            get_accelerator().current_stream().synchronize()
+
+    def finish_for_host(self) -> None:
+        """Make the host wait for all buckets, if an offloaded optimizer's gradients are in its memory."""
+        if self._context.offload and self._reductions.stream is not None:
+            with self._reductions.after_current():
+                for gradients in self.gradients.values():
+                    gradients.drain()
+            self._reductions.synchronize()
+
+    def require_complete(self) -> None:
+        """Wait for buckets in flight, before gradients are read or changed.
+
+        Raises:
+            RuntimeError: it is not the accumulation boundary, and gradients are not in the placement of os.
+        """
+        self._micro_steps.finish_buckets()
+        self.finish_for_host()
+        strategy = self._context.strategy
+        if self.awaits_boundary and strategy.g != strategy.os:
+            raise RuntimeError(
+                f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
+                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}) they are not summed "
+                f"over all ranks before it."
+            )
+
+    # After a step #####################################################################################
+
+    def forget(self) -> None:
+        """Drop accumulated gradients."""
+        for gradients in self.gradients.values():
+            gradients.forget()
+
+    def reset(self) -> None:
+        """Drop accumulated gradients outside of a step, once buckets in flight have been received."""
+        self.finish_for_host()
+        self.forget()
+        self.awaits_boundary = False
+
+    def drop(self) -> None:
+        """Drop accumulated gradients and those in flight."""
+        for gradients in self.gradients.values():
+            gradients.drop()
