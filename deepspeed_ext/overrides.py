@@ -11,18 +11,51 @@ What does not fit is noted and not raised: classes are imported by engines witho
 keys is used ``patcher.require`` asks for ``problems``.
 """
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from typing_extensions import override
 
-__all__ = ["bypassed", "checked", "fits", "overridden", "override", "plain_signature", "problems", "purpose"]
+__all__ = [
+    "bypassed",
+    "checked",
+    "fits",
+    "overridden",
+    "override",
+    "plain_signature",
+    "problems",
+    "purpose",
+    "replaced",
+]
 
 _Class = TypeVar("_Class", bound=type)
 _NOTED = "_deepspeed_problems"
 _KNOWN = ("deepspeed", "deepspeed_ext", "torch")  # packages whose methods are expected
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@contextlib.contextmanager
+def replaced(target: Any, /, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an instance, a class, or a module within a context, and restore them afterwards.
+
+    Raises:
+        AttributeError: the target has no attribute of one of these names.
+    """
+    for name in attributes:
+        getattr(target, name)
+    before = {name: vars(target)[name] for name in attributes if name in vars(target)}
+    try:
+        for name, value in attributes.items():
+            setattr(target, name, value)
+        yield
+    finally:
+        for name in attributes:
+            if name in before:
+                setattr(target, name, before[name])
+            elif name in vars(target):  # not its own before: its class has it
+                delattr(target, name)
 
 
 def checked(cls: _Class) -> _Class:

@@ -3,6 +3,7 @@
 """Overrides are checked against what they override; and rules of layers that import-linter cannot check."""
 
 import ast
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,22 @@ def test_what_fits_and_what_does_not(case: str) -> None:
     ours = type("Ours", (Parent,), {**own, "__module__": "deepspeed_ext.zero.somewhere"})
     found = "; ".join(overrides.problems(overrides.checked(ours)))
     assert expected in found and bool(expected) == bool(found), found
+
+
+@pytest.mark.parametrize("target", [Parent(), Parent, type("Child", (Parent,), {}), sys.modules[__name__]])
+def test_replaced_attributes_are_restored(target: Any) -> None:
+    names = [name for name in ("plain", "static", "public", "imported") if hasattr(target, name)]
+    before, values = dict(vars(target)), {name: getattr(target, name) for name in names}
+    with pytest.raises(KeyError), overrides.replaced(target, **dict.fromkeys(names, 1)):
+        assert [getattr(target, name) for name in names] == [1] * len(names)
+        raise KeyError
+    assert dict(vars(target)) == before and {name: getattr(target, name) for name in names} == values
+    with (
+        pytest.raises(AttributeError, match="misspelled"),
+        overrides.replaced(target, **{names[0]: 1, "misspelled": 1}),
+    ):
+        pass
+    assert dict(vars(target)) == before
 
 
 PACKAGE = ROOT / "deepspeed_ext"
