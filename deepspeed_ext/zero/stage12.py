@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed import comm as dist
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.overrides import checked, override
+from deepspeed_ext.overrides import checked, override, replaced
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families, experts_of
 from deepspeed_ext.zero.flat import saved
@@ -298,7 +297,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
         """
         paddings = self.round_robin_bit16_padding
         in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
-        with mock.patch.object(self, "round_robin_bit16_padding", in_any_order):
+        with replaced(self, round_robin_bit16_padding=in_any_order):
             super()._link_all_hp_params()
         self._link_stripes()
         self._link_states()
@@ -607,10 +606,7 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
             return
         replicas = ranks // dist.get_world_size(group=self.buffers[group].group)
         counting = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
-        with (
-            mock.patch.object(self, "dp_process_group", self.topology.world),
-            mock.patch.object(self, "model_parallel_rank", counting),
-        ):
+        with replaced(self, dp_process_group=self.topology.world, model_parallel_rank=counting):
             yield lambda norm: without_duplicates(norm, replicas)
 
     # The step, and parameters after it: os -> N ###################################################
@@ -696,11 +692,11 @@ class Stage12Optimizer(ParoOptimizer, DeepSpeedZeroOptimizer):
                 weights[buffer.number], states = saved.in_zeros_order(buffer, held, self.optimizer.state[held])
                 paddings[buffer.number] = buffer.zeros_padding
                 # Another dict: those that are given out must not change when this context ends.
-                stack.enter_context(mock.patch.dict(self.optimizer.state, {held: states}))
+                stack.callback(self.optimizer.state.__setitem__, held, self.optimizer.state[held])
+                self.optimizer.state[held] = states
             if self._striped:
-                stack.enter_context(mock.patch.object(self, "single_partition_of_fp32_groups", weights))
-                stack.enter_context(mock.patch.object(self, "groups_padding", paddings))
-                stack.enter_context(mock.patch.object(self, "_param_slice_mappings", self._file_mappings()))
+                stack.enter_context(replaced(self, single_partition_of_fp32_groups=weights, groups_padding=paddings))
+                stack.enter_context(replaced(self, _param_slice_mappings=self._file_mappings()))
             yield
 
     def _file_mappings(self, layouts: Mapping[int, FlatLayout] = MappingProxyType({})) -> list[Any]:
