@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
-from unittest import mock
 
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
@@ -24,7 +23,7 @@ from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.hops import ErrorState, JointErrorState
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.overrides import override
+from deepspeed_ext.overrides import override, replaced
 from deepspeed_ext.strategy import Strategy, full_bucket
 from deepspeed_ext.zero.families import DENSE, Families
 from deepspeed_ext.zero.muon import Muon
@@ -379,5 +378,5 @@ def without_host_synchronization() -> Iterator[None]:
     if get_accelerator().resolves_data_dependency():
         yield
         return
-    with mock.patch.object(get_accelerator(), "resolves_data_dependency", lambda: True):
+    with replaced(get_accelerator(), resolves_data_dependency=lambda: True):
         yield
