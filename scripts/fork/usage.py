@@ -43,7 +43,7 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "ZeroParameter": ("deepspeed.runtime.zero.partition_parameters:*",),
 }
 _RETURNED = {"get_accelerator": "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator"}
-_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "mock.patch.object"}
+_BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 _KINDS = {property: "a property", staticmethod: "a static method", classmethod: "a class method"}
 
 
@@ -254,9 +254,12 @@ def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
 
 
 def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield objects and names in calls such as ``getattr(object, name)``."""
+    """Yield objects and names in calls such as ``getattr(object, name)`` and ``replaced(object, name=value)``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in _BY_NAME:
+        function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if function == "replaced":
+            yield from ((node.args[0], keyword.arg) for keyword in node.keywords if keyword.arg)
+        elif function in _BY_NAME and len(node.args) > 1:
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.args[0], name.value
