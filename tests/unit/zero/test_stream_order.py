@@ -121,7 +121,7 @@ UNFOUND = {
     "comm/endings.py:complete:synchronize": _ENDS,
     "comm/transfer_queue.py:StreamEvent.synchronize:synchronize": _ENDS,
     "comm/transfer_queue.py:TransferQueue.synchronize:synchronize": _ENDS,
-    "integration/seams/strategies.py:complete_transfers_first.destroy_process_group:complete": _ENDS,
+    "integration/seams.py:complete_transfers_first:complete": _ENDS,
     "comm/transfer_queue.py:_OnSideStream._resume:wait": _ALONE,
     "comm/transfer_queue.py:_OnSideStream._arrive:wait": _ALONE,
     "comm/transfer_queue.py:Started.wait:complete": "a side stream has been given all of it before",
