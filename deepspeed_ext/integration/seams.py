@@ -163,12 +163,11 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
             repartition_for_stock(self.module)
         return configure(self, optimizer)
     from deepspeed_ext.config.implied_stage import warn_without_zero_init
-    from deepspeed_ext.loco.setup import gather_hop, inter_hop, outer_hops
+    from deepspeed_ext.loco.setup import ConfiguredHops
     from deepspeed_ext.zero.factory import configure_with
 
     warn_without_zero_init(self._config, strategy, self.module)
-    hops = gather_hop(self, strategy), inter_hop(self, strategy), functools.partial(outer_hops, self)
-    made = configure_with(strategy, *hops, configure, self, optimizer)
+    made = configure_with(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
     record_optimizer(self._config)
     return made
 

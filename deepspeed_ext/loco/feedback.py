@@ -20,7 +20,7 @@ Note [Errors of buckets]
     another b, it is this amount that stays the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.sampling import StepReport
 from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.loco.span_map import SpanMap
 
@@ -86,14 +87,14 @@ class ErrorFeedback(ErrorState):
         device: where errors are kept; None: where gradients are.
         pinned: whether errors on the host are in pinned memory, if gradients are on a device.
         steps: number of applied optimizer steps since the start of training.
-        on_step: called at the end of each step.
+        report: reports each step; None: nobody reads it.
     """
 
     settings: LocoSettings
     device: str | None = None
     pinned: bool = False
     steps: int = 0
-    on_step: Callable[[], None] | None = None
+    report: StepReport | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
     _known: SpanMap[Contents] = field(default_factory=SpanMap)  # the buckets of ``_errors``, by their spans
     _waiting: SpanMap[_Waiting] = field(default_factory=SpanMap)
@@ -147,8 +148,8 @@ class ErrorFeedback(ErrorState):
                 self._waiting.clear()
                 for error in self._errors.values():
                     error.kept = None
-        if self.on_step is not None:
-            self.on_step()
+        if self.report is not None:
+            self.report.end_step()
 
     def commit(self) -> None:
         """See ``ErrorState``."""

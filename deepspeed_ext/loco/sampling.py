@@ -1,12 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes were sent in few bits, and what quantization has lost, measured on a sample."""
+"""Bytes that were sent in few bits, and what quantization has lost, measured on a sample and reported."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor
 
+from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
 
@@ -68,6 +70,34 @@ class Sampling:
         """Return the loss of one quantization relative to its input, in the 2-norm. Waits for the device."""
         lost, whole = (0.0, 0.0) if self.squares is None else self.squares.tolist()
         return (lost / whole) ** 0.5 if whole else 0.0
+
+
+class StepReport:
+    """Writes a step's sample to an engine's monitor, which writes on rank 0 only, and logs timers.
+
+    Args:
+        engine: has the monitor and the timers.
+        sent: sample that is written, and begun anew.
+        events: label of the events.
+        timers: names of timers that are logged when DeepSpeed prints.
+    """
+
+    def __init__(self, engine: Engine, sent: Sampling, events: str, timers: Sequence[str] = ()) -> None:
+        self._engine, self._sent, self._events, self._timers = engine, sent, events, timers
+        self._monitored = engine.monitor.enabled and dist.get_rank() == 0
+        sent.begin(self._monitored)
+
+    def end_step(self) -> None:
+        """Called at the end of each step."""
+        engine, sent = self._engine, self._sent
+        if self._monitored and sent.wire:
+            values = {"relative_error": sent.relative_error, "compression": sent.compression}
+            samples = engine.global_samples
+            engine.monitor.write_events([(f"{self._events}/{name}", value, samples) for name, value in values.items()])
+        sent.begin(self._monitored)
+        every = engine.steps_per_print()  # None by default
+        if self._timers and every and engine.global_steps % every == 0:
+            engine.timers.log(self._timers)
 
 
 def compensated(

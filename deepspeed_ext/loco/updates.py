@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updated parameters that cross between groups as differences to what receivers hold, quantized or without loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.kernels import require_kernels
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.loco.sampling import Sampling, StepReport
 from deepspeed_ext.loco.settings import UPDATES_KEY, UpdateSettings
 
 
@@ -28,19 +28,20 @@ class _Differences:
 
     Attributes:
         sent: counts what was sent in a step.
-        on_step: called at the end of each step.
+        report: reports each step; None: nobody reads it.
     """
 
     def __init__(self, collectives: Collectives, settings: UpdateSettings) -> None:
         self.collectives = collectives
         self.sent = Sampling()
-        self.on_step: Callable[[], None] = lambda: None
+        self.report: StepReport | None = None
         self.whole_every = settings.resync_T
         require_kernels(get_accelerator().device_name(), collectives.group, UPDATES_KEY)
 
     def finish_step(self) -> None:
         """Report; see ``Differences``."""
-        self.on_step()
+        if self.report is not None:
+            self.report.end_step()
 
 
 class QuantizedDifferences(_Differences):

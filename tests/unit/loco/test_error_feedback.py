@@ -210,4 +210,4 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
 def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
-    assert setup._where_errors_are(engine) == expected
+    assert setup._place_of_errors(engine) == expected
