@@ -275,15 +275,15 @@ def reduce_what_waits(epilogue: Callable[..., None], self: "LeafOptimizer") -> N
 def complete_transfers_first(destroy: Callable[..., None], group: Any = None) -> None:
     from torch.distributed import GroupMember
 
-    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.endings" not in sys.modules:
+    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.background" not in sys.modules:
         destroy(group)
         return
-    from deepspeed_ext.comm import endings
+    from deepspeed_ext.comm import background
 
-    failure = endings.complete(after_an_error=sys.exc_info()[0] is not None)
+    failure = background.complete(after_an_error=sys.exc_info()[0] is not None)
     destroy(group)
     if failure is not None:
-        raise RuntimeError(endings.failed(failure)) from failure
+        raise RuntimeError(background.failed(failure)) from failure
 
 
 # Checkpoints ######################################################################################

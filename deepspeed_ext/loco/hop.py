@@ -17,8 +17,8 @@ from deepspeed_ext.comm.spans import Contents
 from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
-from deepspeed_ext.loco.kernels import require_kernels
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.ops import require_kernels
+from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import Sampling, compensated
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco import reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 
 LOOK = 2**20  # elements of a sample
 

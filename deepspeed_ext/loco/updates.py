@@ -13,8 +13,8 @@ from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Agree, Update
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.loco import ops
-from deepspeed_ext.loco.kernels import require_kernels
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.ops import require_kernels
+from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import Sampling, StepReport
 from deepspeed_ext.loco.settings import UPDATES_KEY, UpdateSettings
 

@@ -122,8 +122,8 @@ def test_messages_that_pages_quote() -> None:
         "paro_group_size must divide the data-parallel size": "deepspeed_ext/strategy.py",
         "paro_strategy needs the number of ranks per node": "deepspeed_ext/comm/process_groups.py",
         "cannot be combined with": "deepspeed_ext/config/refused.py",
-        "groups of one rank": "deepspeed_ext/zero/factory.py",
-        "one group": "deepspeed_ext/zero/factory.py",
+        "groups of one rank": "deepspeed_ext/zero/announcement.py",
+        "one group": "deepspeed_ext/zero/announcement.py",
         "which gather parameters together": "deepspeed_ext/zero/sharded/coordinator.py",
         "enters its experts in another order than theirs": "deepspeed_ext/leaf/chunks.py",
     }

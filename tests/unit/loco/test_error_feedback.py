@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext.comm.spans import Contents, ShardSpan
 from deepspeed_ext.loco import feedback as errors_of_messages
 from deepspeed_ext.loco import setup
-from deepspeed_ext.loco.feedback import ErrorFeedback
+from deepspeed_ext.loco.feedback import ErrorFeedback, SpanMap
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.loco.span_map import SpanMap
 
 pytestmark = pytest.mark.quick
 
