@@ -256,6 +256,7 @@ class TransferQueue:
         side_streams: bool = False,
         background: bool = False,
         completed: bool = False,
+        *,
         newest_first: bool = False,
         owed: bool = False,
     ) -> None:

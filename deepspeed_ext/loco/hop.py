@@ -3,7 +3,6 @@
 """The reduce hop between groups in few bits: one all-to-all, with payload and scales in the same message."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,11 +92,13 @@ class LocoHop(ReduceHop):
             before = before if old is None else list(split_rows(old, splits, kept))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
             width = gradient.shape[1]
-            unit = options.get("unit", 1.0)
-            give = partial(compensated, gradient, error, unit, self.packing.block_size, self.settings.hadamard)
-            given = self.sent.given(width, self.packing, give)
+            unit, hadamard = options.get("unit", 1.0), self.settings.hadamard
+            given = None
+            if (blocks := self.sent.blocks(width, self.packing)) is not None:
+                block_size = self.packing.block_size
+                given = compensated(gradient, error, blocks, unit=unit, block_size=block_size, hadamard=hadamard)
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
             if given is not None:
-                self.sent.note(given, packed[:1], width, self.packing, self.settings.hadamard)
+                self.sent.note(given, packed[:1], width, self.packing, hadamard)
         if options.get("beta") is not None:
             self.errors.keep(contents, new)

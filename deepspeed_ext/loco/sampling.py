@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes that were sent in few bits, and what quantization has lost, measured on a sample and reported."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from deepspeed import comm as dist
@@ -43,19 +43,19 @@ class Sampling:
         self.plain += plain
         self.wire += wire
 
-    def given(self, width: int, packing: Packing, give: Callable[[range], Tensor]) -> Tensor | None:
-        """Return the sample of quantization's input, or None if this message is not sampled.
-
-        Args:
-            width: elements of the message.
-            packing: of the message.
-            give: returns the input of some blocks, 1D, fp32.
-        """
+    def blocks(self, width: int, packing: Packing) -> range | None:
+        """Return the blocks of a message of ``width`` elements to sample, or None if it is not sampled."""
         look, self.look = self.look, False
-        return give(_blocks(width, packing)) if look and width else None
+        return _blocks(width, packing) if look and width else None
 
     def note(self, given: Tensor, packed: Tensor, width: int, packing: Packing, hadamard: bool = False) -> None:
-        """Record what was sent of the sample: ``packed`` is a row, (1, bytes)."""
+        """Record what was sent of the sample.
+
+        Args:
+            given: input of quantization in the sampled blocks, 1D, fp32.
+            packed: the message, a row: (1, bytes).
+            width, packing, hadamard: of the message.
+        """
         sent = reference.decode(packed, width, packing, hadamard, _blocks(width, packing))
         lost = given - sent[0, : given.numel()]
         self.squares = torch.stack([lost.square().sum(), given.square().sum()])
@@ -101,7 +101,7 @@ class StepReport:
 
 
 def compensated(
-    rows: Tensor, error: Tensor | None, unit: float, block_size: int, hadamard: bool, blocks: range
+    rows: Tensor, error: Tensor | None, blocks: range, *, unit: float, block_size: int, hadamard: bool = False
 ) -> Tensor:
     """Return the input of quantization, errors included, of the first row's first blocks: 1D, fp32.
 
@@ -109,8 +109,9 @@ def compensated(
 
     Args:
         rows: (rows, width).
-        error, unit, block_size, hadamard: see ``ops.compress``.
+        error: see ``ops.compress``.
         blocks: a range that starts with the first block.
+        unit, block_size, hadamard: see ``ops.compress``.
     """
     given = rows[0, : blocks.stop * block_size].float()
     if error is None:

@@ -7,8 +7,6 @@ quantized with error feedback: the rank that has a sum keeps what quantization t
 sums. This is the server's error of 1-bit Adam (arXiv:2102.02888), averaged as LoCo averages errors of gradients.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -57,8 +55,9 @@ class QuantizedSums(SumsGather):
             return
         unit, (old, new) = hop.scale(), self.errors.buffers(contents, splits, sums.device)
         error = None if old is None else old.view(1, -1)
-        give = partial(compensated, sums.view(1, -1), error, unit, self.packing.block_size, False)
-        given = self.sent.given(sums.numel(), self.packing, give)
+        given = None
+        if (blocks := self.sent.blocks(sums.numel(), self.packing)) is not None:
+            given = compensated(sums.view(1, -1), error, blocks, unit=unit, block_size=self.packing.block_size)
         beta, new_error = self.settings.err_beta, new.view(1, -1)
         ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new_error, beta=beta, unit=unit)
         if given is not None:

@@ -3,7 +3,6 @@
 """Updated parameters that cross between groups as differences to what receivers hold, quantized or without loss."""
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -63,7 +62,10 @@ class QuantizedDifferences(_Differences):
             return torch.zeros(size, dtype=torch.uint8, device=held.device)
         wire = self.packing.empty(1, width, held)
         self.sent.count(held.nbytes, wire.nbytes)
-        given = self.sent.given(width, self.packing, partial(_difference, updated, held, self.packing.block_size))
+        given = None
+        if (blocks := self.sent.blocks(width, self.packing)) is not None:
+            some = slice(blocks.stop * self.packing.block_size)
+            given = updated[some].float() - held[some].float()
         with self.collectives.labeled("loco_difference"):
             ops.difference(updated.view(1, -1), held.view(1, -1), wire, self.packing)
         if given is not None:
@@ -75,11 +77,6 @@ class QuantizedDifferences(_Differences):
         size = self.packing.row_bytes(held.shape[1])
         with self.collectives.labeled("loco_apply"):
             ops.apply(arrived[:, :size].contiguous(), held, self.packing)
-
-
-def _difference(updated: Tensor, held: Tensor, block_size: int, blocks: range) -> Tensor:
-    some = slice(blocks.stop * block_size)
-    return updated[some].float() - held[some].float()
 
 
 class HalfDifferences:
