@@ -133,7 +133,7 @@ def compress(
         old, step = _read(error, h, width, blocks)
         h = h + (unit * step) * old
         q, scales = quantize(h, packing.largest)
-        pack(q, scales, wire, packing, width, blocks)
+        pack(q, scales, wire, packing, width=width, blocks=blocks)
         if new_error is None:
             continue
         lost = h - q * scales.float().unsqueeze(-1)
@@ -144,7 +144,7 @@ def compress(
             continue
         q, fresh_scales = quantize(numbers, kept.largest)
         scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
-        pack(torch.where(finite, q, old), scales, new_error, kept, width, blocks)
+        pack(torch.where(finite, q, old), scales, new_error, kept, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
     if new_error is not None and new_error.dtype == torch.uint8:
         kept.padding(new_error, width).zero_()
@@ -172,7 +172,7 @@ def difference(updated: Tensor, held: Tensor, wire: Tensor, bits: int, block_siz
     for blocks in pieces(packing.blocks(width), rows * block_size):
         some = slice(blocks.start * block_size, blocks.stop * block_size)
         h = _blocks(updated[:, some].float() - held[:, some].float(), block_size)
-        pack(*quantize(h, packing.largest), wire, packing, width, blocks)
+        pack(*quantize(h, packing.largest), wire, packing, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
 
 
@@ -218,7 +218,7 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     return q, _stored(torch.where(visible, scale, torch.nan))
 
 
-def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, width: int, blocks: range) -> None:
+def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, *, width: int, blocks: range) -> None:
     """Write integers and scales into some blocks of packed rows. See Note [Packed blocks]."""
     rows = q.shape[0]
     integers = q.to(torch.int8)
@@ -262,7 +262,7 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
     padded = transform(padded) if hadamard else padded
     if error.dtype == torch.uint8:
         kept = Packing(_ERROR.bits, block_size)
-        pack(*quantize(padded, kept.largest), error, kept, width, range(kept.blocks(width)))
+        pack(*quantize(padded, kept.largest), error, kept, width=width, blocks=range(kept.blocks(width)))
         kept.padding(error, width).zero_()
     else:
         error.copy_(padded.view(error.shape))
