@@ -9,11 +9,10 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop
+from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
 from deepspeed_ext.loco.ops import require_kernels
 from deepspeed_ext.loco.sampling import StepReport
 from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings, of_outer_steps
-from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
 
