@@ -37,10 +37,11 @@ class ConfiguredHops:
         self._engine = engine
         config = engine._config.zero_config
         self._loco = None if config.zeropp_loco_param is None else LocoSettings.parse(config.zeropp_loco_param)
-        updates = config.paro_quantized_updates
-        updates = None if updates is None else UpdateSettings.parse(updates)
+        section = config.paro_quantized_updates
+        compressed = None if section is None else UpdateSettings.parse(section)
         # If optimizer states are not sharded over all ranks, sums of gradients come back instead of parameters.
-        self._updates, self._sums = (updates, None) if strategy.os == Placement.G else (None, updates)
+        self._updates = compressed if strategy.os == Placement.G else None
+        self._sums = compressed if strategy.os != Placement.G else None
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Make a hop of gradients between groups: a LocoHop if configured, else an exact one."""
