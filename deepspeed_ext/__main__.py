@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m deepspeed_ext``: see ``tools/main.py``."""
 
-from deepspeed_ext.integration import fork, hooks, patcher, patches
+from deepspeed_ext.integration import fork, patcher, patches
 from deepspeed_ext.tools import main as cli
 
 _EXPECTED = ("applied", "hooked", "as expected")
 
 
 def report_patches() -> None:
-    """Print each symbol of DeepSpeed that we replace or rely on, and its state."""
+    """Print each symbol of DeepSpeed that we replace, and its state."""
     patcher.import_all()
     if (version := fork.version()) is not None:
         print(f"\nthis DeepSpeed is a fork with hooks (version {version}): none of its symbols is patched at run time")
@@ -28,7 +28,7 @@ def patch_problems() -> list[str]:
     patcher.import_all()
     problem = patcher.foreign()
     states = [f"{patch.path}: {state}" for patch, state in patcher.status() if state not in _EXPECTED]
-    surplus = hooks.surplus() if fork.version() is not None else []
+    surplus = patcher.surplus() if fork.version() is not None else []
     return [*([problem] if problem else []), *states, *surplus, *patcher.override_problems()]
 
 

@@ -103,7 +103,6 @@ class Engine(Protocol):
     timers: Timers
     communication_data_type: torch.dtype
     has_moe_layers: bool
-    expert_parallel_group: dict[str, ProcessGroup]
     expert_data_parallel_group: dict[str, ProcessGroup]
     pipeline_parallelism: bool
     is_first_weights_partition_group: Callable[[], bool]

@@ -4,8 +4,7 @@
 
 What is asked is what is needed, not equality: the parent has the method, our override takes what the parent's callers
 pass, and the parent takes what our override passes on. A release of DeepSpeed that adds an optional argument to a
-method that we pass on as ``*args, **kwargs`` changes nothing. Private attributes that our class lists are looked for
-in the code of the parent's methods.
+method that we pass on as ``*args, **kwargs`` changes nothing.
 
 What does not fit is noted and not raised: classes are imported by engines without a key of ours, too. Where one of our
 keys is used ``patcher.require`` asks for ``problems``.
@@ -128,18 +127,6 @@ def _find_problems(cls: type) -> Iterator[str]:
         elif not fits(plain_signature(_function(ours)), plain_signature(_function(theirs))):
             signatures = plain_signature(_function(theirs)), plain_signature(_function(ours))
             yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {why})"
-    yield from _find_unset(cls)
-
-
-def _find_unset(cls: type) -> Iterator[str]:
-    """Yield which private attributes of DeepSpeed's classes are listed in ours, and not set or read by any of them."""
-    for parent in cls.__mro__[:-1]:
-        prefix = f"_{parent.__name__.lstrip('_')}__"
-        functions = [one for one in map(_function, vars(parent).values()) if inspect.isfunction(one)]
-        known = {name for function in functions for name in inspect.unwrap(function).__code__.co_names}
-        listed = {name for base in cls.__mro__ for name in getattr(base, "__annotations__", ()) if base is not parent}
-        for name in sorted(one for one in listed if one.startswith(prefix) and one not in known):
-            yield f"{parent.__module__}.{parent.__qualname__}.{name.removeprefix(prefix[:-2])} is gone (we read it)"
 
 
 def plain_signature(function: Callable[..., Any]) -> inspect.Signature:

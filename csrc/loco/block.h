@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Arithmetic of a block, shared by the CPU and the CUDA kernels. The formulas, and the packed format, are in
-// deepspeed_ext/loco/reference.py and packing.py. Every implementation gives the bits of the reference, so each
+// deepspeed_ext/loco/reference.py. Every implementation gives the bits of the reference, so each
 // operation is rounded once (compile without fused multiply-add and without fast math).
 
 #pragma once

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The operators' arguments, checked, as pointers and sizes that kernels take. Row sizes are those of
-// deepspeed_ext/loco/packing.py.
+// deepspeed_ext/loco/reference.py.
 
 #pragma once
 

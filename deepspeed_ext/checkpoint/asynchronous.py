@@ -6,7 +6,7 @@ Note [Asynchronous saves]
     A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank has the copies written
     into the staging folder, and all threads together commit it as any save does (``commit.py``): they vote over a
     channel of their own, on the host (``host_channel.py``). The next save, a load and the end of the engine wait for
-    them, and so does the end of the process; see Note [Endings] in ``comm/endings.py``.
+    them, and so does the end of the process; see Note [Endings] in ``comm/background.py``.
 
     If a save fails on some rank, the threads of all ranks learn it, the folder is left as it was, and the first rank
     logs the error at once. It is raised by the next step, save, load or ``engine.destroy()``. A step must raise on all

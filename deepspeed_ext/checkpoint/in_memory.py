@@ -28,7 +28,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed import comm as dist
@@ -55,6 +54,7 @@ from deepspeed_ext.comm.host_channel import HostChannel, windows
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.config.saves import ASYNC_SAVE, CHECKPOINT, memory_copies
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.overrides import replaced
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
@@ -87,8 +87,8 @@ def save_in_memory(
     commit = MemoryCommit(CheckpointFolder(save_dir, tag), dist.get_rank() == 0, True, False, memory=memory)
     with (
         optimizer.writers.in_each_group(engine, optimizer.topology.inter),
-        mock.patch.object(files, "elsewhere", commit),
-        mock.patch.object(engine, "_copy_recovery_script", lambda save_path: None),  # to disk
+        replaced(files, elsewhere=commit),
+        replaced(engine, _copy_recovery_script=lambda save_path: None),  # to disk
     ):
         return engine.save_checkpoint(save_dir, tag, dict(client_state or {}), save_latest=False)
 

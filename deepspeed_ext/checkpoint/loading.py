@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
-from unittest import mock
 
 import deepspeed.runtime.engine
 import torch
@@ -26,6 +25,7 @@ from deepspeed_ext.checkpoint.restoring import bring_back
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.overrides import replaced
 
 
 @torch.inference_mode(False)  # the next step writes to what is loaded
@@ -154,7 +154,7 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
 @contextmanager
 def _ordinary(engine: Engine) -> Iterator[None]:
     """Make the engine load ordinary checkpoints within this context."""
-    with mock.patch.object(engine._config, "load_universal_checkpoint", False):
+    with replaced(engine._config, load_universal_checkpoint=False):
         yield
 
 
@@ -225,6 +225,6 @@ def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractConte
     name = "get_fp32_state_dict_from_zero_checkpoint"
     original = getattr(deepspeed.runtime.engine, name)
     if not engine.pipeline_parallelism and not from_universal:
-        return mock.patch.object(deepspeed.runtime.engine, name, functools.partial(original, tag=tag))
+        return replaced(deepspeed.runtime.engine, **{name: functools.partial(original, tag=tag)})
     weights: Any = None if engine.pipeline_parallelism else {}
-    return mock.patch.object(deepspeed.runtime.engine, name, lambda *_, **__: weights)
+    return replaced(deepspeed.runtime.engine, **{name: lambda *_, **__: weights})

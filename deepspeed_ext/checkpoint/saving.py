@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
@@ -23,6 +22,7 @@ from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
 from deepspeed_ext.config.saves import saves_in_zeros_order
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.overrides import replaced
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
@@ -80,9 +80,8 @@ def save_checkpoint(
             engine.optimizer.outer.in_place(),
             files.saving(commit.folder, header, writers.left_to_others, snapshot),
             writers.numbered(engine),
-            mock.patch.object(engine.optimizer, "own_order", not saves_in_zeros_order(engine._config)),
-            mock.patch.object(engine.optimizer, "is_saved", True),
-            mock.patch.object(engine, "checkpoint_tag_validation_enabled", lambda: False),  # done above
+            replaced(engine.optimizer, own_order=not saves_in_zeros_order(engine._config), is_saved=True),
+            replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # done above
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters

@@ -34,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.checkpoint import ds_to_universal
@@ -57,6 +56,7 @@ from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
 from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_text
+from deepspeed_ext.overrides import replaced
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
@@ -112,7 +112,7 @@ def _require_replaceable(target: Path) -> None:
 
 def _make(arguments: argparse.Namespace) -> None:
     """Convert into a folder that nobody sees; see Note [Momentum in universal checkpoints]."""
-    with mock.patch.multiple(
+    with replaced(
         ds_to_universal,
         extract_zero_shards=extract_replicated,
         extract_zero_shards_stage3=extract_partitioned,
@@ -206,7 +206,7 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
             found = {**found, OPTIMIZER_STATE_DICT: shown(found[OPTIMIZER_STATE_DICT])}
         return found
 
-    with mock.patch.object(torch, "load", load_shown):
+    with replaced(torch, load=load_shown):
         _consolidate(output_dir, model_files, optim_files)
 
 
@@ -225,7 +225,7 @@ def _shown_when_loaded(show: Callable[[Mapping[str, Any]], dict[str, Any]]) -> I
         found = load(*args, **kwargs)
         return {**found, OPTIMIZER_STATE_DICT: show(found[OPTIMIZER_STATE_DICT])}
 
-    with mock.patch.object(torch, "load", load_shown):
+    with replaced(torch, load=load_shown):
         yield
 
 

@@ -17,7 +17,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from deepspeed_ext.strategy import GroupSizes, Placement
@@ -155,7 +155,9 @@ class Topology:
         """Return the topology of this rank's group as a world of its own; ``alone`` must have been asked for."""
         m = self.sizes.group_size
         assert self.alone is not None
-        return Topology(GroupSizes(m, m), self.rank % m, self.intra, self.intra, self.alone, self.alone, self)
+        return replace(
+            self, sizes=GroupSizes(m, m), rank=self.rank % m, world=self.intra, inter=self.alone, apart_from=self
+        )
 
     def shard_group(self, placement: Placement) -> "ProcessGroup | None":
         """Return the process group over which a state in this placement is sharded."""
@@ -215,7 +217,7 @@ def get_topology(
     if alone and group not in _made_alone:
         _made_alone[group] = make_group_of_one(intra_group)
     only_me = _made_alone[group] if alone else None
-    return Topology(sizes, dist.get_rank(group=group), group, intra_group, inter_group, only_me)
+    return Topology(sizes, dist.get_rank(group=group), group, intra=intra_group, inter=inter_group, alone=only_me)
 
 
 def destroy_topologies(group: "ProcessGroup") -> None:

@@ -14,7 +14,6 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.comm.agreement import all_reduce_max
-from deepspeed_ext.comm.bucket_plan import BucketPlan, Rows
 from deepspeed_ext.comm.hops import (
     GatherHop,
     Hop,
@@ -23,6 +22,7 @@ from deepspeed_ext.comm.hops import (
     Update,
     all_gather,
 )
+from deepspeed_ext.comm.layout import BucketPlan, Rows
 from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.strategy import Placement

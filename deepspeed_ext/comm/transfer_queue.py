@@ -37,10 +37,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from torch import Tensor
 
-from deepspeed_ext.comm import endings
-from deepspeed_ext.comm.background import Background, Job
+from deepspeed_ext.comm.background import Background, Job, owe
+from deepspeed_ext.comm.collectives import tagged
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.pairwise import tagged
 
 Deliver = Callable[[Tensor], object]
 
@@ -248,7 +247,7 @@ class TransferQueue:
         newest_first: whether, of those on the wire, later ones move on before earlier ones, where nothing else moves
             them: if what they do between two hops takes long, the earlier ones travel meanwhile.
         owed: whether other ranks need the transfers even if this rank's script ends; see Note [Endings] in
-            ``endings.py``.
+            ``background.py``.
     """
 
     def __init__(
@@ -257,6 +256,7 @@ class TransferQueue:
         side_streams: bool = False,
         background: bool = False,
         completed: bool = False,
+        *,
         newest_first: bool = False,
         owed: bool = False,
     ) -> None:
@@ -271,7 +271,7 @@ class TransferQueue:
         self._streams: deque[Any] = deque()
         self._last: Sequence[StreamEvent] = ()  # of the last transfer that a side stream has taken
         if owed:
-            endings.owe(self)
+            owe(self)
 
     @property
     def unattended(self) -> bool:

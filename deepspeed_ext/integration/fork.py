@@ -3,19 +3,17 @@
 """Recognize a DeepSpeed with hooks for this package, which the series in ``patches/`` makes.
 
 It is not patched at run time: each symbol in the table of patches has a decorator in DeepSpeed's source instead, which
-asks ``hooks.replaced`` for the replacement.
+asks ``patcher.replaced`` for the replacement.
 """
 
 import importlib.util
 import re
 from pathlib import Path
 
-from deepspeed_ext.integration.symbols import Patch
 from deepspeed_ext.version import __version__
 
-VERSION = 1  # of the set of hooks: increase it if a hook is added, moved or removed, in patches/ as well
+VERSION = 2  # of the set of hooks: increase it if a hook is added, moved or removed, in patches/ as well
 MODULE = "deepspeed_ext_hooks"  # of DeepSpeed: has the version and the decorator
-MARK = "__deepspeed_ext__"  # attribute of a replacement; of the one of a hook, its label
 REMEDY = (
     f"For hooks of version {VERSION}, install the fork that was built for deepspeed_ext {__version__}, or apply the "
     f"whole series of its patches"
@@ -40,19 +38,3 @@ def problem() -> str | None:
     if found in (None, VERSION):
         return None
     return f"its hooks have version {found}, and deepspeed_ext {__version__} needs version {VERSION}"
-
-
-def label(patch: Patch) -> str:
-    """Return the name of a patch's replacement in a hook: without the package or the folder ``seams``."""
-    assert patch.replace is not None
-    path = f"{patch.replace.__module__}.{patch.replace.__name__}"
-    return path.removeprefix(f"{__package__}.seams.").removeprefix(f"{__package__.partition('.')[0]}.")
-
-
-def is_hooked(patch: Patch) -> bool:
-    """Whether the symbol of a patch is the replacement that its hook has made."""
-    try:
-        *_, value = patch.locate()
-    except AttributeError:
-        return False
-    return getattr(getattr(value, "__func__", value), MARK, None) == label(patch)

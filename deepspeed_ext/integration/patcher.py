@@ -1,19 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Put our functions in the place of DeepSpeed's symbols, take them out again, and say what has become of each."""
+"""Replace DeepSpeed's symbols, at run time or by hooks of a fork, undo it, and report the state of each."""
 
+import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from deepspeed_ext import overrides
-from deepspeed_ext.integration import fork, patches
-from deepspeed_ext.integration.relied_on import OVERRIDING
-from deepspeed_ext.integration.symbols import Patch
+from deepspeed_ext.integration import activation, fork, patches
+from deepspeed_ext.integration.symbols import MARK, Patch, signature_of
 
 
 class _Applied(NamedTuple):
@@ -26,6 +26,8 @@ class _Applied(NamedTuple):
 
 
 _applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several where a module was reloaded
+_hooked: list[Any] = []  # replacements, in the order of their hooks
+_unknown: list[str] = []  # hooks without a row in the table of patches
 
 
 def _listed() -> tuple[Patch, ...]:
@@ -74,7 +76,7 @@ def apply(module: str) -> None:
             continue
         given = (require,) if patch.takes_require else ()
         replacement: Any = patch.replace(getattr(original, "__func__", original), *given)
-        setattr(replacement, fork.MARK, True)
+        setattr(replacement, MARK, True)
         if isinstance(original, staticmethod):
             replacement = staticmethod(replacement)
         every = _applied.setdefault(patch.path, [])
@@ -95,7 +97,7 @@ def _is_in_place(patch: Patch) -> bool:
     function = getattr(value, "__func__", value)
     package = patch.module.partition(".")[0]
     restored = str(getattr(function, "__module__", "")).partition(".")[0] == package
-    return hasattr(function, fork.MARK) or (patch.path in _applied and not restored)
+    return hasattr(function, MARK) or (patch.path in _applied and not restored)
 
 
 def _exists(patch: Patch) -> bool:
@@ -133,6 +135,43 @@ def undo() -> None:
             del _applied[path]
 
 
+def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the replacement of a function of DeepSpeed: the decorator of its hook calls this.
+
+    The function is returned unchanged if the package is switched off, if no patch has the name, or if the signature is
+    not the expected one. If the version of the hooks is not ours, only the gates are replaced: they reject our keys.
+
+    Args:
+        version: of the hooks.
+        name: the label of a patch.
+        function: DeepSpeed's.
+    """
+    if activation.is_off():
+        return function
+    patch = next((patch for patch in patches.REPLACED if patch.label == name), None)
+    if patch is None or patch.replace is None:
+        _unknown.append(f"{name} at {function.__module__}.{function.__qualname__}")
+        return function
+    if not patch.gate and (version != fork.VERSION or signature_of(function) != patch.signature):
+        return function
+    replacement = patch.replace(function, *((require,) if patch.takes_require else ()))
+    setattr(replacement, MARK, name)
+    _hooked.append(replacement)
+    return replacement
+
+
+def surplus() -> list[str]:
+    """Return the hooks that no patch corresponds to; all modules of the table must have been imported."""
+    known = set()
+    for patch in patches.REPLACED:
+        with contextlib.suppress(AttributeError):  # the symbol is gone, which the patch itself reports
+            value = patch.locate()[2]
+            known.add(id(getattr(value, "__func__", value)))
+    others = [one for one in _hooked if id(one) not in known]
+    names = [f"{getattr(one, MARK)} at {one.__module__}.{one.__qualname__}" for one in others]
+    return [f"no patch corresponds to the hook {name}" for name in (*_unknown, *names)]
+
+
 def import_all() -> None:
     """Import every module that holds a symbol of the list."""
     for module in {patch.module for patch in patches.PATCHES}:
@@ -159,19 +198,19 @@ def status() -> list[tuple[Patch, str]]:
 
 def _replaced_by(patch: Patch) -> str | None:
     """Return how a symbol has been replaced; None if it has not been."""
-    if fork.is_hooked(patch):
+    if patch.is_hooked():
         return "hooked"
     return "applied" if patch.path in _applied and _is_in_place(patch) else None
 
 
 def _unreplaced(patch: Patch) -> str:
-    return "not applied" if fork.version() is None else f"without its hook {fork.label(patch)}"
+    return "not applied" if fork.version() is None else f"without its hook {patch.label}"
 
 
 def override_problems() -> list[str]:
     """Return what of DeepSpeed's classes is not as our subclasses know it. Imports them."""
     problems: list[str] = []
-    for cls in OVERRIDING:
+    for cls in patches.OVERRIDING:
         module, _, name = cls.partition(":")
         try:
             problems += overrides.problems(getattr(importlib.import_module(module), name))

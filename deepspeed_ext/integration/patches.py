@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Every DeepSpeed symbol that we replace: what for, by what, and in which form we know it.
+"""Every DeepSpeed symbol that we replace or override: what for, by what, and in which form we know it.
 
-With the seams, the only module that knows both DeepSpeed's symbols and all of ours.
+Each is checked where one of our keys is used. Symbols that we only call are compared by ``scripts/patches drift``.
 """
 
-from deepspeed_ext.integration.relied_on import CALLED
-from deepspeed_ext.integration.seams import checkpoints, keys, lazily, planning, strategies, upstream_fixes
+from deepspeed_ext.integration import seams
+from deepspeed_ext.integration.seams import lazily
 from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
 
 DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"  # setup.py reads it as well: pip installs no other
@@ -18,7 +18,7 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.config:get_zero_config",
         "accept our keys in zero_optimization",
         "(param_dict)",
-        keys.parse_our_keys,
+        seams.parse_our_keys,
         gate=True,
         takes_require=True,
     ),
@@ -26,14 +26,14 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.config:_reject_removed_config_keys",
         "accept the keys of MiCS and LoCo, which DeepSpeed has removed",
         "(param_dict)",
-        keys.leave_removed_keys_to_us,
+        seams.leave_removed_keys_to_us,
         gate=True,
     ),
     Patch(
         "deepspeed.runtime.config:DeepSpeedConfig.__init__",
         "refuse what our keys contradict before anything is communicated",
         "(self, config, mpu=None, mesh_device=None)",
-        keys.check_our_keys,
+        seams.check_our_keys,
         gate=True,
         takes_require=True,
     ),
@@ -41,31 +41,31 @@ REPLACED: tuple[Patch, ...] = (
         f"{ENGINE}._do_optimizer_sanity_check",
         "keep bf16 with fp32 accumulation at stage 1 in ZeRO's optimizer, where BF16_Optimizer would be made",
         "(self, basic_optimizer)",
-        strategies.keep_in_zero,
+        seams.keep_in_zero,
     ),
     Patch(
         f"{ENGINE}._configure_distributed_model",
         "decide on a strategy when the model is known and nothing of it depends on the stage yet",
         "(self, model)",
-        planning.decide_on_a_strategy,
+        seams.decide_on_a_strategy,
     ),
     Patch(
         f"{ENGINE}._configure_zero_optimizer",
         "make our subclass of ZeRO's optimizer, which has the name DeepSpeedZeroOptimizer in the engine meanwhile",
         "(self, optimizer)",
-        strategies.make_our_optimizer,
+        seams.make_our_optimizer,
     ),
     Patch(
         "deepspeed.runtime.zero.stage_1_and_2:all_gather_dp_groups",
         "gather updated parameters between groups first, then inside",
         "(groups_flat, partitioned_param_groups, dp_process_group, start_alignment_factor, allgather_bucket_size)",
-        strategies.gather_our_parameters,
+        seams.gather_our_parameters,
     ),
     Patch(
         "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
         "compare the order in which modules are used among the ranks that gather together",
         "(ints)",
-        strategies.compare_within_group,
+        seams.compare_within_group,
     ),
     Patch(
         "deepspeed.runtime.zero.partitioned_param_coordinator:iter_params",
@@ -77,38 +77,38 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.zero.linear:zero3_linear_wrap",
         "multiply by the small weights of a leaf module without inspecting a signature each time",
         "(input, weight, bias=None)",
-        strategies.call_without_detour,
+        seams.call_without_detour,
     ),
     Patch(
         "deepspeed.runtime.zero.parameter_offload:DeepSpeedZeRoOffload._set_z3_leaf_modules_by_threshold",
         "beside a strategy, stage3_module_granularity_threshold never takes the root, nor what is entered from "
         "elsewhere; its table is shown",
         "(self, module, zero_module_granularity_threshold)",
-        strategies.choose_leaves,
+        seams.choose_leaves,
     ),
     Patch(
         f"{ZERO3}.create_reduce_and_remove_grad_hooks",
         "reduce the gradients of a leaf module as one when all are there, whatever its inputs are",
         "(self)",
-        strategies.watch_our_leaves,
+        seams.watch_our_leaves,
     ),
     Patch(
         f"{ZERO3}.independent_gradient_partition_epilogue",
         "reduce the gradients of leaf modules that have waited for the end of the backward",
         "(self)",
-        strategies.reduce_what_waits,
+        seams.reduce_what_waits,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters.__init__",
         "take modifier_rank as a data-parallel rank where parameters are sharded inside groups",
         "(self, params, modifier_rank=None, fwd_module=None, enabled=True)",
-        strategies.modify_in_all_groups,
+        seams.modify_in_all_groups,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._exit",
         "bring what one rank has modified to all groups where parameters are sharded inside groups",
         "(self, *exc)",
-        strategies.broadcast_to_all_groups,
+        seams.broadcast_to_all_groups,
     ),
     Patch(
         "deepspeed.runtime.zero.partition_parameters:GatheredParameters._partition_params",
@@ -120,26 +120,26 @@ REPLACED: tuple[Patch, ...] = (
         "deepspeed.runtime.engine:create_checkpoint_engine",
         "write each file of a checkpoint aside, and read each before anything is changed",
         "(config_params, groups, zero_stage, has_moe_layers, optimize_dp_state)",
-        checkpoints.write_files_safely,
+        seams.write_files_safely,
     ),
     Patch(
         f"{ENGINE}.save_checkpoint",
         "replace a checkpoint as a whole",
         "(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False)",
-        checkpoints.save_as_a_whole,
+        seams.save_as_a_whole,
     ),
     Patch(
         f"{ENGINE}.load_checkpoint",
         "check a checkpoint on all ranks before anything is changed",
         "(self, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True, "
         "load_lr_scheduler_states=True, load_module_only=False, custom_load_fn=None)",
-        checkpoints.load_what_was_checked,
+        seams.load_what_was_checked,
     ),
     Patch(
         f"{ENGINE}._get_all_ckpt_names",
         "bug fix: a universal checkpoint of another stage has model states under another name",
         "(self, checkpoints_path, tag)",
-        upstream_fixes.find_files_of_other_stages,
+        seams.find_files_of_other_stages,
     ),
     Patch(
         "deepspeed.utils.zero_to_fp32:parse_optim_states",
@@ -171,7 +171,46 @@ REPLACED: tuple[Patch, ...] = (
     ),
 )
 
-PATCHES = REPLACED + CALLED
+# Functions that our code replaces for the time of one of its calls.
+_CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
+    Patch(
+        "deepspeed.runtime.engine:get_fp32_state_dict_from_zero_checkpoint",
+        "bug fix: take weights from the tag that is loaded",
+        "(checkpoint_dir, tag=None, exclude_frozen_parameters=False, lazy_mode=False)",
+    ),
+    Patch(
+        f"{_CONVERTER}:extract_zero_shards",
+        "convert momentum, and states in several files",
+        "(dir, ds_checkpoint, indices_3D)",
+    ),
+    Patch(
+        f"{_CONVERTER}:extract_zero_shards_stage3",
+        "convert momentum, and states in several files",
+        "(optim_files_grid, param_shapes_grid, dp_degree, temp_dir, indices, exclude_param_names=None)",
+    ),
+    Patch(
+        f"{_CONVERTER}:_consolidate_zero3_autoep_expert_states",
+        "convert experts that fewer ranks share",
+        "(output_dir, model_files, optim_files)",
+    ),
+    Patch(f"{_CONVERTER}:_save_optimizer_state", "convert what is in own order", "(args, ds_checkpoint)"),
+    Patch(
+        f"{ENGINE}._reduce_autoep_folding_tp_replicated_gradients", "leave to our optimizers what it does", "(self)"
+    ),
+    Patch(f"{ENGINE}._copy_recovery_script", "leave out of saves in memory", "(self, save_path)"),
+    Patch(f"{STAGES}._synchronize_tied_weights", "load layers one by one", "(self)"),
+)
+
+PATCHES = REPLACED + REPLACED_WITHIN_CALLS
+
+# Classes of ours with overrides; importing one checks them.
+OVERRIDING = (
+    "deepspeed_ext.zero.stage12:Stage12Optimizer",
+    "deepspeed_ext.zero.stage3:Stage3Optimizer",
+    "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator",
+    "deepspeed_ext.pipeline.engine:ShardedPipelineEngine",
+)
 
 # Symbols of other packages: replaced where these are imported and as we know them; without them all else works.
 BESIDE: tuple[Patch, ...] = (
@@ -222,6 +261,6 @@ BESIDE: tuple[Patch, ...] = (
         "torch.distributed.distributed_c10d:destroy_process_group",
         "complete updated parameters that are under way before the connections between ranks are closed",
         "(group=None)",
-        strategies.complete_transfers_first,
+        seams.complete_transfers_first,
     ),
 )

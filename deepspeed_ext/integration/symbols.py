@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A symbol of DeepSpeed as we know it, and the classes that have most of those that we depend on."""
+"""A symbol of DeepSpeed that we replace, and the classes that have most of them."""
 
 import functools
 import importlib
@@ -11,23 +11,24 @@ from typing import Any
 
 from deepspeed_ext.overrides import plain_signature
 
+MARK = "__deepspeed_ext__"  # attribute of a replacement; of one that a hook of a fork has made, its label
+
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 STAGES = "deepspeed.runtime.pipe.module:PipelineModule"
 ZERO12 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 ZERO3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-COORDINATOR = "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A symbol of DeepSpeed that we depend on.
+    """A symbol of DeepSpeed that we replace.
 
     Attributes:
         target: module and qualified name, separated by a colon.
         why: what for.
         signature: of the symbol as we know it, without annotations; another one is refused.
-        replace: makes the replacement from the original; None where we call it.
+        replace: makes the replacement from the original; None where our code replaces it for the time of a call.
         gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
         takes_require: ``replace`` takes ``patcher.require`` as well, to call it where one of our keys is used.
     """
@@ -48,6 +49,21 @@ class Patch:
     def path(self) -> str:
         """The dotted path of the symbol."""
         return self.target.replace(":", ".")
+
+    @property
+    def label(self) -> str:
+        """The name of the replacement in a hook of a fork: without the package, or ``seams``."""
+        assert self.replace is not None
+        path = f"{self.replace.__module__}.{self.replace.__name__}"
+        return path.removeprefix(f"{__package__}.seams.").removeprefix(f"{__package__.partition('.')[0]}.")
+
+    def is_hooked(self) -> bool:
+        """Whether the present value of the symbol is the replacement that a hook has made."""
+        try:
+            *_, value = self.locate()
+        except AttributeError:
+            return False
+        return getattr(getattr(value, "__func__", value), MARK, None) == self.label
 
     def locate(self) -> tuple[Any, str, Callable[..., Any]]:
         """Return the owner, the attribute's name and the present value of the symbol.

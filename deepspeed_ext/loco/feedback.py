@@ -20,9 +20,10 @@ Note [Errors of buckets]
     another b, it is this amount that stays the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -31,10 +32,11 @@ from torch import Tensor
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.loco import reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
+from deepspeed_ext.loco.sampling import StepReport
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.loco.span_map import SpanMap
 
+T = TypeVar("T")
 _Placed = list[tuple[ShardSpan, Span]]  # spans, each with its place in a bucket
 
 
@@ -77,6 +79,59 @@ class _Waiting(NamedTuple):
         return _Waiting(self.span, self.updated if applied and self.updated is not None else self.kept, None)
 
 
+class SpanMap(Generic[T]):
+    """A map from disjoint spans to values, in the order of elements.
+
+    It finds overlaps without visiting all spans; at scale there are a million.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[int, int], list[tuple[ShardSpan, T]]] = {}
+
+    def add(self, span: ShardSpan, value: T) -> None:
+        """Add a span that overlaps none of the others; an empty one is ignored."""
+        if span.numel:
+            row = self._rows.setdefault((span.buffer, span.row), [])
+            row.insert(bisect_left(row, span.start, key=_start), (span, value))
+
+    def over(self, span: ShardSpan) -> list[tuple[ShardSpan, T]]:
+        """Return the spans that overlap ``span``, with their values."""
+        row = self._rows.get((span.buffer, span.row), [])
+        return row[slice(*_bounds(row, span))]
+
+    def take(self, span: ShardSpan) -> list[tuple[ShardSpan, T]]:
+        """Remove and return the spans that overlap ``span``, with their values."""
+        row = self._rows.get((span.buffer, span.row), [])
+        bounds = slice(*_bounds(row, span))
+        taken = row[bounds]
+        del row[bounds]
+        return taken
+
+    def clear(self) -> None:
+        """Remove all spans."""
+        self._rows.clear()
+
+    def __iter__(self) -> Iterator[tuple[ShardSpan, T]]:
+        return (pair for row in self._rows.values() for pair in row)
+
+
+def _start(pair: tuple[ShardSpan, object]) -> int:
+    return pair[0].start
+
+
+def _bounds(row: list[tuple[ShardSpan, T]], span: ShardSpan) -> tuple[int, int]:
+    """Return the range of positions in a row with spans that overlap ``span``.
+
+    Of the spans that start before it, only the last can reach into it.
+    """
+    if not span.numel:
+        return 0, 0
+    first = bisect_right(row, span.start, key=_start)
+    if first and row[first - 1][0].elements.stop > span.start:
+        first -= 1
+    return first, bisect_left(row, span.elements.stop, lo=first, key=_start)
+
+
 @dataclass
 class ErrorFeedback(ErrorState):
     """The error feedback of one hop: the errors of all its buckets.
@@ -86,14 +141,14 @@ class ErrorFeedback(ErrorState):
         device: where errors are kept; None: where gradients are.
         pinned: whether errors on the host are in pinned memory, if gradients are on a device.
         steps: number of applied optimizer steps since the start of training.
-        on_step: called at the end of each step.
+        report: reports each step; None: nobody reads it.
     """
 
     settings: LocoSettings
     device: str | None = None
     pinned: bool = False
     steps: int = 0
-    on_step: Callable[[], None] | None = None
+    report: StepReport | None = None
     _errors: dict[Contents, _Error] = field(default_factory=dict)
     _known: SpanMap[Contents] = field(default_factory=SpanMap)  # the buckets of ``_errors``, by their spans
     _waiting: SpanMap[_Waiting] = field(default_factory=SpanMap)
@@ -147,8 +202,8 @@ class ErrorFeedback(ErrorState):
                 self._waiting.clear()
                 for error in self._errors.values():
                     error.kept = None
-        if self.on_step is not None:
-            self.on_step()
+        if self.report is not None:
+            self.report.end_step()
 
     def commit(self) -> None:
         """See ``ErrorState``."""

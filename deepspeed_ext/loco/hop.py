@@ -1,9 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The reduce hop between groups in few bits: one all-to-all, with payload and scales in the same message."""
+"""The reduce hop between groups in few bits: one all-to-all, with payload and scales in the same message.
+
+Note [Quantized sums]
+    If every group has all optimizer states, no parameters cross between groups, but sums of gradients do. They are
+    quantized with error feedback: the rank that has a sum keeps what quantization takes from it, and adds it to the
+    next sums. This is the server's error of 1-bit Adam (arXiv:2102.02888), averaged as LoCo averages errors of
+    gradients.
+"""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,13 +18,13 @@ from deepspeed.utils.timer import NoopTimer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.hops import ReduceHop, Transfer
-from deepspeed_ext.comm.spans import Contents
+from deepspeed_ext.comm.hops import ReduceHop, SumsGather, Transfer, all_gather
+from deepspeed_ext.comm.spans import Contents, Spans
 from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
-from deepspeed_ext.loco.kernels import require_kernels
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.ops import require_kernels
+from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import Sampling, compensated
 from deepspeed_ext.loco.settings import KEY, LocoSettings
 
@@ -93,11 +99,59 @@ class LocoHop(ReduceHop):
             before = before if old is None else list(split_rows(old, splits, kept))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
             width = gradient.shape[1]
-            unit = options.get("unit", 1.0)
-            give = partial(compensated, gradient, error, unit, self.packing.block_size, self.settings.hadamard)
-            given = self.sent.given(width, self.packing, give)
+            unit, hadamard = options.get("unit", 1.0), self.settings.hadamard
+            given = None
+            if (blocks := self.sent.blocks(width, self.packing)) is not None:
+                block_size = self.packing.block_size
+                given = compensated(gradient, error, blocks, unit=unit, block_size=block_size, hadamard=hadamard)
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
             if given is not None:
-                self.sent.note(given, packed[:1], width, self.packing, self.settings.hadamard)
+                self.sent.note(given, packed[:1], width, self.packing, hadamard)
         if options.get("beta") is not None:
             self.errors.keep(contents, new)
+
+
+class QuantizedSums(SumsGather):
+    """Sums of gradients in 4 or 8 bits, with error feedback. See Note [Quantized sums].
+
+    Args:
+        settings: bits, blocks, error feedback.
+        device: where the error feedback is kept; None: where gradients are.
+        pinned: see ``ErrorFeedback``.
+    """
+
+    exact = False
+
+    def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:
+        self.settings = settings
+        self.packing = Packing(settings.bits, settings.block_size)
+        self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
+        self.sent = Sampling()
+
+    def gather(self, hop: ReduceHop, sums: Tensor, spans: Spans) -> Transfer:
+        width = sums.numel()
+        wire = self.packing.empty(1, width, sums)
+        with hop.collectives.labeled("loco_compress"):
+            self._compress(hop, sums, wire, spans)
+        arrived = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
+        gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)
+        with hop.collectives.labeled("loco_decompress"):
+            ops.apply(arrived.view(hop.size, -1), gathered, self.packing)
+        return gathered.view(-1)
+
+    def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Spans) -> None:
+        self.sent.count(sums.nbytes, wire.nbytes)
+        contents, splits = (spans,), [sums.numel()]
+        if not spans:
+            ops.compress(sums.view(1, -1), wire, self.packing)
+            return
+        unit, (old, new) = hop.scale.value(), self.errors.buffers(contents, splits, sums.device)
+        error = None if old is None else old.view(1, -1)
+        given = None
+        if (blocks := self.sent.blocks(sums.numel(), self.packing)) is not None:
+            given = compensated(sums.view(1, -1), error, blocks, unit=unit, block_size=self.packing.block_size)
+        beta, new_error = self.settings.err_beta, new.view(1, -1)
+        ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new_error, beta=beta, unit=unit)
+        if given is not None:
+            self.sent.note(given, wire, sums.numel(), self.packing)
+        self.errors.keep(contents, new)

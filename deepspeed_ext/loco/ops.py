@@ -7,9 +7,11 @@ import warnings
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from deepspeed_ext.comm.agreement import any_rank
 from deepspeed_ext.loco import lossless, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 
 NAMESPACE = "deepspeed_paro"
 BUILD_THEM = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
@@ -258,6 +260,28 @@ def load_kernels() -> bool:
         else:
             _loaded = True
     return _loaded
+
+
+def require_kernels(device: str, group: ProcessGroup | None, key: str) -> None:
+    """Load the kernels. If they cannot run on one rank's device, raise on all ranks before anything is sent.
+
+    Args:
+        device: type of the device.
+        group: process group of the ranks that check together.
+        key: the key of the configuration that needs kernels, for the error.
+
+    Raises:
+        RuntimeError: a rank's kernels are for the CPU only.
+    """
+    load_kernels()
+    if device == "cpu":
+        return
+    lacking = lacks_kernels(device)
+    if any_rank(lacking, group):
+        raise RuntimeError(
+            f"The kernels of LoCo were built for the CPU only{'' if lacking else ' on another rank'}, but the model "
+            f"is on {device}. {BUILD_THEM} Or remove {key}."
+        )
 
 
 def _warn(reason: str) -> None:

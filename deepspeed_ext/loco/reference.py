@@ -1,6 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The operators in plain PyTorch. Kernels must match them bit for bit; they run if no kernels were built.
+"""The packed format of quantized numbers, on the wire and for errors that are kept in 8 bits, and the operators in
+plain PyTorch. Kernels must match them bit for bit; they run if no kernels were built.
+
+Note [Packed blocks]
+    A row of ``width`` elements is split into blocks of ``block_size``, the last one padded with zeros. Packed, it is
+
+        payload   blocks * block_size * bits / 8 bytes
+        scales    blocks * 2 bytes: bfloat16, rounded up
+        padding   up to a multiple of 16 bytes, zeros
+
+    With 8 bits, the payload is a signed byte for each element. With 4 bits, each 32 elements take 16 bytes; byte i
+    holds element i in its lower half and element i + 16 in its upper half. A number is q * scale, where q is an
+    integer with |q| at most 7 or 127. The scale NaN marks a block with a number that was not finite. Bytes are
+    little-endian, as on all machines that torch runs on.
 
 Note [Arithmetic of a block]
     Everything is in fp32, and each operation is rounded once (no fused multiply-add), so that all implementations give
@@ -30,17 +43,71 @@ Note [Differences]
     |p' - u| is at most S; and p' is u if S is below the distance of u's neighbors.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from deepspeed_ext.loco.packing import CHUNK, Packing
-
+CHUNK = 32  # elements that share bytes of a 4-bit payload, and one Hadamard transform
+ALIGNMENT = 16  # bytes: rows start where the widest loads may
 PIECE = 2**22  # elements processed at a time: temporaries are about ten times as many fp32 numbers
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _NORMALIZE = 0.17677669529663687  # 1/sqrt(32): H is its own inverse
 _NIBBLE = 16
 _INFINITY = 0x7F800000
 _NOT_FINITE = 0x7FC0  # a NaN of bfloat16
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Rows of ``bits`` per element in blocks of ``block_size``; see Note [Packed blocks]."""
+
+    bits: int
+    block_size: int
+
+    @property
+    def largest(self) -> int:
+        """Return the largest integer. Being symmetric, levels clip nothing; 16 levels converge worse (SDP4Bit)."""
+        return 2 ** (self.bits - 1) - 1
+
+    def blocks(self, width: int) -> int:
+        """Return the number of blocks of a row."""
+        return -(-width // self.block_size)
+
+    def padded(self, width: int) -> int:
+        """Return the number of elements of a row, padding included."""
+        return self.blocks(width) * self.block_size
+
+    def payload_bytes(self, width: int) -> int:
+        """Return the bytes of a row's payload, which comes before the scales."""
+        return self.padded(width) * self.bits // 8
+
+    def row_bytes(self, width: int) -> int:
+        """Return the bytes of a packed row."""
+        used = self.payload_bytes(width) + 2 * self.blocks(width)
+        return -(-used // ALIGNMENT) * ALIGNMENT
+
+    def payload(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
+        """Return the payload of packed rows, or of some of their blocks: (rows, bytes), uint8, a view."""
+        blocks = range(self.blocks(width)) if blocks is None else blocks
+        size = self.block_size * self.bits // 8
+        return packed[:, size * blocks.start : size * blocks.stop]
+
+    def scales(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
+        """Return the scales of packed rows, or of some of their blocks: (rows, blocks), bfloat16, a view."""
+        blocks = range(self.blocks(width)) if blocks is None else blocks
+        start = self.payload_bytes(width)
+        return packed[:, start + 2 * blocks.start : start + 2 * blocks.stop].view(torch.bfloat16)
+
+    def padding(self, packed: Tensor, width: int) -> Tensor:
+        """Return the padding after the scales of packed rows: (rows, bytes), a view."""
+        return packed[:, self.payload_bytes(width) + 2 * self.blocks(width) :]
+
+    def empty(self, rows: int, width: int, like: Tensor) -> Tensor:
+        """Return an uninitialized tensor for packed rows: (rows, row bytes), uint8, on the device of ``like``."""
+        return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device=like.device)
+
+
 _ERROR = Packing(8, CHUNK)
 
 
@@ -66,7 +133,7 @@ def compress(
         old, step = _read(error, h, width, blocks)
         h = h + (unit * step) * old
         q, scales = quantize(h, packing.largest)
-        pack(q, scales, wire, packing, width, blocks)
+        pack(q, scales, wire, packing, width=width, blocks=blocks)
         if new_error is None:
             continue
         lost = h - q * scales.float().unsqueeze(-1)
@@ -77,7 +144,7 @@ def compress(
             continue
         q, fresh_scales = quantize(numbers, kept.largest)
         scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
-        pack(torch.where(finite, q, old), scales, new_error, kept, width, blocks)
+        pack(torch.where(finite, q, old), scales, new_error, kept, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
     if new_error is not None and new_error.dtype == torch.uint8:
         kept.padding(new_error, width).zero_()
@@ -105,7 +172,7 @@ def difference(updated: Tensor, held: Tensor, wire: Tensor, bits: int, block_siz
     for blocks in pieces(packing.blocks(width), rows * block_size):
         some = slice(blocks.start * block_size, blocks.stop * block_size)
         h = _blocks(updated[:, some].float() - held[:, some].float(), block_size)
-        pack(*quantize(h, packing.largest), wire, packing, width, blocks)
+        pack(*quantize(h, packing.largest), wire, packing, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
 
 
@@ -151,7 +218,7 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     return q, _stored(torch.where(visible, scale, torch.nan))
 
 
-def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, width: int, blocks: range) -> None:
+def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, *, width: int, blocks: range) -> None:
     """Write integers and scales into some blocks of packed rows. See Note [Packed blocks]."""
     rows = q.shape[0]
     integers = q.to(torch.int8)
@@ -195,7 +262,7 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
     padded = transform(padded) if hadamard else padded
     if error.dtype == torch.uint8:
         kept = Packing(_ERROR.bits, block_size)
-        pack(*quantize(padded, kept.largest), error, kept, width, range(kept.blocks(width)))
+        pack(*quantize(padded, kept.largest), error, kept, width=width, blocks=range(kept.blocks(width)))
         kept.padding(error, width).zero_()
     else:
         error.copy_(padded.view(error.shape))

@@ -1,14 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes were sent in few bits, and what quantization has lost, measured on a sample."""
+"""Bytes that were sent in few bits, and what quantization has lost, measured on a sample and reported."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
+from deepspeed import comm as dist
 from torch import Tensor
 
+from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco import reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 
 LOOK = 2**20  # elements of a sample
 
@@ -41,19 +43,19 @@ class Sampling:
         self.plain += plain
         self.wire += wire
 
-    def given(self, width: int, packing: Packing, give: Callable[[range], Tensor]) -> Tensor | None:
-        """Return the sample of quantization's input, or None if this message is not sampled.
-
-        Args:
-            width: elements of the message.
-            packing: of the message.
-            give: returns the input of some blocks, 1D, fp32.
-        """
+    def blocks(self, width: int, packing: Packing) -> range | None:
+        """Return the blocks of a message of ``width`` elements to sample, or None if it is not sampled."""
         look, self.look = self.look, False
-        return give(_blocks(width, packing)) if look and width else None
+        return _blocks(width, packing) if look and width else None
 
     def note(self, given: Tensor, packed: Tensor, width: int, packing: Packing, hadamard: bool = False) -> None:
-        """Record what was sent of the sample: ``packed`` is a row, (1, bytes)."""
+        """Record what was sent of the sample.
+
+        Args:
+            given: input of quantization in the sampled blocks, 1D, fp32.
+            packed: the message, a row: (1, bytes).
+            width, packing, hadamard: of the message.
+        """
         sent = reference.decode(packed, width, packing, hadamard, _blocks(width, packing))
         lost = given - sent[0, : given.numel()]
         self.squares = torch.stack([lost.square().sum(), given.square().sum()])
@@ -70,8 +72,36 @@ class Sampling:
         return (lost / whole) ** 0.5 if whole else 0.0
 
 
+class StepReport:
+    """Writes a step's sample to an engine's monitor, which writes on rank 0 only, and logs timers.
+
+    Args:
+        engine: has the monitor and the timers.
+        sent: sample that is written, and begun anew.
+        events: label of the events.
+        timers: names of timers that are logged when DeepSpeed prints.
+    """
+
+    def __init__(self, engine: Engine, sent: Sampling, events: str, timers: Sequence[str] = ()) -> None:
+        self._engine, self._sent, self._events, self._timers = engine, sent, events, timers
+        self._monitored = engine.monitor.enabled and dist.get_rank() == 0
+        sent.begin(self._monitored)
+
+    def end_step(self) -> None:
+        """Called at the end of each step."""
+        engine, sent = self._engine, self._sent
+        if self._monitored and sent.wire:
+            values = {"relative_error": sent.relative_error, "compression": sent.compression}
+            samples = engine.global_samples
+            engine.monitor.write_events([(f"{self._events}/{name}", value, samples) for name, value in values.items()])
+        sent.begin(self._monitored)
+        every = engine.steps_per_print()  # None by default
+        if self._timers and every and engine.global_steps % every == 0:
+            engine.timers.log(self._timers)
+
+
 def compensated(
-    rows: Tensor, error: Tensor | None, unit: float, block_size: int, hadamard: bool, blocks: range
+    rows: Tensor, error: Tensor | None, blocks: range, *, unit: float, block_size: int, hadamard: bool = False
 ) -> Tensor:
     """Return the input of quantization, errors included, of the first row's first blocks: 1D, fp32.
 
@@ -79,8 +109,9 @@ def compensated(
 
     Args:
         rows: (rows, width).
-        error, unit, block_size, hadamard: see ``ops.compress``.
+        error: see ``ops.compress``.
         blocks: a range that starts with the first block.
+        unit, block_size, hadamard: see ``ops.compress``.
     """
     given = rows[0, : blocks.stop * block_size].float()
     if error is None:

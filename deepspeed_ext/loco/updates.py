@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Updated parameters that cross between groups as differences to what receivers hold, quantized or without loss."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -13,9 +12,9 @@ from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Agree, Update
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.loco import ops
-from deepspeed_ext.loco.kernels import require_kernels
-from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.loco.ops import require_kernels
+from deepspeed_ext.loco.reference import Packing
+from deepspeed_ext.loco.sampling import Sampling, StepReport
 from deepspeed_ext.loco.settings import UPDATES_KEY, UpdateSettings
 
 
@@ -28,19 +27,20 @@ class _Differences:
 
     Attributes:
         sent: counts what was sent in a step.
-        on_step: called at the end of each step.
+        report: reports each step; None: nobody reads it.
     """
 
     def __init__(self, collectives: Collectives, settings: UpdateSettings) -> None:
         self.collectives = collectives
         self.sent = Sampling()
-        self.on_step: Callable[[], None] = lambda: None
+        self.report: StepReport | None = None
         self.whole_every = settings.resync_T
         require_kernels(get_accelerator().device_name(), collectives.group, UPDATES_KEY)
 
     def finish_step(self) -> None:
         """Report; see ``Differences``."""
-        self.on_step()
+        if self.report is not None:
+            self.report.end_step()
 
 
 class QuantizedDifferences(_Differences):
@@ -62,7 +62,10 @@ class QuantizedDifferences(_Differences):
             return torch.zeros(size, dtype=torch.uint8, device=held.device)
         wire = self.packing.empty(1, width, held)
         self.sent.count(held.nbytes, wire.nbytes)
-        given = self.sent.given(width, self.packing, partial(_difference, updated, held, self.packing.block_size))
+        given = None
+        if (blocks := self.sent.blocks(width, self.packing)) is not None:
+            some = slice(blocks.stop * self.packing.block_size)
+            given = updated[some].float() - held[some].float()
         with self.collectives.labeled("loco_difference"):
             ops.difference(updated.view(1, -1), held.view(1, -1), wire, self.packing)
         if given is not None:
@@ -74,11 +77,6 @@ class QuantizedDifferences(_Differences):
         size = self.packing.row_bytes(held.shape[1])
         with self.collectives.labeled("loco_apply"):
             ops.apply(arrived[:, :size].contiguous(), held, self.packing)
-
-
-def _difference(updated: Tensor, held: Tensor, block_size: int, blocks: range) -> Tensor:
-    some = slice(blocks.stop * block_size)
-    return updated[some].float() - held[some].float()
 
 
 class HalfDifferences:

@@ -18,7 +18,6 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
-from unittest import mock
 
 import deepspeed
 import torch
@@ -30,7 +29,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks, destroy_topologies
 from deepspeed_ext.config.section import active_strategy
-from deepspeed_ext.overrides import checked, override
+from deepspeed_ext.overrides import checked, override, replaced
 from deepspeed_ext.pipeline.agreement import require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
@@ -154,7 +153,7 @@ class ShardedPipelineEngine(PipelineEngine):
             super()._exec_backward_pass(buffer_id)
         elif self._has_gradient(buffer_id):
             # The parent starts timers that hooks on its outputs start, too; starting one twice is an assertion error.
-            with mock.patch.object(self, "wall_clock_breakdown", lambda: False):
+            with replaced(self, wall_clock_breakdown=lambda: False):
                 super()._exec_backward_pass(buffer_id)
             self._backward_epilogue()
         # One backward is one micro-step of the optimizer, however many forwards run in between.
@@ -225,10 +224,9 @@ class ShardedPipelineEngine(PipelineEngine):
         for index, layer in enumerate(list(module.forward_funcs)):
             parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
             with contextlib.ExitStack() as stack:
-                stack.enter_context(mock.patch.object(module, "forward_funcs", [layer]))
-                stack.enter_context(mock.patch.object(module, "_local_start", first + index))
+                stack.enter_context(replaced(module, forward_funcs=[layer], _local_start=first + index))
                 # Tied weights are synchronized once, at the end, since stages have different numbers of layers.
-                stack.enter_context(mock.patch.object(module, "_synchronize_tied_weights", lambda: None))
+                stack.enter_context(replaced(module, _synchronize_tied_weights=lambda: None))
                 if parameters:
                     whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
                     stack.enter_context(whole)

@@ -4,43 +4,32 @@
 
 import contextlib
 import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from unittest import mock
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-import deepspeed
 import deepspeed.runtime.engine
 import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we take its name
 import deepspeed.runtime.zero.stage3
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-from deepspeed.utils import log_dist
-from torch import nn
+from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.backends import MakeGather, MakeReduce
 from deepspeed_ext.comm.collectives import is_pairwise
-from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY, as_given
+from deepspeed_ext.comm.hops import GatherHop, ReduceHop
+from deepspeed_ext.comm.process_groups import Topology, get_topology
+from deepspeed_ext.config.keys import SECTION, STRATEGY, as_given
 from deepspeed_ext.config.outer import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget
-from deepspeed_ext.model_bytes import on_device
-from deepspeed_ext.overrides import bypassed
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
-from deepspeed_ext.version import __version__
+from deepspeed_ext.overrides import bypassed, replaced
+from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero import native_experts
+from deepspeed_ext.zero.announcement import announce, warn_if_too_large
 from deepspeed_ext.zero.context import Context
-from deepspeed_ext.zero.families import (
-    DENSE,
-    Topologies,
-    experts_of,
-    families_of,
-    family_of,
-    topologies_of,
-)
+from deepspeed_ext.zero.families import DENSE, Families, Topologies, families_of, topologies_of
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 from deepspeed_ext.zero.sharded.coordinator import coordinator_of
@@ -49,30 +38,54 @@ from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
 
-OuterHops = Callable[[int], tuple[MakeReduce, MakeGather]]
 _TO_FILES = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # of an engine: what leaves the process
 
 
-def configure_with(
-    strategy: Strategy,
-    gather: MakeGather,
-    reduce: MakeReduce,
-    outer_hops: OuterHops,
-    configure: Callable[..., Any],
-    engine: Engine,
-    optimizer: object,
-) -> Any:
-    """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes under the names of DeepSpeed's.
+class Hops(Protocol):
+    """Makes hops between groups."""
 
-    The engine passes some 35 arguments to the class it finds by name, and they change from release to release: so
-    the name is what we replace, for the duration of the call.
+    def gather(self, group: ProcessGroup | None, name: str) -> GatherHop:
+        """Make the hop of parameters over a process group; ``name`` is for records and traces."""
+
+    def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
+        """Make the hop of gradients over a process group; ``reduce_scatter`` is DeepSpeed's key of that name."""
+
+
+class EngineHops(Hops, Protocol):
+    """Makes the hops between groups that an engine's configuration asks for."""
+
+    def outer(self, bits: int) -> Hops:
+        """Return what makes those of an outer optimizer, in so many bits."""
+
+
+@dataclass
+class _Call:
+    """Arguments with which an engine has called a class."""
+
+    called: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _recording(name: str) -> Callable[..., _Call]:
+    """Return a function that takes the place of a class, and returns its arguments instead of an instance."""
+
+    def record(*args: Any, **kwargs: Any) -> _Call:
+        return _Call(name, args, kwargs)
+
+    return record
+
+
+def configure_with(
+    configure: Callable[..., Any], engine: Engine, optimizer: object, *, strategy: Strategy, hops: EngineHops
+) -> Any:
+    """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes in the place of DeepSpeed's.
 
     Args:
-        strategy: how model states are placed.
-        gather, reduce: make the hops between groups.
-        outer_hops: gives what makes those of an outer optimizer.
         configure: DeepSpeed's method.
         engine, optimizer: its arguments.
+        strategy: how model states are placed.
+        hops: makes the hops between groups.
 
     Raises:
         ValueError: the model or the optimizer is of a kind that the strategy does not support.
@@ -81,52 +94,54 @@ def configure_with(
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
     _refuse_replaced_methods(strategy)
     wait_for_whole_parameters()  # of an engine before this one
-    group_size = engine._config.zero_config.paro_group_size
-    outer = outer_settings(engine)
+    section = engine._config.zero_config.paro_outer_optimizer
+    outer = None if section is None else OuterSettings.parse(section)
     alone = strategy.os == Placement.N or outer is not None
-    topology = get_topology(engine.seq_data_parallel_group, group_size, alone=alone)
+    topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
     topologies = topologies_of(engine, topology, alone=alone)
-    announce(strategy, topologies, engine, use_streams(engine._config, strategy))
+    changed = use_streams(engine._config, strategy)
+    announce(strategy, topologies, engine, changed=changed, outer=outer)
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
     if outer is not None:
         topologies = {DENSE: topology.apart()}
-    if strategy.p != Placement.N and strategy.os == Placement.I:
-        # Every group holds all states: the first one writes them to checkpoints.
-        engine.is_first_weights_partition_group = lambda: topology.rank < topology.sizes.group_size
-    made: list[Any] = []
+    call = _capture_call(configure, engine, optimizer, strategy)
+    make = {"DeepSpeedZeroOptimizer": _make_stage12, "DeepSpeedZeroOptimizer_Stage3": _make_stage3}
+    made = make.get(call.called, _make_inference)(call, strategy, topologies, hops, engine._config.zero_config)
+    _adapt_engine(engine, made, topology, strategy)
+    if outer is not None and isinstance(made, ParoOptimizer):
+        add_outer_optimizer(made, outer, topology, hops.outer(outer.bits), engine)
+    return made
+
+
+def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: object, strategy: Strategy) -> _Call:
+    """Return the arguments that the engine has for its optimizer's class: some 35, which differ between releases.
+
+    Raises:
+        RuntimeError: the engine made something else.
+    """
+    theirs = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
-        if strategy.p == Placement.N:  # in a pipeline the engine would switch it off, with a warning
-            stack.enter_context(mock.patch.object(engine, "zero_overlap_comm", lambda: False))
+        if strategy.p == Placement.N:  # in a pipeline the engine would switch overlap off, with a warning
+            stack.enter_context(replaced(engine, zero_overlap_comm=_overlap_nothing))
+            record = _recording("DeepSpeedZeroOptimizer")
+            stack.enter_context(replaced(theirs, DeepSpeedZeroOptimizer=record))
         else:
             stack.enter_context(native_experts.sharded(engine))
-        reductions = _topologies_of_reductions(strategy, topologies, engine._config.zero_config)
-        for module, name, make in _replacements(
-            strategy, topologies, reductions, gather, reduce, engine._config.zero_config
-        ):
-
-            def remember(*args: Any, make: Callable[..., Any] = make, **kwargs: Any) -> Any:
-                stack.close()  # found: nothing below needs to see our names
-                made.append(make(*args, **kwargs))
-                return made[-1]
-
-            stack.enter_context(mock.patch.object(module, name, remember))
-        configured = configure(engine, optimizer)
-    if not any(configured is one for one in made):
+            stack.enter_context(replaced(theirs, DeepSpeedZeRoOffload=_recording("DeepSpeedZeRoOffload")))
+            record = _recording("DeepSpeedZeroOptimizer_Stage3")
+            stack.enter_context(replaced(deepspeed.runtime.zero.stage3, DeepSpeedZeroOptimizer_Stage3=record))
+        call = configure(engine, optimizer)
+    if not isinstance(call, _Call):
         raise RuntimeError(
             f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
-            f"{type(configured)}"
+            f"{type(call)}"
         )
-    engine._reduce_autoep_folding_tp_replicated_gradients = lambda: None  # ours does, as gradients come
-    if isinstance(configured, Stage3Optimizer) and configured.writers.writes is not None:
-        engine.is_first_weights_partition_group = lambda: bool(configured.writers.writes)
-    if outer is not None and isinstance(configured, ParoOptimizer):
-        add_outer_optimizer(configured, outer, topology, outer_hops(outer.bits), engine)
-    if isinstance(configured, Stage12Optimizer):
-        configured.updates.watch(engine.module)
-        if configured.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward
-            engine.zero_grad = configured.updates.arrivals.unread(engine.zero_grad)
-    return configured
+    return call
+
+
+def _overlap_nothing() -> bool:
+    return False
 
 
 def _refuse_replaced_methods(strategy: Strategy) -> None:
@@ -142,31 +157,25 @@ def _refuse_replaced_methods(strategy: Strategy) -> None:
         )
 
 
-def outer_settings(engine: Engine) -> OuterSettings | None:
-    """Return how groups are brought together by an outer optimizer; None where there is none."""
-    section = engine._config.zero_config.paro_outer_optimizer
-    return None if section is None else OuterSettings.parse(section)
-
-
 def add_outer_optimizer(
     optimizer: ParoOptimizer,
     settings: OuterSettings,
     topology: Topology,
-    make: tuple[MakeReduce, MakeGather],
+    hops: Hops,
     engine: Engine,
 ) -> None:
     """Bring the groups together, in each of which an optimizer has been made as if there were no other. Collective.
 
     Args:
         topology: of all groups.
-        make: its hops between groups.
+        hops: makes its hops between groups.
     """
     # Their own process groups: what travels beside inner steps keeps nothing else waiting.
     between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
     outer = OuterOptimizer(
         optimizer.context,
         settings=settings,
-        hops=(make[0](between, "outer", True), make[1](between, "outer")),
+        hops=(hops.reduce(between, "outer"), hops.gather(between, "outer")),
         shards=optimizer,
         report=_reporter(engine) if engine.monitor.enabled else None,
     )
@@ -209,56 +218,62 @@ def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config
     return {name: get_topology(one.world, one.sizes.group_size, second=True) for name, one in topologies.items()}
 
 
-def _replacements(
-    strategy: Strategy,
-    topologies: Topologies,
-    reductions: Topologies,
-    gather: MakeGather,
-    reduce: MakeReduce,
-    config: ZeroConfig,
-) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return what the engine may make: module and name where it looks the class up, and what to make instead."""
-
-    def context(arguments: dict[str, Any]) -> Context:
-        families = families_of(topologies, reductions, gather, reduce, config.reduce_scatter)
-        return Context.from_config(
-            config,
-            strategy,
-            families,
-            accumulation_dtype=arguments["gradient_accumulation_dtype"],
-            communication_dtype=arguments["communication_data_type"],
-        )
-
-    def make_stage12(*args: Any, **kwargs: Any) -> Stage12Optimizer:
-        kwargs["overlap_comm"] = config.overlap_comm
-        return Stage12Optimizer(*args, **kwargs, context=context(kwargs))
-
-    if strategy.p == Placement.N:
-        return [(deepspeed.runtime.engine, "DeepSpeedZeroOptimizer", make_stage12)]
-    gathering = GatherSettings.of(config)
-
-    def make_stage3(*args: Any, **kwargs: Any) -> Stage3Optimizer:
-        return Stage3Optimizer(*args, **kwargs, context=context(kwargs), gathering=gathering)
-
-    def make_inference(module: nn.Module, **kwargs: Any) -> DeepSpeedZeRoOffload:
-        no_gradients = {"accumulation_dtype": torch.float32, "communication_dtype": torch.float32}
-        families = families_of(topologies, topologies, gather)
-        return _inference(module, Context.from_config(config, strategy, families, **no_gradients), gathering, kwargs)
-
-    return [
-        (deepspeed.runtime.zero.stage3, "DeepSpeedZeroOptimizer_Stage3", make_stage3),
-        (deepspeed.runtime.engine, "DeepSpeedZeRoOffload", make_inference),
-    ]
+def _context(call: _Call, config: ZeroConfig, strategy: Strategy, families: Families) -> Context:
+    """Return what the parts of an optimizer share; without an optimizer there are no gradients, and no dtypes."""
+    accumulation = call.kwargs.get("gradient_accumulation_dtype", torch.float32)
+    communication = call.kwargs.get("communication_data_type", torch.float32)
+    return Context.from_config(
+        config, strategy, families, accumulation_dtype=accumulation, communication_dtype=communication
+    )
 
 
-def _inference(
-    module: nn.Module, context: Context, gathering: GatherSettings, arguments: dict[str, Any]
+def _make_stage12(
+    call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
+) -> Stage12Optimizer:
+    families = families_of(topologies, topologies, hops.gather, hops.reduce, config.reduce_scatter)
+    arguments = call.kwargs | {"overlap_comm": config.overlap_comm}
+    return Stage12Optimizer(*call.args, **arguments, context=_context(call, config, strategy, families))
+
+
+def _make_stage3(
+    call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
+) -> Stage3Optimizer:
+    reductions = _topologies_of_reductions(strategy, topologies, config)
+    families = families_of(topologies, reductions, hops.gather, hops.reduce, config.reduce_scatter)
+    context = _context(call, config, strategy, families)
+    return Stage3Optimizer(*call.args, **call.kwargs, context=context, gathering=GatherSettings.of(config))
+
+
+def _make_inference(
+    call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
 ) -> DeepSpeedZeRoOffload:
     """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
-    with coordinator_of(context.topology.shard_group(context.strategy.p)):
-        offload = DeepSpeedZeRoOffload(module, **arguments)
-    ShardedParameters(context, module=module, offload=offload, settings=gathering)
+    with coordinator_of(topologies[DENSE].shard_group(strategy.p)):
+        offload = DeepSpeedZeRoOffload(*call.args, **call.kwargs)
+    context = _context(call, config, strategy, families_of(topologies, topologies, hops.gather))
+    ShardedParameters(context, module=call.args[0], offload=offload, settings=GatherSettings.of(config))
     return offload
+
+
+def _adapt_engine(engine: Engine, made: object, topology: Topology, strategy: Strategy) -> None:
+    """Make an engine leave to our optimizer what it would do itself, and write files on the ranks that have states."""
+
+    def is_first_weights_partition_group() -> bool:
+        if isinstance(made, Stage3Optimizer) and made.writers.writes is not None:
+            return bool(made.writers.writes)
+        return topology.rank < topology.sizes.group_size  # every group holds all states
+
+    if strategy.p != Placement.N and strategy.os == Placement.I:
+        engine.is_first_weights_partition_group = is_first_weights_partition_group
+    engine._reduce_autoep_folding_tp_replicated_gradients = _reduce_nothing
+    if isinstance(made, Stage12Optimizer):
+        made.updates.watch(engine.module)
+        if made.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward
+            engine.zero_grad = made.updates.arrivals.unread(engine.zero_grad)
+
+
+def _reduce_nothing() -> None:
+    """Replace the engine's correction of gradients of folded experts: our optimizers correct each as it comes."""
 
 
 def use_streams(config: Config, strategy: Strategy) -> list[str]:
@@ -284,91 +299,3 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
         zero.overlap_comm = True
         changed.append(f"{SECTION}.overlap_comm true")
     return changed
-
-
-def announce(strategy: Strategy, topologies: Topologies, engine: Engine, changed: Sequence[str]) -> None:
-    """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
-
-    At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
-    will be. Where the planner has chosen, its own warning says what and why, and this line is INFO.
-
-    Args:
-        changed: what else was, of DeepSpeed's defaults.
-    """
-    topology = topologies[DENSE]
-    chosen = getattr(engine._config, "strategy_was_chosen", False)
-    n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
-    compressed = engine._config.zero_config.zeropp_loco_param is not None
-    defaults = f" (by default here: {', '.join(changed)})" if changed else ""
-    if engine._config.zero_config.paro_overlap_updates and strategy.p == strategy.os:
-        defaults += f"; {SECTION}.{OVERLAP_UPDATES} changes nothing: with p = os no parameters come back after a step"
-    hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
-    log_dist(
-        f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
-        f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}"
-        f"{''.join(_of_experts(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
-        f"{_of_outer(outer_settings(engine))}"
-        f"{defaults}",
-        ranks=[0],
-        level=logging.INFO if chosen else logging.WARNING,
-    )
-
-
-def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
-    """Return what a strategy comes down to where there is one group, or groups are one rank; else nothing."""
-    n, m = sizes.ranks, sizes.group_size
-    if 1 < m < n:
-        return ""
-    groups = "one group" if m == n else "groups of one rank"
-    size = f"({SECTION}.{GROUP_SIZE} is {m})"
-    name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
-    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
-    nothing = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
-    comes_down_to = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
-    return f": {groups}{comes_down_to}{nothing} {size}"
-
-
-def _of_experts(name: str, sizes: GroupSizes) -> str:
-    """Return what to say of the groups of a family of experts."""
-    small = ", so I is N for them" if sizes.group_size == 1 else ""
-    return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
-
-
-def _of_outer(settings: OuterSettings | None) -> str:
-    """Return what to say of an outer optimizer."""
-    if settings is None:
-        return ""
-    given = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
-    return f"; groups train apart, with an outer step every {settings.steps} steps ({given})"
-
-
-def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
-    """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
-    available = get_accelerator().total_memory()
-    if get_accelerator().device_name() == "cpu":
-        available /= ranks_per_node() or 1
-    topology = topologies[DENSE]
-    of_families = {
-        name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
-    }
-    parts = [(topologies[name].sizes, on_device(engine, some)) for name, some in of_families.items()]
-
-    def total(row: Strategy) -> float:
-        return sum(row.memory(sizes, held).total for sizes, held in parts)
-
-    needed = total(strategy)
-    if needed <= available:
-        return
-    fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
-    p, g, os = (
-        sum(getattr(held, part) for _, held in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
-    )
-    log_dist(
-        f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
-        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
-        f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
-        f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
-        ranks=[0],
-        level=logging.WARNING,
-    )

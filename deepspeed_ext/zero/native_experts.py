@@ -20,13 +20,13 @@ Note [MoE layers with sharded parameters]
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.partition_parameters import register_external_parameter
 
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.overrides import replaced
 
 EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 
@@ -46,5 +46,5 @@ def sharded(engine: Engine) -> Iterator[None]:
             expert: Any = param
             expert.ds_zero_placement_family = EXPERTS
             expert.ds_zero_partition_group_name = expert.group_name
-    with mock.patch.object(engine, "_validate_zero3_moe_compatibility", lambda: None):
+    with replaced(engine, _validate_zero3_moe_compatibility=lambda: None):
         yield

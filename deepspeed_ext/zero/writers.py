@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed import comm as dist
@@ -21,6 +20,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import all_gather_ints, all_reduce_max
 from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.overrides import replaced
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families, experts_of
 
@@ -81,8 +81,8 @@ class CheckpointWriters:
             yield
             return
         with (
-            mock.patch.object(engine.optimizer, "dp_process_group", self._group),
-            mock.patch.object(engine, "save_zero_checkpoint", self.writes),
+            replaced(engine.optimizer, dp_process_group=self._group),
+            replaced(engine, save_zero_checkpoint=self.writes),
         ):
             yield
 
@@ -95,8 +95,7 @@ class CheckpointWriters:
         flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.writes)]
         states, model, own = all_reduce_max(torch.tensor(flags).float(), between).bool().tolist()
         with (
-            mock.patch.object(engine, "save_zero_checkpoint", states),
-            mock.patch.object(engine, "save_non_zero_checkpoint", model),
-            mock.patch.object(self, "_first_does", own),
+            replaced(engine, save_zero_checkpoint=states, save_non_zero_checkpoint=model),
+            replaced(self, _first_does=own),
         ):
             yield

@@ -42,8 +42,23 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "ZeroChunk": ("deepspeed.runtime.zero.partition_parameters:*",),
     "ZeroParameter": ("deepspeed.runtime.zero.partition_parameters:*",),
 }
+# Methods that the package calls, or wraps, on objects without a type.
+UNTYPED: dict[str, tuple[str, ...]] = {
+    "deepspeed.runtime.engine:DeepSpeedEngine": ("_backward_epilogue", "_backward_prologue", "_take_model_step"),
+    "deepspeed.runtime.pipe.module:PipelineModule": ("ckpt_layer_path_list", "stage_owner"),
+    "deepspeed.runtime.zero.partitioned_param_coordinator:PartitionedParameterCoordinator": (
+        "_PartitionedParameterCoordinator__params_to_release",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ("_load_global_state", "clear_backward_seen_flag"),
+    "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3": (
+        "_load_global_state_stage3",
+        "_restore_from_bit16_weights",
+        "clear_backward_seen_flag",
+        "load_hp_checkpoint_state",
+    ),
+}
 _RETURNED = {"get_accelerator": "deepspeed.accelerator.abstract_accelerator:DeepSpeedAccelerator"}
-_BY_NAME = {"getattr", "setattr", "hasattr", "delattr", "mock.patch.object"}
+_BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 _KINDS = {property: "a property", staticmethod: "a static method", classmethod: "a class method"}
 
 
@@ -157,7 +172,8 @@ def uses() -> list[dict[str, Any]]:
     """Return what the package uses, each symbol once, with the reason, the modules that use it, and what it is."""
     modules = [importlib.import_module(name) for name in our_modules()]
     found: dict[str, dict[str, Any]] = {}
-    for use in (*_of_classes(modules), *_of_protocols(), *(use for module in modules for use in _of_module(module))):
+    by_module = (use for module in modules for use in _of_module(module))
+    for use in (*_of_classes(modules), *_of_protocols(), *_of_untyped(modules), *by_module):
         known = found.setdefault(use["target"], {"places": [], "called": False, "was": look_up(use["target"]), **use})
         known["called"] = known["called"] or use.get("called", False)
         known["places"] = sorted({*known["places"], use["place"]})
@@ -207,15 +223,13 @@ def _of_class(cls: type, parent: type) -> Iterator[dict[str, Any]]:
             yield use | {"rule": "new"}
     for base in bases:
         syntax = _syntax_of(base)
-        calls = (node.func for node in ast.walk(syntax) if isinstance(node, ast.Call))
-        called = {function.attr for function in calls if isinstance(function, ast.Attribute)}
         read = {name for name, _ in _of_self(syntax)} | set(vars(base).get("__annotations__", ()))
         read |= {name for of, name in _by_name(syntax) if ast.unparse(of) == "self"}
         for name in sorted(
             ({_mangled(name, base.__name__) for name in read} & {*dir(parent), *_set_by_methods(parent)}) - own
         ):
             use = {"target": f"{path}.{name}", "place": base.__module__, "why": _summary(base)}
-            yield use | {"called": name in called}
+            yield use | {"called": True}  # if it is a method: also one that is passed on
 
 
 def _of_protocols() -> Iterator[dict[str, Any]]:
@@ -225,10 +239,18 @@ def _of_protocols() -> Iterator[dict[str, Any]]:
         return
     for name, targets in PROTOCOLS.items():
         protocol = getattr(module, name)
-        names = {*protocol.__annotations__, *(name for name in vars(protocol) if not name.startswith("_"))}
-        for target in (f"{of}.{one}" for of in targets for one in sorted(names)):
-            if _exists(target):
-                yield {"target": target, "place": module.__name__, "why": f"read attributes of: {_summary(protocol)}"}
+        methods = {name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[:2] != "__"}
+        for of, one in ((of, one) for of in targets for one in sorted({*protocol.__annotations__, *methods})):
+            if _exists(target := f"{of}.{one}"):
+                why = f"read attributes of: {_summary(protocol)}"
+                yield {"target": target, "place": module.__name__, "why": why, "called": one in methods}
+
+
+def _of_untyped(modules: list[ModuleType]) -> Iterator[dict[str, Any]]:
+    for of, name in ((of, name) for of, names in UNTYPED.items() for name in names):
+        for module in modules:
+            if re.search(rf"\b{name}\b", Path(str(module.__file__)).read_text(encoding="utf-8")):
+                yield {"target": f"{of}.{name}", "place": module.__name__, "why": _summary(module), "called": True}
 
 
 def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
@@ -254,9 +276,12 @@ def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
 
 
 def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield objects and names in calls such as ``getattr(object, name)``."""
+    """Yield objects and names in calls such as ``getattr(object, name)`` and ``replaced(object, name=value)``."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and len(node.args) > 1 and ast.unparse(node.func) in _BY_NAME:
+        function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        if function == "replaced":
+            yield from ((node.args[0], keyword.arg) for keyword in node.keywords if keyword.arg)
+        elif function in _BY_NAME and len(node.args) > 1:
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
                 yield node.args[0], name.value

@@ -45,8 +45,8 @@ from tqdm import tqdm
 from deepspeed_ext import outer_weights
 from deepspeed_ext.comm.hops import Agree, Update
 from deepspeed_ext.loco import setup
+from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.loco.settings import LocoSettings
-from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import matrices
 from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from deepspeed_ext.loco import ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from tests.perf.lib import records
 
 BLOCK = 128

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext import build_lock
+from deepspeed_ext import op_builder
 from deepspeed_ext.config import keys
 from deepspeed_ext.config.refused import REFUSED
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
@@ -112,9 +112,9 @@ def test_the_tables_of_strategies_are_the_code() -> None:
 
 def test_messages_that_pages_quote() -> None:
     text = page("deepspeed_ext/troubleshooting.md").text + page("deepspeed_ext/debugging.md").text
-    assert f"warns after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in text
-    assert "s old, the lock file of a process that builds" in inspect.getsource(build_lock)
-    assert f"after {build_lock._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text
+    assert f"warns after {op_builder._UNKNOWN_SECONDS:.0f} seconds" in text
+    assert "s old, the lock file of a process that builds" in inspect.getsource(op_builder)
+    assert f"after {op_builder._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text
     quoted = {
         "has no key": "deepspeed_ext/values.py",
         "contradicts": "deepspeed_ext/config/validate.py",
@@ -122,8 +122,8 @@ def test_messages_that_pages_quote() -> None:
         "paro_group_size must divide the data-parallel size": "deepspeed_ext/strategy.py",
         "paro_strategy needs the number of ranks per node": "deepspeed_ext/comm/process_groups.py",
         "cannot be combined with": "deepspeed_ext/config/refused.py",
-        "groups of one rank": "deepspeed_ext/zero/factory.py",
-        "one group": "deepspeed_ext/zero/factory.py",
+        "groups of one rank": "deepspeed_ext/zero/announcement.py",
+        "one group": "deepspeed_ext/zero/announcement.py",
         "which gather parameters together": "deepspeed_ext/zero/sharded/coordinator.py",
         "enters its experts in another order than theirs": "deepspeed_ext/leaf/chunks.py",
     }

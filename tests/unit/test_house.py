@@ -173,9 +173,7 @@ def mangled(name: str, cls: type) -> str:
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_what_is_read_of_deepspeed_is_listed(name: str) -> None:
-    """Attributes in the class of the adapter, methods among what is called: so one look shows what a release moves."""
-    from deepspeed_ext.integration.relied_on import CALLED
-
+    """Attributes in the class of the adapter, so one look shows what a release moves. ``drift`` compares methods."""
     module, _, theirs = THEIRS[name].partition(":")
     parent = getattr(importlib.import_module(module), theirs)
     known, has = classes(PACKAGE), deepspeed_has(parent)
@@ -188,4 +186,3 @@ def test_what_is_read_of_deepspeed_is_listed(name: str) -> None:
     assert not read - declared, "read of DeepSpeed's and not listed in the class"
     of_ours = set().union(*(one.defined() for one in adapters)) - has
     assert not declared - has - of_ours, "listed, and DeepSpeed's class does not set it"
-    assert not called - {patch.target.rpartition(".")[2] for patch in CALLED if patch.target.startswith(THEIRS[name])}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.loco import lossless, ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
 

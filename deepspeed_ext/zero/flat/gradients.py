@@ -22,8 +22,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.bucket_plan import BucketPlan, parts_of, plan_bucket
 from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.layout import BucketPlan, parts_of, plan_bucket
 from deepspeed_ext.comm.packing import add_to
 from deepspeed_ext.comm.spans import BufferSpan, Span, split_as
 from deepspeed_ext.comm.transfer_queue import TransferQueue

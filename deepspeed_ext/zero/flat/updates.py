@@ -26,7 +26,7 @@ from deepspeed_ext.zero.shards import Window
 
 
 class FlatGroups(list[Tensor]):
-    """DeepSpeed's list of flat buffers, which gathers itself; see ``integration/seams/strategies.py``.
+    """DeepSpeed's list of flat buffers, which gathers itself; see ``integration/seams.py``.
 
     Args:
         buffers: DeepSpeed's.

@@ -23,7 +23,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from unittest import mock
 
 import deepspeed.runtime.zero.parameter_offload as parameter_offload
 import torch
@@ -41,7 +40,7 @@ from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
-from deepspeed_ext.overrides import checked, override
+from deepspeed_ext.overrides import checked, override, replaced
 
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
@@ -199,7 +198,7 @@ def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
 
     token = _coordinating.set(True)
     try:
-        with mock.patch.object(parameter_offload, "PartitionedParameterCoordinator", make):
+        with replaced(parameter_offload, PartitionedParameterCoordinator=make):
             yield
     finally:
         _coordinating.reset(token)

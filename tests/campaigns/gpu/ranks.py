@@ -15,9 +15,8 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.backends import make_reduce
-from deepspeed_ext.comm.collectives import Collectives
+from deepspeed_ext.comm.collectives import Collectives, Handles
 from deepspeed_ext.comm.hops import GatherHop, Transfer
-from deepspeed_ext.comm.pairwise import Handles
 from deepspeed_ext.loco.hop import LocoHop
 from deepspeed_ext.loco.settings import LocoSettings
 from tests.campaigns.gpu import states as states_of

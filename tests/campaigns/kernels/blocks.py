@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from deepspeed_ext.loco import ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from tests.campaigns.kernels.drawing import Drawing, garbage
 from tests.harness.cuda_on_cpu.arguments import Placed
 from tests.harness.cuda_on_cpu.comparing import Comparison

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.loco import lossless, ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from tests.campaigns.kernels.drawing import Drawing
 from tests.harness.cuda_on_cpu.arguments import Placed
 from tests.harness.cuda_on_cpu.comparing import Comparison

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.loco import lossless
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from tests.harness.cuda_on_cpu.arguments import Placed
 from tests.harness.cuda_on_cpu.emulator import INTEGERS, Use
 

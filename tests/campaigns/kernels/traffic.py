@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_ext.loco import lossless, ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.op_builder import source_folder
 from tests.campaigns.kernels.drawing import Drawing
 from tests.harness.cuda_on_cpu import building

@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import deepspeed_ext
-from deepspeed_ext.comm import background, endings
+from deepspeed_ext.comm import background
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
@@ -98,7 +98,7 @@ def given_up_case() -> tuple[float, str, int]:
         started = queue.start(GatherHop(group).all_gather(torch.ones(3)))
         time.sleep(0.1)
         begin = time.monotonic()
-        assert endings.complete(after_an_error=True) is None  # gradients are owed to nobody
+        assert background.complete(after_an_error=True) is None  # gradients are owed to nobody
         seconds = time.monotonic() - begin
         try:
             started.wait()
@@ -129,9 +129,9 @@ def finalizer_case() -> tuple[bool, bool]:
 
     TransferQueue(overlap=True, background=True, owed=True).start(transfer())
     before = bool(done)
-    (finalizer,) = endings._finalizers
+    (finalizer,) = background._finalizers
     finalizer()
-    endings._finalizers.clear()  # the next case has one of its own
+    background._finalizers.clear()  # the next case has one of its own
     return bool(done), before
 
 

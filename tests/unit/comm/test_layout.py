@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from deepspeed_ext.comm.bucket_plan import plan_bucket
-from deepspeed_ext.comm.layout import FlatLayout, Stripe
+from deepspeed_ext.comm.layout import FlatLayout, Stripe, plan_bucket
 from deepspeed_ext.comm.owners import Job, assign, rounds
 from deepspeed_ext.comm.parameter_bucket import _runs
 from deepspeed_ext.comm.spans import ShardSpan, Span, neighbors_joined, split_as, split_spans

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.comm.comm import comms_logger
 
-from deepspeed_ext.comm import pairwise
+from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 
@@ -37,7 +37,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
         due = [parts(sender, size, number)[rank] for sender in range(size)]
         received = [torch.empty_like(part) for part in due]
         started.append(
-            (pairwise.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange"), received, due)
+            (collectives.pairwise_all_to_all(group, received, parts(rank, size, number), "exchange"), received, due)
         )
     if dropped:
         del started[1]
@@ -48,7 +48,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
         handle.wait()  # again, as one may who does not know
         right.append(all(torch.equal(one, other) for one, other in zip(received, due, strict=True)))
     dist.barrier()
-    kept = len(pairwise._under_way.get(group, ()))
+    kept = len(collectives._under_way.get(group, ()))
     return [*right, kept == int(dropped)]
 
 

@@ -12,9 +12,8 @@ from deepspeed import comm as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed_ext.comm import backends, collectives, redistribution
-from deepspeed_ext.comm.bucket_plan import plan_bucket
 from deepspeed_ext.comm.hops import GatherHop
-from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.layout import FlatLayout, plan_bucket
 from deepspeed_ext.comm.packing import joined as join
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution

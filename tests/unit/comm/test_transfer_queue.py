@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed_ext.comm import background, endings
+from deepspeed_ext.comm import background
 from deepspeed_ext.comm.background import Background
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from tests.harness.stream_order import Order, Stream, device_with_streams
@@ -269,7 +269,7 @@ def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
         updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
         for _ in range(3):
             updates.start(over(order, wires))
-        assert endings.complete(after_an_error=False) is None
+        assert background.complete(after_an_error=False) is None
         assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 

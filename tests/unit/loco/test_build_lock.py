@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.utils import cpp_extension
 
-from deepspeed_ext import build_lock
+from deepspeed_ext import op_builder
 from deepspeed_ext.op_builder import LocoBuilder
 
 TINY = """
@@ -37,7 +37,7 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 def killed_while_it_builds(folder: Path) -> None:
-    with build_lock.built_once(folder, "it"):
+    with op_builder.built_once(folder, "it"):
         (folder / "lock").touch()  # as torch does
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,9 +46,9 @@ def killed_while_it_builds(folder: Path) -> None:
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Warnings, which come early."""
     messages: list[str] = []
-    monkeypatch.setattr(build_lock.logger, "warning", messages.append)
-    monkeypatch.setattr(build_lock, "_UNKNOWN_SECONDS", 0.0)
-    monkeypatch.setattr(build_lock, "_ALIVE_SECONDS", 0.5)
+    monkeypatch.setattr(op_builder.logger, "warning", messages.append)
+    monkeypatch.setattr(op_builder, "_UNKNOWN_SECONDS", 0.0)
+    monkeypatch.setattr(op_builder, "_ALIVE_SECONDS", 0.5)
     return messages
 
 
@@ -79,11 +79,11 @@ def real_build_case(root: str) -> tuple[bool, str]:
 
     os.environ["TORCH_EXTENSIONS_DIR"] = root
     messages: list[str] = []
-    build_lock.logger.warning = messages.append
+    op_builder.logger.warning = messages.append
     try:
         file = Tiny().load(verbose=False).__file__
     finally:
-        del build_lock.logger.warning
+        del op_builder.logger.warning
     return any(f"removed {root}/tiny/lock" in message for message in messages), file
 
 
@@ -92,7 +92,7 @@ def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
     together = threading.Barrier(2, timeout=20)
 
     def build() -> None:
-        with build_lock.built_once(folder, "it"):
+        with op_builder.built_once(folder, "it"):
             together.wait()
 
     waiters = [threading.Thread(target=build, daemon=True) for _ in range(2)]
@@ -101,7 +101,7 @@ def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
     deadline = time.monotonic() + 20
     while len(told) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(3 * build_lock._POLL_SECONDS)
+    time.sleep(3 * op_builder._POLL_SECONDS)
     done()
     for waiter in waiters:
         waiter.join(20)
@@ -136,7 +136,7 @@ def no_flock(*_: Any) -> None:
 
 @pytest.mark.usefixtures("blocking")
 def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) -> None:
-    builder = build_lock.built_once(tmp_path, "it")
+    builder = op_builder.built_once(tmp_path, "it")
     builder.__enter__()
     (tmp_path / "lock").touch()
 
@@ -155,10 +155,10 @@ def test_a_file_that_torch_locks_itself_is_no_obstacle(
     lock = tmp_path / "lock"
     lock.touch()  # left there after a build
     with monkeypatch.context() as patch:
-        patch.setattr(build_lock, "_boot_id", lambda: "another")
+        patch.setattr(op_builder, "_boot_id", lambda: "another")
         assert in_child(lambda: built(tmp_path)) == 0
     assert in_child(lambda: built(tmp_path)) == 0
-    with build_lock.built_once(tmp_path, "it"):
+    with op_builder.built_once(tmp_path, "it"):
         assert lock.exists()
     assert not told
 
@@ -166,5 +166,5 @@ def test_a_file_that_torch_locks_itself_is_no_obstacle(
 def built(folder: Path) -> None:
     """Build, and end; a build that waits does not."""
     threading.Timer(10, lambda: os._exit(1)).start()
-    with build_lock.built_once(folder, "it"):
+    with op_builder.built_once(folder, "it"):
         os._exit(0)

@@ -17,7 +17,7 @@ from torch import Tensor
 from deepspeed_ext.comm.spans import ShardSpan
 from deepspeed_ext.loco import ops, reference, sampling
 from deepspeed_ext.loco.feedback import ErrorFeedback
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.settings import LocoSettings
 
 pytestmark = pytest.mark.quick
@@ -303,14 +303,12 @@ def test_a_sample_of_one_message_has_its_relative_error() -> None:
     width, sender, sample = 2**14, Sender(beta=0.8), sampling.Sampling()
     for step in range(2):
         gradient, before, error = normal(1, width, seed=step), sender.kept(width), sender.error
-
-        def give(blocks: range, gradient: Tensor = gradient, error: Tensor | None = error) -> Tensor:
-            return sampling.compensated(gradient, error, 1.0, 128, False, blocks)
-
         with mock.patch.object(sampling, "LOOK", 2**12):
             sample.begin(look=True)
-            given, *others = [sample.given(width, sender.packing, give) for _ in range(3)]
-            assert given is not None and given.numel() <= 2**12 and others == [None, None]
+            blocks, *others = [sample.blocks(width, sender.packing) for _ in range(3)]
+            assert blocks is not None and others == [None, None]
+            given = sampling.compensated(gradient, error, blocks, unit=1.0, block_size=128)
+            assert given.numel() <= 2**12
             arrived = sender.send(gradient)
             sample.note(given, sender.wire, width, sender.packing)
         whole = gradient + before

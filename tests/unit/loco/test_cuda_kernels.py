@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deepspeed_ext.loco import ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from scripts import ROOT
 from tests.campaigns.kernels import resources
 from tests.harness import nvcc

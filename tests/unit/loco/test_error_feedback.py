@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deepspeed_ext.comm.spans import Contents, ShardSpan
 from deepspeed_ext.loco import feedback as errors_of_messages
 from deepspeed_ext.loco import setup
-from deepspeed_ext.loco.feedback import ErrorFeedback
+from deepspeed_ext.loco.feedback import ErrorFeedback, SpanMap
 from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.loco.span_map import SpanMap
 
 pytestmark = pytest.mark.quick
 
@@ -210,4 +209,4 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
 def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
-    assert setup._where_errors_are(engine) == expected
+    assert setup._place_of_errors(engine) == expected

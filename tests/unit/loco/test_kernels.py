@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed_ext.loco import ops, reference
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 from tests.harness.tiers import deep
 
 KEPT = (torch.uint8, torch.bfloat16, torch.float32)
@@ -205,7 +205,7 @@ def test_differences_refuse_what_does_not_fit() -> None:
 WITHOUT_COMPILER = """
 import warnings, torch
 from deepspeed_ext.loco import ops
-from deepspeed_ext.loco.packing import Packing
+from deepspeed_ext.loco.reference import Packing
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     assert not ops.load_kernels() and not ops.load_kernels() and not ops.has_kernels("CPU")

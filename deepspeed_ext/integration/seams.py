@@ -1,0 +1,357 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that replace DeepSpeed's, by a patch or by a hook of a fork.
+
+Each takes the original first and then the original's arguments, looks for our keys, and calls the original if there
+are none. Other modules of the package are imported inside of these functions only: most of them import DeepSpeed,
+whose own import may not have ended when this module is imported.
+
+``require`` raises if this DeepSpeed is not supported.
+"""
+
+import functools
+import importlib
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+    from torch import Tensor, nn
+
+    from deepspeed_ext.deepspeed_types import Engine, LeafOptimizer
+
+Replace = Callable[..., Callable[..., Any]]  # makes a replacement from the original, and ``require`` if asked for
+
+
+def lazily(target: str) -> Replace:
+    """Make a function of another module a replacement.
+
+    Args:
+        target: ``module:function``, imported when it is first called.
+    """
+    module, _, name = target.partition(":")
+    return _replacing(module, name, lambda: getattr(importlib.import_module(module), name))
+
+
+def _seam(behavior: Callable[..., Any]) -> Replace:
+    """Make a function of this module a replacement: a decorator."""
+    return _replacing(behavior.__module__, behavior.__name__, lambda: behavior)
+
+
+def _replacing(module: str, name: str, resolve: Callable[[], Callable[..., Any]]) -> Replace:
+    def replace(original: Callable[..., Any], require: Callable[[], None] | None = None) -> Callable[..., Any]:
+        known = {} if require is None else {"require": require}
+        behavior: Callable[..., Any] | None = None
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            nonlocal behavior
+            if behavior is None:  # resolved once: ZeRO-3's prefetching calls one of these for each parameter
+                behavior = resolve()
+            return behavior(original, *args, **kwargs, **known)
+
+        return replacement
+
+    replace.__module__, replace.__name__ = module, name
+    return replace
+
+
+# Configurations ###################################################################################
+
+
+@_seam
+def parse_our_keys(
+    parse: Callable[..., Any],
+    param_dict: dict[str, Any],
+    *args: Any,
+    require: Callable[[], None] = lambda: None,
+    **kwargs: Any,
+) -> Any:
+    from deepspeed_ext.config.implied_stage import forget_stage
+    from deepspeed_ext.config.keys import SECTION, our_keys
+    from deepspeed_ext.config.validate import check_top_level
+
+    check_top_level(param_dict)
+    section: Any = param_dict.get(SECTION)
+    forget_stage(section)
+    if not our_keys(section):  # nothing until here needs DeepSpeed
+        return parse(param_dict, *args, **kwargs)
+    require()
+    from deepspeed_ext.config.section import parse_and_imply
+
+    return parse_and_imply(section)
+
+
+@_seam
+def leave_removed_keys_to_us(reject: Callable[..., Any], param_dict: dict[str, Any]) -> Any:
+    from deepspeed_ext.config.keys import without_removed
+
+    return reject(without_removed(param_dict))
+
+
+@_seam
+def check_our_keys(
+    init: Callable[..., None],
+    self: Any,
+    config: Any,
+    mpu: Any = None,
+    mesh_device: Any = None,
+    require: Callable[[], None] = lambda: None,
+) -> None:
+    from deepspeed_ext.config.keys import REPORT, SECTION, our_keys
+    from deepspeed_ext.integration import plugins
+
+    if isinstance(config, dict):
+        plugins.configure(config)
+    try:
+        init(self, config, mpu, mesh_device)
+    except Exception:
+        # The reason may be that this DeepSpeed is not the one that we patch: then say that instead.
+        if our_keys(getattr(self, "_param_dict", {}).get(SECTION)):
+            require()
+        raise
+    if our_keys(self._param_dict.get(SECTION)):
+        from deepspeed_ext.config.check import check_config
+
+        check_config(self, mpu, mesh_device)
+        if getattr(self.zero_config, REPORT, None) is not None:
+            plugins.require("report", f"{SECTION}.{REPORT}")
+
+
+# Engines ##########################################################################################
+
+
+@_seam
+def decide_on_a_strategy(configure: Callable[..., None], self: "Engine", model: "nn.Module") -> None:
+    from deepspeed_ext.config.section import undecided
+    from deepspeed_ext.integration import plugins
+
+    if undecided(self._config):
+        from deepspeed_ext.planner.fastest import decide_for
+
+        decide_for(self, model)
+    configure(self, model)
+    plugins.engine_ready(self)
+
+
+@_seam
+def keep_in_zero(sanity_check: Callable[..., Any], self: "Engine", basic_optimizer: object) -> Any:
+    wrapper = sanity_check(self, basic_optimizer)
+    from deepspeed.runtime.engine import BFLOAT16, ZERO_OPTIMIZATION
+
+    from deepspeed_ext.config.section import active_strategy
+
+    return ZERO_OPTIMIZATION if wrapper == BFLOAT16 and active_strategy(self._config) else wrapper
+
+
+@_seam
+def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer: object) -> Any:
+    from deepspeed_ext.config.section import active_strategy, record_optimizer
+
+    strategy = active_strategy(self._config)
+    if "deepspeed_ext.leaf.modules" in sys.modules:
+        from deepspeed_ext.leaf.modules import unset_leaves
+
+        unset_leaves(self.module)  # of an engine before this one
+    if strategy is None:
+        chunks = "deepspeed_ext.zero.sharded.parameter_chunks"
+        if self.zero_optimization_partition_weights() and chunks in sys.modules:
+            from deepspeed_ext.zero.sharded.parameter_chunks import repartition_for_stock
+
+            repartition_for_stock(self.module)
+        return configure(self, optimizer)
+    from deepspeed_ext.config.implied_stage import warn_without_zero_init
+    from deepspeed_ext.loco.setup import ConfiguredHops
+    from deepspeed_ext.zero.factory import configure_with
+
+    warn_without_zero_init(self._config, strategy, self.module)
+    made = configure_with(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
+    record_optimizer(self._config)
+    return made
+
+
+# ZeRO #############################################################################################
+
+
+@_seam
+def gather_our_parameters(
+    all_gather_dp_groups: Callable[..., None], groups_flat: object, *args: Any, **kwargs: Any
+) -> None:
+    own = getattr(groups_flat, "all_gather", None)
+    if own is None or not own():
+        all_gather_dp_groups(groups_flat, *args, **kwargs)
+
+
+@_seam
+def compare_within_group(assert_ints_same: Callable[..., None], ints: list[int]) -> None:
+    from deepspeed_ext.zero.sharded.coordinator import assert_same_in_group
+
+    if not assert_same_in_group(ints):
+        assert_ints_same(ints)
+
+
+@_seam
+def modify_in_all_groups(
+    init: Callable[..., None],
+    self: Any,
+    params: Any,
+    modifier_rank: int | None = None,
+    fwd_module: Any = None,
+    enabled: bool = True,
+) -> None:
+    from deepspeed_ext.zero.resync import ask_all
+    from deepspeed_ext.zero.sharded.parameter_chunks import listed, replicated, sharded_over_all
+    from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
+
+    wait_for_whole_parameters()
+    if modifier_rank is not None:
+        ask_all()
+    if not enabled:  # DeepSpeed does not look at the parameters, and they may come once: ``model.parameters()``
+        init(self, params, modifier_rank, fwd_module, enabled)
+        return
+    params = listed(params)
+    with sharded_over_all(replicated(params)):
+        init(self, params, modifier_rank, fwd_module, enabled)
+
+
+@_seam
+def broadcast_to_all_groups(leave: Callable[..., Any], self: Any, *exc: object) -> Any:
+    from deepspeed_ext.zero.sharded.parameter_chunks import broadcast_to_replicas, replicated
+
+    if self.src_rank is not None:
+        broadcast_to_replicas(replicated(self.params), self.src_rank_by_group)
+    return leave(self, *exc)
+
+
+@_seam
+def choose_leaves(
+    choose: Callable[..., None],
+    self: "DeepSpeedZeRoOffload",
+    module: "nn.Module",
+    zero_module_granularity_threshold: int,
+) -> None:
+    from deepspeed_ext.zero.sharded.coordinator import is_coordinating
+
+    if not is_coordinating():
+        choose(self, module, zero_module_granularity_threshold)
+        return
+    from deepspeed_ext.leaf.setup import by_granularity
+
+    by_granularity(self, module, zero_module_granularity_threshold)
+
+
+def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(wrapped)  # neither lazily nor a seam: torch.compile follows only what a statement imports
+    def zero3_linear_wrap(input: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> Any:
+        from deepspeed_ext.leaf.units import linear
+
+        return linear(wrapped, input, weight, bias)
+
+    return zero3_linear_wrap
+
+
+@_seam
+def watch_our_leaves(create: Callable[..., None], self: "LeafOptimizer") -> None:
+    from deepspeed_ext.leaf.gradients import LateGradients
+
+    create(self)
+    LateGradients(self)  # a strategy's optimizer replaces these hooks
+
+
+@_seam
+def reduce_what_waits(epilogue: Callable[..., None], self: "LeafOptimizer") -> None:
+    from deepspeed_ext.leaf.gradients import reduce_late_gradients
+
+    reduce_late_gradients(self)
+    epilogue(self)
+
+
+@_seam
+def complete_transfers_first(destroy: Callable[..., None], group: Any = None) -> None:
+    from torch.distributed import GroupMember
+
+    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.background" not in sys.modules:
+        destroy(group)
+        return
+    from deepspeed_ext.comm import background
+
+    failure = background.complete(after_an_error=sys.exc_info()[0] is not None)
+    destroy(group)
+    if failure is not None:
+        raise RuntimeError(background.failed(failure)) from failure
+
+
+# Checkpoints ######################################################################################
+
+
+@_seam
+def write_files_safely(create: Callable[..., Any], config_params: Any, *args: Any, **kwargs: Any) -> Any:
+    from deepspeed_ext.config.saves import refuse_without_strategy, saves_aside
+    from deepspeed_ext.config.section import active_strategy, require_optimizer
+
+    if active_strategy(config_params) is None:
+        refuse_without_strategy(config_params)
+        return create(config_params, *args, **kwargs)
+    require_optimizer(config_params)  # the engine has made it: of what comes later, this alone is called by all
+    from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
+    from deepspeed_ext.checkpoint.files import wrap
+
+    return wrap(create(config_params, *args, **kwargs), AsyncSaves if saves_aside(config_params) else None)
+
+
+@_seam
+def save_as_a_whole(save: Callable[..., Any], self: "Engine", save_dir: str | None, *args: Any, **kwargs: Any) -> Any:
+    if not save_dir or not _has_our_files(self):
+        return save(self, save_dir, *args, **kwargs)
+    from deepspeed_ext.checkpoint import saving
+
+    return saving.save_checkpoint(save, self, save_dir, *args, **kwargs)
+
+
+@_seam
+def load_what_was_checked(
+    load: Callable[..., Any], self: "Engine", load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    ours = _has_our_files(self)
+    if not ours and not (self.load_universal_checkpoint() and self.zero_optimization()):
+        try:
+            return load(self, load_dir, tag, *args, **kwargs)
+        except KeyError as error:
+            from deepspeed_ext.checkpoint import loading
+
+            loading.explain(error, self, load_dir, tag)
+            raise
+    from deepspeed_ext.checkpoint import loading
+
+    by_us = loading.load_checkpoint if ours else loading.load_into_stock
+    return by_us(load, self, load_dir, tag, *args, **kwargs)
+
+
+def _has_our_files(engine: "Engine") -> bool:
+    """Whether the engine has an optimizer of ours, and writes its files through us."""
+    module = sys.modules.get("deepspeed_ext.zero.optimizer")  # whoever has made one has imported it
+    if module is None or not isinstance(engine.optimizer, module.ParoOptimizer):
+        return False
+    from deepspeed_ext.checkpoint.files import CheckpointFiles
+
+    return isinstance(engine.checkpoint_engine, CheckpointFiles)
+
+
+@_seam
+def find_files_of_other_stages(
+    names: Callable[..., list[str]], self: "Engine", checkpoints_path: str, tag: str
+) -> list[str]:
+    """Find model states in a universal checkpoint of another stage, which have another name: fixes a bug of DeepSpeed.
+
+    A fork has the fix in DeepSpeed's own files, by a patch of the series; this changes nothing there.
+    """
+    found = names(self, checkpoints_path, tag)
+    if found or not self.load_universal_checkpoint():
+        return found
+    pattern = Path(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*", pp_placeholder="0"))
+    stages12 = re.sub(r"^zero_pp_rank_\d+_", "", pattern.name)
+    wanted = f"zero_pp_rank_0_{pattern.name}" if stages12 == pattern.name else stages12
+    return sorted(str(path) for path in pattern.parent.glob(wanted))

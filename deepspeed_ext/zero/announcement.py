@@ -1,0 +1,110 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Log lines on rank 0 about the strategy of an engine: groups, and memory that is too small."""
+
+import logging
+from collections.abc import Sequence
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import log_dist
+
+from deepspeed_ext.comm.process_groups import ranks_per_node
+from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
+from deepspeed_ext.config.outer import OuterSettings
+from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.model_bytes import on_device
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
+from deepspeed_ext.version import __version__
+from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, family_of
+
+
+def announce(
+    strategy: Strategy, topologies: Topologies, engine: Engine, *, changed: Sequence[str], outer: OuterSettings | None
+) -> None:
+    """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
+
+    At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
+    will be. Where the planner has chosen, its own warning says what and why, and this line is INFO.
+
+    Args:
+        changed: defaults of DeepSpeed that have been changed.
+        outer: settings of the outer optimizer, if there is one.
+    """
+    topology = topologies[DENSE]
+    chosen = getattr(engine._config, "strategy_was_chosen", False)
+    n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
+    compressed = engine._config.zero_config.zeropp_loco_param is not None
+    defaults = f" (by default here: {', '.join(changed)})" if changed else ""
+    if engine._config.zero_config.paro_overlap_updates and strategy.p == strategy.os:
+        defaults += f"; {SECTION}.{OVERLAP_UPDATES} changes nothing: with p = os no parameters come back after a step"
+    hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
+    log_dist(
+        f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
+        f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}"
+        f"{''.join(_of_experts(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
+        f"{_of_outer(outer)}"
+        f"{defaults}",
+        ranks=[0],
+        level=logging.INFO if chosen else logging.WARNING,
+    )
+
+
+def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
+    """Return what a strategy comes down to where there is one group, or groups are one rank; else nothing."""
+    n, m = sizes.ranks, sizes.group_size
+    if 1 < m < n:
+        return ""
+    groups = "one group" if m == n else "groups of one rank"
+    size = f"({SECTION}.{GROUP_SIZE} is {m})"
+    name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
+    plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
+    nothing = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
+    comes_down_to = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
+    return f": {groups}{comes_down_to}{nothing} {size}"
+
+
+def _of_experts(name: str, sizes: GroupSizes) -> str:
+    """Return what to say of the groups of a family of experts."""
+    small = ", so I is N for them" if sizes.group_size == 1 else ""
+    return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
+
+
+def _of_outer(settings: OuterSettings | None) -> str:
+    """Return what to say of an outer optimizer."""
+    if settings is None:
+        return ""
+    given = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
+    return f"; groups train apart, with an outer step every {settings.steps} steps ({given})"
+
+
+def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
+    """Warn on rank 0 if the model states of a rank exceed its device's memory by the formula."""
+    available = get_accelerator().total_memory()
+    if get_accelerator().device_name() == "cpu":
+        available /= ranks_per_node() or 1
+    topology = topologies[DENSE]
+    of_families = {
+        name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
+    }
+    parts = [(topologies[name].sizes, on_device(engine, some)) for name, some in of_families.items()]
+
+    def total(row: Strategy) -> float:
+        return sum(row.memory(sizes, held).total for sizes, held in parts)
+
+    needed = total(strategy)
+    if needed <= available:
+        return
+    fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
+    p, g, os = (
+        sum(getattr(held, part) for _, held in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
+    )
+    log_dist(
+        f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
+        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
+        f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
+        f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
+        ranks=[0],
+        level=logging.WARNING,
+    )
