@@ -30,9 +30,9 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.loco.span_map import SpanMap
 
 _Placed = list[tuple[ShardSpan, Span]]  # spans, each with its place in a bucket

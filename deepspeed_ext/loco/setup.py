@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce, make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
+from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings, of_outer_steps
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop
 from deepspeed_ext.loco.kernels import require_kernels
 from deepspeed_ext.loco.sampling import Sampling
-from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings, of_outer_steps
 from deepspeed_ext.loco.sums import QuantizedSums
 from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
@@ -43,7 +43,7 @@ def inter_hop(engine: Engine, strategy: Strategy) -> MakeReduce:
 
     def make_both(group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         hop = make(group, name, reduce_scatter)
-        require_kernels(get_accelerator().device_name(), hop.collectives.group, UPDATES_KEY)
+        require_kernels(get_accelerator().device_name(), hop.collectives.group, UpdateSettings.key)
         hop.sums = sums = QuantizedSums(settings.sums, *_where_errors_are(engine))
         sums.errors.on_step = _reporter(engine, sums.sent, _events(UPDATE_EVENTS, name))
         if name == _DENSE:
@@ -124,15 +124,15 @@ def announce_updates(settings: UpdateSettings, block_size: int, groups: int, wha
             "there is one group, so nothing crosses between groups. Set zero_optimization.paro_group_size to make "
             "more groups."
         )
-    log_dist(f"deepspeed_ext: {UPDATES_KEY}: {said}", ranks=[0])
+    log_dist(f"deepspeed_ext: {UpdateSettings.key}: {said}", ranks=[0])
 
 
 def announce(settings: LocoSettings, groups: int) -> None:
     """Log LoCo's settings on rank 0."""
     if groups == 1:
         log_dist(
-            f"deepspeed_ext: {KEY}: there is one group, so nothing crosses between groups, and nothing is "
-            f"compressed. Set zero_optimization.paro_group_size to make more groups.",
+            f"deepspeed_ext: {LocoSettings.key}: there is one group, so nothing crosses between groups, and nothing "
+            f"is compressed. Set zero_optimization.paro_group_size to make more groups.",
             ranks=[0],
         )
         return

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import ReduceHop, SumsGather, Transfer, all_gather
 from deepspeed_ext.comm.spans import Spans
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.packing import Packing
 from deepspeed_ext.loco.sampling import Sampling, compensated
-from deepspeed_ext.loco.settings import LocoSettings
 
 
 class QuantizedSums(SumsGather):

@@ -24,7 +24,7 @@ from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY, as_given
-from deepspeed_ext.config.outer import OuterSettings
+from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget

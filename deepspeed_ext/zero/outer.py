@@ -44,7 +44,7 @@ from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.config.outer import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
 
 
 class InnerStepsOnly:

@@ -14,17 +14,23 @@ if TYPE_CHECKING:
 def write_files_safely(create: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create)
     def create_checkpoint_engine(config_params: Any, *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.config.saves import refuse_without_strategy, saves_aside
-        from deepspeed_ext.config.section import active_strategy, require_optimizer
+        from deepspeed_ext.config.section import (
+            active_strategy,
+            refuse_saves_without_strategy,
+            require_optimizer,
+            save_settings,
+        )
 
         if active_strategy(config_params) is None:
-            refuse_without_strategy(config_params)
+            refuse_saves_without_strategy(config_params)
             return create(config_params, *args, **kwargs)
         require_optimizer(config_params)  # the engine has made it: of what comes later, this alone is called by all
         from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
         from deepspeed_ext.checkpoint.files import wrap
 
-        return wrap(create(config_params, *args, **kwargs), AsyncSaves if saves_aside(config_params) else None)
+        return wrap(
+            create(config_params, *args, **kwargs), AsyncSaves if save_settings(config_params).async_save else None
+        )
 
     return create_checkpoint_engine
 

@@ -15,9 +15,8 @@ def parse_our_keys(
 ) -> Callable[..., Any]:
     @functools.wraps(get_zero_config)
     def parse(param_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        from deepspeed_ext.config.implied_stage import forget_stage
-        from deepspeed_ext.config.keys import SECTION, our_keys
-        from deepspeed_ext.config.validate import check_top_level
+        from deepspeed_ext.config.implied import forget_stage
+        from deepspeed_ext.config.keys import SECTION, check_top_level, our_keys
 
         check_top_level(param_dict)
         section: Any = param_dict.get(SECTION)

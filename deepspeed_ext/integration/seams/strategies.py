@@ -43,7 +43,7 @@ def make_our_optimizer(configure: Callable[..., Any]) -> Callable[..., Any]:
 
                 repartition_for_stock(self.module)
             return configure(self, optimizer)
-        from deepspeed_ext.config.implied_stage import warn_without_zero_init
+        from deepspeed_ext.config.implied import warn_without_zero_init
         from deepspeed_ext.loco.setup import gather_hop, inter_hop, outer_hops
         from deepspeed_ext.zero.factory import configure_with
 

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.config.outer import MOST_AT_ONCE, NEEDS, OuterSettings
+from deepspeed_ext.config.model import WITH_OUTER
+from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -29,7 +30,7 @@ def of(name: str, settings: OuterSettings, model: Model = MODEL, sizes: GroupSiz
     return predict_outer(STRATEGIES[name], sizes, model, RATES, settings)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", WITH_OUTER)
 def test_an_outer_step_by_hand(name: str) -> None:
     row, found = STRATEGIES[name], of(name, OuterSettings())
     alone = predict(row, CLUSTER, MODEL, RATES)
@@ -46,7 +47,7 @@ def test_an_outer_step_by_hand(name: str) -> None:
     assert found.average.seconds["between"] == found.average.busy["between"] == pytest.approx(found.exposed / 30)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", WITH_OUTER)
 def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
     found = of(name, STREAMING)
     each_way = 3 / 16 * TRAINED * 4.125 / 8
