@@ -8,8 +8,8 @@ Errors are one paragraph with the key, what was expected, and what was given; th
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from annotated_types import Predicate
-from pydantic import AfterValidator, BeforeValidator, Field
+from annotated_types import Ge, Predicate
+from pydantic import AfterValidator, BeforeValidator
 
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
@@ -37,6 +37,7 @@ from deepspeed_ext.config.settings import (
     ReportSettings,
     Settings,
     UpdateSettings,
+    allowed,
     must_be,
     no_key,
 )
@@ -62,84 +63,68 @@ class ParoConfig(Settings):
     paro_strategy: Annotated[
         str | None,
         AfterValidator(_strategy_name),
-        Field(description=f'one of {", ".join(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
+        allowed(f'one of {", ".join(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
     ] = None
     """The [placement](../zero/README.md) of parameters, gradients and optimizer states, one letter each: N replicated,
     I sharded inside a group, G sharded over all ranks. Sets `stage` if that is absent."""
     paro_group_size: Annotated[
-        int | None,
-        Field(
-            ge=1,
-            description="an integer of at least 1 (ranks in a group), or absent",
-            json_schema_extra={"shown": "ranks per node"},
-        ),
+        int | None, allowed("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
     ] = None
     """Data-parallel ranks in a group; a divisor of the data-parallel size."""
-    paro_overlap_updates: Annotated[bool, Field(description="true or false")] = False
+    paro_overlap_updates: Annotated[bool, allowed("true or false")] = False
     """With p = N: updated parameters are gathered
     [during the next forward](../zero/README.md#what-goes-under-compute); with p = I they always are."""
     paro_quantized_updates: Annotated[
-        UpdateSettings | None, _parsed(UpdateSettings), Field(description=UpdateSettings.expected())
+        UpdateSettings | None, _parsed(UpdateSettings), allowed(UpdateSettings.expected())
     ] = None
     """Updated parameters are sent between groups as differences
     [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients are. With
     p = N or I beside a strategy, or beside `stage` 1 or 2 or `mics_shard_size`."""
     paro_outer_optimizer: Annotated[
-        OuterSettings | None, _parsed(OuterSettings), Field(description=OuterSettings.expected())
+        OuterSettings | None, _parsed(OuterSettings), allowed(OuterSettings.expected())
     ] = None
     """Groups train apart, and [an outer optimizer](../zero/README.md#an-outer-optimizer) brings them together every 30
     steps. With os = I: III, NII, INI, NNI."""
-    paro_parameter_cache_bytes: Annotated[
-        int, Field(ge=0, description="an integer of at least 0 (bytes on each device)")
-    ] = 0
+    paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
     """With `offload_param` and ING, IIG or IGG: slices of parameters that are
     [on the device as well](../zero/README.md#parameters-in-host-memory)."""
     paro_memory_gb: Annotated[
         float | None,
-        Field(
+        allowed(
+            "a number above 0 (GB, 10^9 bytes, for model states of a rank), or absent",
+            "70 % of the device's free memory",
             gt=0,
-            description="a number above 0 (GB, 10^9 bytes, of each rank for model states), or absent",
-            json_schema_extra={"shown": "70 % of the device's free memory"},
         ),
     ] = None
     """With `"fastest"`: the memory for model states; the rest is for activations and buffers."""
-    paro_decision_file: Annotated[str, Field(min_length=1, description="the path of a file")] = "paro_decision.json"
+    paro_decision_file: Annotated[str, allowed("the path of a file", min_length=1)] = "paro_decision.json"
     """With `"fastest"`: the file in which the decision is kept, for later runs."""
     paro_micro_step_seconds: Annotated[
         float | None,
-        Field(
-            ge=0,
-            description="a number of at least 0 (seconds of forward and backward), or absent",
-            json_schema_extra={"shown": "an estimate"},
-        ),
+        allowed("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
     ] = None
     """With `"fastest"`: seconds of forward and backward of a micro-step without communication; see
     [the planner](../planner/README.md#compute)."""
-    paro_report: Annotated[
-        ReportSettings | None, _parsed(ReportSettings), Field(description=ReportSettings.expected())
-    ] = None
+    paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(ReportSettings.expected())] = None
     """Some steps are recorded, and [where their time goes](../tools/report/README.md) is shown; also with a plain
     stage."""
     stage3_leaf_bytes: Annotated[
-        bool | Annotated[int, Field(ge=0)],
-        Field(
-            description=f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that "
-            f"{MOST_LIVE} gives"
+        bool | Annotated[int, Ge(0)],
+        allowed(
+            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MOST_LIVE} gives"
         ),
     ] = 0
     """With stage 3 or p = I or G: modules that fit are [fetched as one](../leaf/README.md)."""
     mics_shard_size: Annotated[
         int,
         Predicate(lambda size: size >= 1 or size == -1),
-        Field(description="an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
+        allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
     """MiCS, which DeepSpeed has removed: means `paro_strategy` III with that `paro_group_size`, and cannot be combined
     with these two."""
-    mics_hierarchical_params_gather: Annotated[Any, Field(description="true or false")] = False
+    mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
     """Accepted beside `mics_shard_size`; implied, since III gathers only inside groups."""
-    zeropp_loco_param: Annotated[
-        LocoSettings | None, _parsed(LocoSettings), Field(description=LocoSettings.expected())
-    ] = None
+    zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(LocoSettings.expected())] = None
     """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. Beside a
     strategy, or beside `stage` 1, 2 or 3 alone, where groups are nodes."""
 

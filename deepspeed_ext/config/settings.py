@@ -93,11 +93,22 @@ def _one_of(*allowed: object) -> Predicate:
     return Predicate(allowed.__contains__)
 
 
+def allowed(expected: str, shown: str = "", **bounds: Any) -> Any:
+    """Return a field of a key.
+
+    Args:
+        expected: what a value must be, for errors.
+        shown: its default in tables of keys, if that is not a value.
+        bounds: of pydantic's ``Field``.
+    """
+    return Field(description=expected, json_schema_extra={"shown": shown} if shown else None, **bounds)
+
+
 _Bits = Annotated[int, _one_of(4, 8)]
 _BlockSize = Annotated[int, _one_of(*(2**power for power in range(5, 13)))]
-_BLOCK_SIZE = Field(description="a power of two from 32 to 4096 (elements)")
-_Steps = Annotated[int, Field(ge=1, description="an integer of at least 1 (optimizer steps)")]
-_Flag = Annotated[bool, Field(description="true or false")]
+_BLOCK_SIZE = allowed("a power of two from 32 to 4096 (elements)")
+_Steps = Annotated[int, allowed("an integer of at least 1 (optimizer steps)", ge=1)]
+_Flag = Annotated[bool, allowed("true or false")]
 
 
 class LocoSettings(Settings, frozen=True):
@@ -105,15 +116,15 @@ class LocoSettings(Settings, frozen=True):
 
     key: ClassVar[str] = f"{SECTION}.{LOCO}"
 
-    err_beta: Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)")] = 0.8
+    err_beta: Annotated[float, allowed("a number in [0, 1)", ge=0, lt=1)] = 0.8
     """Weight of the old error in its moving average."""
     reset_T: _Steps = 1024
     """Optimizer steps after which all errors are set to zero."""
-    bits: Annotated[_Bits, Field(description="4 or 8")] = 4
+    bits: Annotated[_Bits, allowed("4 or 8")] = 4
     """Bits of a gradient that is sent."""
     block_size: Annotated[_BlockSize, _BLOCK_SIZE] = _BLOCK
     """Elements that share a scale."""
-    error_bits: Annotated[int, _one_of(8, 16), Field(description="8 or 16")] = 8
+    error_bits: Annotated[int, _one_of(8, 16), allowed("8 or 16")] = 8
     """Bits of a kept error: 8 (with a scale for each block) or 16."""
     error_feedback: _Flag = True
     """Whether errors are kept at all."""
@@ -139,7 +150,7 @@ class UpdateSettings(Settings, frozen=True):
 
     key: ClassVar[str] = f"{SECTION}.{QUANTIZED_UPDATES}"
 
-    bits: Annotated[_Bits | Literal["exact"], Field(description=f'4, 8 or "{EXACT}"')] = 4
+    bits: Annotated[_Bits | Literal["exact"], allowed(f'4, 8 or "{EXACT}"')] = 4
     """Bits of a parameter's difference that is sent; "exact": as many as it takes to lose nothing."""
     block_size: Annotated[_BlockSize | None, _BLOCK_SIZE] = None
     """Elements that share a scale; None: the best for what is sent."""
@@ -188,23 +199,23 @@ class OuterSettings(Settings, frozen=True):
 
     key: ClassVar[str] = f"{SECTION}.{OUTER}"
 
-    steps: Annotated[int, Field(ge=1, description="an integer of at least 1 (inner steps)")] = 30
+    steps: Annotated[int, allowed("an integer of at least 1 (inner steps)", ge=1)] = 30
     """Inner steps from one outer step to the next."""
-    lr: Annotated[float, Field(gt=0, description="a number above 0")] = 0.7
+    lr: Annotated[float, allowed("a number above 0", gt=0)] = 0.7
     """Learning rate of the outer optimizer, SGD with momentum."""
-    momentum: Annotated[float, Field(ge=0, lt=1, description="a number in [0, 1)")] = 0.9
+    momentum: Annotated[float, allowed("a number in [0, 1)", ge=0, lt=1)] = 0.9
     """Momentum of the outer optimizer."""
     nesterov: _Flag = True
     """Whether it is Nesterov's momentum."""
-    warmup_steps: Annotated[int, Field(ge=0, description="an integer of at least 0 (steps)")] = 0
+    warmup_steps: Annotated[int, allowed("an integer of at least 0 (steps)", ge=0)] = 0
     """Steps at the beginning that average gradients over all groups, as the strategy alone does."""
-    bits: Annotated[int, _one_of(4, 8, 16, 32), Field(description="4, 8, 16 or 32")] = 32
+    bits: Annotated[int, _one_of(4, 8, 16, 32), allowed("4, 8, 16 or 32")] = 32
     """Bits of an element that is sent between groups."""
-    fragments: Annotated[int, Field(ge=1, description="an integer of at least 1")] = 1
+    fragments: Annotated[int, allowed("an integer of at least 1", ge=1)] = 1
     """Parts of the model that are sent by turns."""
-    delay: Annotated[int, Field(ge=0, description="an integer of at least 0 (inner steps)")] = 0
+    delay: Annotated[int, allowed("an integer of at least 0 (inner steps)", ge=0)] = 0
     """Inner steps from the sending of a fragment to its use, which hide the transfer."""
-    offload: Annotated[Literal["none", "cpu"], Field(description='"none" or "cpu"')] = "none"
+    offload: Annotated[Literal["none", "cpu"], allowed('"none" or "cpu"')] = "none"
     """"cpu" keeps anchors and the outer optimizer's states on the host."""
 
     @classmethod
@@ -246,9 +257,9 @@ class ReportSettings(Settings, frozen=True):
 
     key: ClassVar[str] = f"{SECTION}.{REPORT}"
 
-    folder: Annotated[str, Field(min_length=1, description="the path of a folder")] = "paro_report"
+    folder: Annotated[str, allowed("the path of a folder", min_length=1)] = "paro_report"
     """Folder in which rank 0 writes the report."""
-    after: Annotated[int, Field(ge=2, description="an integer of at least 2 (optimizer steps)")] = 10
+    after: Annotated[int, allowed("an integer of at least 2 (optimizer steps)", ge=2)] = 10
     """Optimizer steps of warm-up, before the first one that is timed."""
     steps: _Steps = 3
     """Optimizer steps that are recorded."""
@@ -293,12 +304,12 @@ class SaveSettings(Settings, frozen=True):
 
     async_save: _Flag = False
     """Saves [continue while training goes on](../checkpoint/README.md#asynchronous-saves)."""
-    memory_folder: Annotated[str, Predicate(os.path.isabs), Field(description="an absolute path")] = "/dev/shm"
+    memory_folder: Annotated[str, Predicate(os.path.isabs), allowed("an absolute path")] = "/dev/shm"
     """With `async_save`: where [saves in memory](../checkpoint/README.md#saves-that-survive-a-node) are, of all jobs,
     in a folder of their own."""
-    memory_copies: Annotated[int, Field(ge=0, description="an integer of at least 0")] = 1
+    memory_copies: Annotated[int, allowed("an integer of at least 0", ge=0)] = 1
     """Number of other groups that keep a copy of each file in memory that only one group's ranks have."""
-    zero_order: Annotated[_Flag, Field(json_schema_extra={"shown": "`true`; with `async_save` `false`"})] = True
+    zero_order: Annotated[bool, allowed("true or false", "`true`; with `async_save` `false`")] = True
     """With p = N: files have optimizer states in ZeRO's order, for which 12 bytes of each parameter of a shard are
     exchanged between ranks in a save."""
 
