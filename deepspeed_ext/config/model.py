@@ -178,7 +178,7 @@ class ParoConfig(Settings):
         self.mics_shard_size, self.mics_hierarchical_params_gather = -1, False
 
     def _imply_strategy(self, section: Mapping[str, Any]) -> None:
-        """Set the strategy that a stage of DeepSpeed's is, if one of our keys needs one and none is given."""
+        """Set the strategy that the stage is, if one of our keys implies it, and LoCo's settings if they are implied."""
         budget, threshold, quantized = self.stage3_leaf_bytes, section.get(THRESHOLD), section.get(QUANTIZED)
         if budget and threshold:
             raise ValueError(
@@ -249,9 +249,8 @@ class ParoConfig(Settings):
                 f"be one of {', '.join(WITH_OUTER)}, got {self.paro_strategy!r}. III shards parameters inside a "
                 f"group, NII replicates them."
             )
-        quantized = bool(section.get(QUANTIZED))
-        for key, is_set in ((LOCO, LOCO in section), (QUANTIZED, quantized), (QUANTIZED_UPDATES, True)):
-            if is_set and key in section:
+        for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):
+            if key in section and (section[key] or key != QUANTIZED):
                 raise ValueError(
                     f"{SECTION}.{key} cannot be combined with {outer}: in inner steps nothing is sent between groups, "
                     f"and {outer}.bits says in how many bits the outer steps send. Remove {key}."
