@@ -178,7 +178,7 @@ class ParoConfig(Settings):
         self.mics_shard_size, self.mics_hierarchical_params_gather = -1, False
 
     def _imply_strategy(self, section: Mapping[str, Any]) -> None:
-        """Set the strategy that the stage is, if one of our keys implies it, and LoCo's settings if they are implied."""
+        """Set the strategy that the stage is, if one of our keys implies it, and LoCo's settings if implied."""
         budget, threshold, quantized = self.stage3_leaf_bytes, section.get(THRESHOLD), section.get(QUANTIZED)
         if budget and threshold:
             raise ValueError(
