@@ -6,10 +6,10 @@ Errors are one paragraph with the key, what was expected, and what was given; th
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from annotated_types import Ge, Predicate
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
@@ -38,8 +38,10 @@ from deepspeed_ext.config.settings import (
     Settings,
     UpdateSettings,
     allowed,
+    dictionary_of,
     must_be,
     no_key,
+    parse,
 )
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, parse_strategy
 
@@ -55,10 +57,10 @@ def _parsed(kind: type[Settings]) -> BeforeValidator:
     return BeforeValidator(lambda given: None if given is None else kind.parse(given))
 
 
-class ParoConfig(Settings):
+class ParoConfig(BaseModel):
     """Our keys of ``zero_optimization``."""
 
-    key: ClassVar[str] = SECTION
+    model_config = ConfigDict(strict=True)
 
     paro_strategy: Annotated[
         str | None,
@@ -75,13 +77,13 @@ class ParoConfig(Settings):
     """With p = N: updated parameters are gathered
     [during the next forward](../zero/README.md#what-goes-under-compute); with p = I they always are."""
     paro_quantized_updates: Annotated[
-        UpdateSettings | None, _parsed(UpdateSettings), allowed(UpdateSettings.expected())
+        UpdateSettings | None, _parsed(UpdateSettings), allowed(dictionary_of(UpdateSettings))
     ] = None
     """Updated parameters are sent between groups as differences
     [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients are. With
     p = N or I beside a strategy, or beside `stage` 1 or 2 or `mics_shard_size`."""
     paro_outer_optimizer: Annotated[
-        OuterSettings | None, _parsed(OuterSettings), allowed(OuterSettings.expected())
+        OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
     ] = None
     """Groups train apart, and [an outer optimizer](../zero/README.md#an-outer-optimizer) brings them together every 30
     steps. With os = I: III, NII, INI, NNI."""
@@ -105,7 +107,9 @@ class ParoConfig(Settings):
     ] = None
     """With `"fastest"`: seconds of forward and backward of a micro-step without communication; see
     [the planner](../planner/README.md#compute)."""
-    paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(ReportSettings.expected())] = None
+    paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(dictionary_of(ReportSettings))] = (
+        None
+    )
     """Some steps are recorded, and [where their time goes](../tools/report/README.md) is shown; also with a plain
     stage."""
     stage3_leaf_bytes: Annotated[
@@ -124,7 +128,9 @@ class ParoConfig(Settings):
     with these two."""
     mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
     """Accepted beside `mics_shard_size`; implied, since III gathers only inside groups."""
-    zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(LocoSettings.expected())] = None
+    zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
+        None
+    )
     """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. Beside a
     strategy, or beside `stage` 1, 2 or 3 alone, where groups are nodes."""
 
@@ -144,7 +150,7 @@ class ParoConfig(Settings):
                 raise no_key(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
             if value is None and cls.model_fields[key].default is None:  # which means that a key is absent
                 raise must_be(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
-        ours = cls.parse(given)
+        ours = parse(cls, given, SECTION)
         ours._revive_mics(section)
         ours._imply_strategy(section)
         if ours.paro_strategy is None:
@@ -201,7 +207,7 @@ class ParoConfig(Settings):
         ):
             is_set = getattr(self, key) not in (None, False)
             if is_set and self.paro_strategy is None:
-                stage = section.get(STAGE)
+                stage: Any = section.get(STAGE)
                 if isinstance(stage, bool) or stage not in stages:
                     raise ValueError(f"{SECTION}.{key} needs {SECTION}.{alternative}, got stage {stage!r}.")
                 self.paro_strategy = STRATEGY_OF_STAGE.get(stage, "NNG")

@@ -27,6 +27,7 @@ EXACT_BITS = 3.6
 MOST_AT_ONCE = 2**26  # elements that an outer step sends at once: this bounds the memory of a transfer
 REPORT_VARIABLE = "DEEPSPEED_EXT_REPORT"
 UNDISTURBED = 3  # steps before the recorded ones, and as many after, with which these are compared
+_Model = TypeVar("_Model", bound=BaseModel)
 _Own = TypeVar("_Own", bound="Settings")
 
 
@@ -43,45 +44,49 @@ def no_key(where: str, key: object, known: Iterable[str], whose: str = "its keys
     return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(known)}.{hint}")
 
 
-class Settings(BaseModel):
-    """The sub-keys of one key, or keys of one section. ``key``: its name."""
+def parse(kind: type[_Model], given: object, where: str, inside: str = "{where}.{key}") -> _Model:
+    """Return a model of the values that a user has written.
 
-    model_config = ConfigDict(strict=True)  # 4 is neither true nor "4"
+    Args:
+        kind: its fields have descriptions: what a value must be.
+        given: the keys and their values.
+        where: the name of the place of these values, for errors.
+        inside: how to name a key there.
+
+    Raises:
+        ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or of another type.
+    """
+    fields = kind.model_fields
+    if not isinstance(given, Mapping):
+        raise must_be(where, dictionary_of(kind), given)
+    for key in given:
+        if key not in fields:
+            raise no_key(where, key, fields)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":  # of a validator, with all that there is to say
+            raise first["ctx"]["error"] from None
+        key = str(first["loc"][0])
+        raise must_be(inside.format(where=where, key=key), fields[key].description or "", given[key]) from None
+
+
+def dictionary_of(kind: type[BaseModel]) -> str:
+    """Return what a value must be to become a model, for errors."""
+    return f"a dictionary of {', '.join(kind.model_fields)} (each may be left out)"
+
+
+class Settings(BaseModel):
+    """The sub-keys of one key, or our keys of one section. ``key``: its name."""
+
+    model_config = ConfigDict(strict=True, frozen=True)  # 4 is neither true nor "4"
     key: ClassVar[str]
 
     @classmethod
     def parse(cls: type[_Own], given: object, where: str = "", inside: str = "{where}.{key}") -> _Own:
-        """Return the settings that a user has written.
-
-        Args:
-            given: the keys and their values, or settings that have been parsed.
-            where, inside: the names of this place and of a key in it, for errors; by default a configuration's.
-
-        Raises:
-            ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or of another type.
-        """
-        if isinstance(given, cls):
-            return given
-        where = where or cls.key
-        if not isinstance(given, Mapping):
-            raise must_be(where, cls.expected(), given)
-        for key in given:
-            if key not in cls.model_fields:
-                raise no_key(where, key, cls.model_fields)
-        try:
-            return cls(**given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            if first["type"] == "value_error":  # of a validator, with all that there is to say
-                raise first["ctx"]["error"] from None
-            key = str(first["loc"][0])
-            expected = cls.model_fields[key].description or ""
-            raise must_be(inside.format(where=where, key=key), expected, given[key]) from None
-
-    @classmethod
-    def expected(cls) -> str:
-        """Return what a value must be to be parsed, for errors."""
-        return f"a dictionary of {', '.join(cls.model_fields)} (each may be left out)"
+        """Return the settings that a user has written, or settings that have been parsed; see ``parse``."""
+        return given if isinstance(given, cls) else parse(cls, given, where or cls.key, inside)
 
     def as_dict(self, given: bool = False) -> dict[str, Any]:
         """Return plain values, for checkpoints and logs; only those that a user has given, if so asked."""
@@ -111,7 +116,7 @@ _Steps = Annotated[int, allowed("an integer of at least 1 (optimizer steps)", ge
 _Flag = Annotated[bool, allowed("true or false")]
 
 
-class LocoSettings(Settings, frozen=True):
+class LocoSettings(Settings):
     """How gradients are quantized between groups."""
 
     key: ClassVar[str] = f"{SECTION}.{LOCO}"
@@ -145,7 +150,7 @@ class LocoSettings(Settings, frozen=True):
         return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
 
 
-class UpdateSettings(Settings, frozen=True):
+class UpdateSettings(Settings):
     """How updated parameters, or sums of gradients that are sent back, are quantized between groups."""
 
     key: ClassVar[str] = f"{SECTION}.{QUANTIZED_UPDATES}"
@@ -193,7 +198,7 @@ class UpdateSettings(Settings, frozen=True):
         return EXACT_BITS if isinstance(self.bits, str) else self.bits + 16 / self.difference_block
 
 
-class OuterSettings(Settings, frozen=True):
+class OuterSettings(Settings):
     """How groups are brought together; the words are those of DiLoCo (arXiv:2311.08105) and Streaming DiLoCo
     (arXiv:2501.18512)."""
 
@@ -252,7 +257,7 @@ def of_outer_steps(bits: int) -> tuple[LocoSettings, UpdateSettings]:
     return LocoSettings(bits=bits, block_size=_BLOCK), UpdateSettings(bits=bits)
 
 
-class ReportSettings(Settings, frozen=True):
+class ReportSettings(Settings):
     """The steps that are recorded, and the folder of the report."""
 
     key: ClassVar[str] = f"{SECTION}.{REPORT}"
@@ -297,7 +302,7 @@ class ReportSettings(Settings, frozen=True):
         return json.dumps(self.as_dict())
 
 
-class SaveSettings(Settings, frozen=True):
+class SaveSettings(Settings):
     """Our keys in the section ``checkpoint``."""
 
     key: ClassVar[str] = "checkpoint"

@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
+from pydantic import BaseModel
+
 from deepspeed_ext.config.model import ParoConfig
-from deepspeed_ext.config.settings import SaveSettings, Settings
+from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
 from tests.perf.lib import predictions, studies, study_rows, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
@@ -94,7 +96,7 @@ def growth() -> Table:
     return ["", "groups", "messages of a step", "made in, s", "step, s", "MB"], lines
 
 
-def keys(kind: type[Settings]) -> Table:
+def keys(kind: type[BaseModel]) -> Table:
     """Return the keys that are the fields of a model, with the strings below them."""
     (tree,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(kind)).body)
     docs = {ast.unparse(one.target): doc for one, doc in pairwise(tree.body) if isinstance(one, ast.AnnAssign)}

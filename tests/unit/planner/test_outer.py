@@ -62,7 +62,7 @@ def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
     assert slower.total_seconds == pytest.approx(0.04) and slower.seconds["between"] == 0
     assert slower.busy["between"] == pytest.approx(5 * fragment / 30)
     for delay, copied in ((0, MOST_AT_ONCE), (1, 1.5e8)):
-        whole = of(name, replace(STREAMING, fragments=1, delay=delay))
+        whole = of(name, STREAMING.model_copy(update={"fragments": 1, "delay": delay}))
         assert whole.transfer == pytest.approx(4 * copied + ERRORS) and whole.received == found.received
 
 
@@ -71,7 +71,7 @@ def test_bits_and_places_of_what_is_held() -> None:
         found = of("III", OuterSettings(bits=bits))
         assert found.received == pytest.approx(2 * 3 / 16 * TRAINED * wire / 8), bits
         assert found.held == pytest.approx(9e8 + (ERRORS if bits < 16 else 0)), bits
-    offloaded = of("III", replace(STREAMING, offload="cpu"))
+    offloaded = of("III", STREAMING.model_copy(update={"offload": "cpu"}))
     assert offloaded.held == pytest.approx(ERRORS) and offloaded.average.host == pytest.approx(9e8)
     assert offloaded.transfer == of("III", STREAMING).transfer
     one_group = of("III", OuterSettings(bits=4), sizes=GroupSizes(4, 4))
