@@ -53,13 +53,13 @@ class ZeroConfig(Protocol):
     paro_group_size: int | None
     paro_overlap_updates: bool
     paro_parameter_cache_bytes: int
-    paro_quantized_updates: dict[str, Any] | None
-    paro_outer_optimizer: dict[str, Any] | None
+    paro_quantized_updates: Any  # settings of config.settings, or None
+    paro_outer_optimizer: Any
     paro_memory_gb: float | None
     paro_decision_file: str
     paro_micro_step_seconds: float | None
-    stage3_leaf_bytes: bool | int | None
-    zeropp_loco_param: dict[str, Any] | None
+    stage3_leaf_bytes: bool | int
+    zeropp_loco_param: Any
 
 
 class Config(Protocol):

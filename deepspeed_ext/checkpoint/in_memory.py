@@ -52,7 +52,7 @@ from deepspeed_ext.comm.agreement import (
 )
 from deepspeed_ext.comm.host_channel import HostChannel, windows
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
-from deepspeed_ext.config.saves import ASYNC_SAVE, CHECKPOINT, memory_copies
+from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.zero.optimizer import ParoOptimizer
@@ -98,11 +98,11 @@ def _require_able(engine: Engine) -> CheckpointFiles:
     if not isinstance(engine.optimizer, ParoOptimizer) or not isinstance(files, CheckpointFiles):
         raise ValueError("save_in_memory needs an engine with zero_optimization.paro_strategy, and our own writer.")
     if files.aside is None:
-        raise ValueError(f'save_in_memory needs "{CHECKPOINT}": {{"{ASYNC_SAVE}": true}} in the configuration.')
+        raise ValueError('save_in_memory needs "checkpoint": {"async_save": true} in the configuration.')
     if engine.use_node_local_storage():
         raise ValueError(
-            f"save_in_memory cannot be combined with {CHECKPOINT}.use_node_local_storage: what the memory of several "
-            f"nodes holds is loaded from a folder that all of them share."
+            "save_in_memory cannot be combined with checkpoint.use_node_local_storage: what the memory of several "
+            "nodes holds is loaded from a folder that all of them share."
         )
     if isinstance(engine.optimizer.outer, OuterOptimizer):
         raise ValueError(
@@ -361,7 +361,7 @@ class _Ring:
         topology = engine.optimizer.topology
         self._ranks, self._size = data_parallel_ranks(topology.world), topology.sizes.group_size
         self._rank, self.groups = topology.rank, topology.sizes.groups
-        self.wanted = memory_copies(engine._config)
+        self.wanted = save_settings(engine._config).memory_copies
         copies = min(self.wanted, self.groups - 1)  # what is left of a job that has lost a node goes on
         self._steps = range(1, copies + 1)
         self.targets = [self._neighbor(step) for step in self._steps]

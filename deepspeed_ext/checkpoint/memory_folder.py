@@ -30,7 +30,7 @@ from deepspeed.utils import logger
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.checkpoint.host_memory import available_memory
 from deepspeed_ext.checkpoint.owned import OwnedFolder, boot_id
-from deepspeed_ext.config.saves import memory_folder
+from deepspeed_ext.config.section import save_settings
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -126,7 +126,7 @@ class MemoryFolder:
     """
 
     def __init__(self, config: "DeepSpeedConfig", save_dir: str | os.PathLike[str], run: str) -> None:
-        self.parent, self._save_dir = Path(memory_folder(config)), os.path.abspath(save_dir)
+        self.parent, self._save_dir = Path(save_settings(config).memory_folder), os.path.abspath(save_dir)
         key = hashlib.sha256(os.fsencode(self._save_dir) + run.encode()).hexdigest()[:16]
         self.path = self.parent / f"{_prefix()}{key}"
         self._owned: OwnedFolder | None = None  # what a save is written into
@@ -272,7 +272,7 @@ class MemoryFolder:
 def forget(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
     """Remove the saves in memory of the run in ``save_dir`` from this node. Never raises."""
     with contextlib.suppress(OSError):
-        if any(Path(memory_folder(config)).glob(f"{_prefix()}*")) and (run := run_of(save_dir)):
+        if any(Path(save_settings(config).memory_folder).glob(f"{_prefix()}*")) and (run := run_of(save_dir)):
             MemoryFolder(config, save_dir, run).forget()
 
 

@@ -20,7 +20,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import forget
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
-from deepspeed_ext.config.saves import saves_in_zeros_order
+from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.version import __version__
@@ -80,7 +80,7 @@ def save_checkpoint(
             engine.optimizer.outer.in_place(),
             files.saving(commit.folder, header, writers.left_to_others, snapshot),
             writers.numbered(engine),
-            replaced(engine.optimizer, own_order=not saves_in_zeros_order(engine._config), is_saved=True),
+            replaced(engine.optimizer, own_order=not save_settings(engine._config).in_zeros_order, is_saved=True),
             replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # done above
         ):
             saved: bool = save(

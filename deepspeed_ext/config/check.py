@@ -5,17 +5,16 @@
 It runs on every rank alike, before any communication of ours.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.candidates import possible_strategies
-from deepspeed_ext.config.implied_stage import refuse_unread_stage
-from deepspeed_ext.config.keys import SECTION, STRATEGY, our_keys
-from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
+from deepspeed_ext.config.implied import as_written, refuse_unread_stage
+from deepspeed_ext.config.keys import FASTEST, OF_FASTEST, SECTION, STRATEGY, our_keys
+from deepspeed_ext.config.model import STRATEGY_OF_STAGE
 from deepspeed_ext.config.refused import refuse_beside
-from deepspeed_ext.config.saves import check_saves
-from deepspeed_ext.config.section import ParoZeroConfig, parse_section
-from deepspeed_ext.strategy import GroupSizes, Placement
+from deepspeed_ext.config.section import ParoZeroConfig, active_strategy, parse_section, save_settings, undecided
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -46,11 +45,11 @@ def _check_strategy(
 
     if zero.paro_group_size is not None and dist.is_initialized():
         GroupSizes(sharding_ranks(config, mpu), zero.paro_group_size)
-    strategy = zero.strategy
-    if strategy is None and not zero.undecided:
+    strategy = active_strategy(config)
+    if strategy is None and not undecided(config):
         return
     refuse_mesh(given, mpu, mesh_device)
-    check_saves(config)
+    save_settings(config)
     _check_muon(config)
     if strategy is None:
         possible_strategies(config)
@@ -94,6 +93,50 @@ def use_strategy_of_stage(config: "DeepSpeedConfig", mpu: Any) -> None:
     section = config._param_dict[SECTION]
     config.zero_config = parse_section({**section, STRATEGY: STRATEGY_OF_STAGE[int(config.zero_config.stage)]})
     check_config(config, mpu)
+
+
+# The strategies that a configuration leaves to choose from, if it asks for the fastest ##########################
+
+
+def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
+    """Return the strategies from which a parsed configuration leaves to choose.
+
+    Raises:
+        ValueError: there is none; with the reason for each.
+    """
+    found: list[Strategy] = []
+    reasons: dict[str, list[str]] = {}
+    for name, strategy in STRATEGIES.items():
+        try:
+            decided(config, strategy)
+            found.append(strategy)
+        except (ValueError, AssertionError) as error:
+            reasons.setdefault(str(error).replace(name, "it"), []).append(name)
+    if not found:
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {why}")
+    return found
+
+
+def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
+    """Return a parsed configuration that asks for the fastest, with this strategy instead.
+
+    Raises:
+        ValueError: what is configured beside it contradicts it.
+        AssertionError: DeepSpeed's own checks find such a thing.
+    """
+    written = as_written(config._param_dict[SECTION])
+    section = {key: value for key, value in written.items() if key not in OF_FASTEST} | {STRATEGY: strategy.name}
+    # Not parsed as a whole: batch sizes were settled with the number of ranks that was known then.
+    found = copy.copy(config)
+    found._param_dict = {**config._param_dict, SECTION: section}
+    found.zero_config = parse_section(section)
+    found.zero_optimization_stage = found.zero_config.stage
+    found.zero_enabled = True
+    found.strategy_was_chosen = True
+    refuse_beside(found, strategy)
+    found._do_error_check()
+    return found
 
 
 # Over which ranks ZeRO shards and reduces ##########################################################

@@ -1,6 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The names of keys in ``zero_optimization``, and which keys of a raw section are ours."""
+"""Names of keys in ``zero_optimization`` for errors and other files, and which keys of a raw section are ours.
+
+Each of ours is a field of ``model.ParoConfig``.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,22 +16,18 @@ OVERLAP_UPDATES = "paro_overlap_updates"
 QUANTIZED_UPDATES = "paro_quantized_updates"
 OUTER = "paro_outer_optimizer"
 CACHE_BYTES = "paro_parameter_cache_bytes"
-KEYS = (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, QUANTIZED_UPDATES, OUTER, CACHE_BYTES)
 MEMORY = "paro_memory_gb"
 DECISION = "paro_decision_file"
-DECISION_FILE = "paro_decision.json"
 MICRO_STEP = "paro_micro_step_seconds"
 OF_FASTEST = (MEMORY, DECISION, MICRO_STEP)
 LEAF_BYTES = "stage3_leaf_bytes"
 REPORT = "paro_report"  # the only one that is for plain stages, too
-OURS = (*KEYS, *OF_FASTEST, LEAF_BYTES, REPORT)
 
 # DeepSpeed's own until 0.19.6 (MiCS) and 0.19.7 (LoCo); since then it refuses them, and they are ours.
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
-MICS_KEYS = (MICS_SIZE, MICS_HIERARCHICAL)
 LOCO = "zeropp_loco_param"
-REMOVED = (*MICS_KEYS, LOCO)
+REMOVED = (MICS_SIZE, MICS_HIERARCHICAL, LOCO)
 
 # DeepSpeed's.
 STAGE = "stage"
@@ -40,7 +39,7 @@ _PREFIXES = ("paro", "stage3_leaf")
 
 
 def our_keys(section: Any) -> list[str]:
-    """Return the keys of a raw section that are meant for us, misspelt ones included."""
+    """Return the keys of a raw section that are meant for us, misspelled ones included."""
     if not isinstance(section, Mapping):
         return []
     return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in REMOVED]
@@ -59,7 +58,7 @@ def asked_by(section: Mapping[str, Any]) -> str:
 
 
 def as_given(config: Mapping[str, Any], key: str) -> Any:
-    """Return what a raw configuration gives under a key of ``zero_optimization``; None if it does not."""
+    """Return the value of a key of ``zero_optimization`` in a raw configuration; None if it is not there."""
     section = config.get(SECTION)
     return section.get(key) if isinstance(section, Mapping) else None  # DeepSpeed takes true for stage 1
 
@@ -72,6 +71,11 @@ def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, SECTION: {key: value for key, value in section.items() if key not in REMOVED}}
 
 
-def is_count(value: Any, least: int = 1) -> bool:
-    """Whether a value is an integer of at least ``least``; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def check_top_level(config: Mapping[str, Any]) -> None:
+    """Refuse our keys outside their section, where DeepSpeed would ignore them.
+
+    Raises:
+        ValueError: one is there.
+    """
+    for key in our_keys(config):
+        raise ValueError(f"{key!r} is at the top level of the configuration; it belongs into {SECTION}.")

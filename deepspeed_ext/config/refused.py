@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What our optimizers do not do, and a user may configure beside a strategy. Refused, never skipped; a row for each.
+"""Options of DeepSpeed that cannot be combined with a strategy, a row for each. They are refused, never skipped.
 
 What only the model or the optimizer object can tell is in ``unsupported.py``.
 """
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.config.keys import CACHE_BYTES, QUANTIZED_UPDATES, SECTION, STRATEGY, asked_by
+from deepspeed_ext.config.keys import CACHE_BYTES, QUANTIZED_UPDATES, SECTION, STRATEGY, THRESHOLD, asked_by
 from deepspeed_ext.config.section import offloads
-from deepspeed_ext.loco.settings import EXACT, UpdateSettings
+from deepspeed_ext.config.settings import EXACT
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
 
 if TYPE_CHECKING:
@@ -41,10 +41,6 @@ def _sliced(strategy: Strategy) -> bool:
     return sharded(strategy) and strategy.p != strategy.os
 
 
-def _shards_gradients(strategy: Strategy) -> bool:
-    return strategy.stage > 1
-
-
 def _releases_parameters(strategy: Strategy) -> bool:
     return strategy.p == Placement.G
 
@@ -63,22 +59,22 @@ class Refusal:
 
     Attributes:
         key: its full name.
-        find: looks for it in the parsed configuration, and returns something true if it is there.
         why: the reason.
+        find: looks for it in the parsed configuration, and returns something true if it is there.
         applies: with which strategies.
     """
 
     key: str
-    find: Callable[["DeepSpeedConfig"], Any]
     why: str
+    find: Callable[["DeepSpeedConfig"], Any]
     applies: Callable[[Strategy], bool] = always
 
 
 def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
-    """Refuse what is configured and a strategy's optimizer does not do.
+    """Refuse the options that a strategy's optimizer does not support.
 
     Raises:
-        ValueError: something of that is configured.
+        ValueError: one of them is configured.
     """
     asked = asked_by(config._param_dict[SECTION])
     names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
@@ -88,193 +84,180 @@ def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
             raise ValueError(f"{row.key} cannot be combined with {SECTION}.{given}: {row.why}. Remove one of the two.")
 
 
+def _in_zero(
+    key: str,
+    why: str,
+    applies: Callable[[Strategy], bool] = always,
+    find: Callable[[Any], Any] | None = None,
+) -> Refusal:
+    """Return the refusal of a key of ``zero_optimization``: if it is true, or if ``find`` says so of the section."""
+    look = find or (lambda zero: getattr(zero, key))
+    return Refusal(f"{SECTION}.{key}", why, lambda config: look(config.zero_config), applies)
+
+
+def _on_nvme(section: Any) -> bool:
+    return getattr(section, "device", None) == "nvme"
+
+
 def _passes(config: "DeepSpeedConfig") -> set[str]:
-    """The passes of DeepCompile, where it is on."""
+    """Return the passes of DeepCompile; none if it is off."""
     return set(config.compile_config.passes or []) if config.compile_config.deepcompile else set()
 
 
-def _quantizes_updates(config: "DeepSpeedConfig") -> bool:
-    return config.zero_config.paro_quantized_updates is not None
+def _quantizes_updates(zero: Any) -> bool:
+    return zero.paro_quantized_updates is not None
 
 
-def _without_loss(config: "DeepSpeedConfig") -> bool:
-    return _quantizes_updates(config) and UpdateSettings.parse(config.zero_config.paro_quantized_updates).bits == EXACT
+def _without_loss(zero: Any) -> bool:
+    return _quantizes_updates(zero) and zero.paro_quantized_updates.bits == EXACT
 
 
 def _in_16_bits(config: "DeepSpeedConfig") -> bool:
     return bool(config.float16_config.enabled or config.bfloat16_config.enabled)
 
 
+def _without_master_weights(kind: str, section: str) -> Refusal:
+    def find(config: "DeepSpeedConfig") -> bool:
+        quantizes = _quantizes_updates(config.zero_config) and not _without_loss(config.zero_config)
+        return quantizes and bool(getattr(getattr(config, section), f"{kind}_master_weights_and_grads"))
+
+    return Refusal(
+        f"{kind}.{kind}_master_weights_and_grads",
+        f"quantization errors are corrected from the optimizer's fp32 weights, without which {QUANTIZED_UPDATES} "
+        f"would lose them",
+        find,
+        _updates_may_be_quantized,
+    )
+
+
+_UNSHARDED = "parameters are not sharded; it needs stage 3"
 _GATHERED_AFTER_STEPS = ", ".join(name for name, row in STRATEGIES.items() if _sliced(row))
+_STAGE_1 = ", ".join(name for name, row in STRATEGIES.items() if row.stage == 1)
 
 REFUSED: tuple[Refusal, ...] = (
-    Refusal(f"{SECTION}.zenflow", lambda c: c.zero_config.zenflow, "ZenFlow reduces gradients its own way"),
-    Refusal(
-        f"{SECTION}.offload_optimizer.super_offload",
-        lambda c: getattr(c.zero_config.offload_optimizer, "super_offload", False),
+    _in_zero("zenflow", "ZenFlow reduces gradients its own way"),
+    _in_zero(
+        "offload_optimizer.super_offload",
         "SuperOffload is an optimizer of its own",
+        find=lambda zero: getattr(zero.offload_optimizer, "super_offload", False),
     ),
-    Refusal(
-        f"{SECTION}.offload_optimizer.device",
-        lambda c: getattr(c.zero_config.offload_optimizer, "device", None) == "nvme",
+    _in_zero(
+        "offload_optimizer.device",
         "optimizer states on NVMe are not supported; use device cpu",
+        find=lambda zero: _on_nvme(zero.offload_optimizer),
     ),
-    Refusal(
-        f"{SECTION}.offload_param",
-        lambda c: c.zero_config.offload_param,
-        "parameters are not sharded; it needs stage 3",
-        replicated,
-    ),
-    Refusal(
-        f"{SECTION}.stage3_module_granularity_threshold",
-        lambda c: c.zero_config.module_granularity_threshold,
-        "parameters are not sharded; it needs stage 3",
-        replicated,
-    ),
-    Refusal(
-        f"{SECTION}.offload_param.device",
-        lambda c: getattr(c.zero_config.offload_param, "device", None) == "nvme",
+    _in_zero("offload_param", _UNSHARDED, replicated),
+    _in_zero(THRESHOLD, _UNSHARDED, replicated, lambda zero: zero.module_granularity_threshold),
+    _in_zero(
+        "offload_param.device",
         "parameters on NVMe are not supported; use device cpu",
         sharded,
+        lambda zero: _on_nvme(zero.offload_param),
     ),
-    Refusal(
-        f"{SECTION}.{CACHE_BYTES}",
-        lambda c: c.zero_config.paro_parameter_cache_bytes,
+    _in_zero(
+        CACHE_BYTES,
         f"it keeps slices that are gathered after steps; strategies that have such: {_GATHERED_AFTER_STEPS}",
         lambda strategy: not _sliced(strategy),
     ),
-    Refusal(
-        f"{SECTION}.{CACHE_BYTES}",
-        lambda c: c.zero_config.paro_parameter_cache_bytes and not offloads(c.zero_config.offload_param),
+    _in_zero(
+        CACHE_BYTES,
         f"it is for parameters in host memory: set {SECTION}.offload_param.device to cpu as well",
         _sliced,
+        lambda zero: zero.paro_parameter_cache_bytes and not offloads(zero.offload_param),
     ),
-    Refusal(
-        f"{SECTION}.stage3_use_all_reduce_for_fetch_params",
-        lambda c: c.zero_config.use_all_reduce_for_fetch_params,
+    _in_zero(
+        "stage3_use_all_reduce_for_fetch_params",
         "parameters are gathered by all-gathers within and between groups",
         sharded,
+        lambda zero: zero.use_all_reduce_for_fetch_params,
     ),
-    Refusal(
-        f"{SECTION}.enable_sanity_checks",
-        lambda c: c.zero_config.enable_sanity_checks,
-        "it compares buckets over all ranks, but groups reduce their own",
-        sharded,
-    ),
-    Refusal(
-        f"{SECTION}.pipeline_loading_checkpoint",
-        lambda c: c.zero_config.pipeline_loading_checkpoint,
+    _in_zero("enable_sanity_checks", "it compares buckets over all ranks, but groups reduce their own", sharded),
+    _in_zero(
+        "pipeline_loading_checkpoint",
         "it passes a token from rank to rank of one group that holds all states",
         _sharded_with_states_inside_groups,
     ),
     Refusal(
         "checkpoint.use_node_local_storage",
-        lambda c: c.use_node_local_storage,
         "only the ranks of the first group write optimizer states",
+        lambda config: config.use_node_local_storage,
         _sharded_with_states_inside_groups,
     ),
-    Refusal(
-        f"{SECTION}.zero_hpz_partition_size",
-        lambda c: c.zero_config.zero_hpz_partition_size > 1,
+    _in_zero(
+        "zero_hpz_partition_size",
         "hpZ shards the parameters of stage 3 inside a group; strategies with p = I do that",
+        find=lambda zero: zero.zero_hpz_partition_size > 1,
     ),
-    Refusal(
-        f"{SECTION}.zero_quantized_weights",
-        lambda c: c.zero_config.zero_quantized_weights,
+    _in_zero(
+        "zero_quantized_weights",
         f"parameters are gathered as they are; {QUANTIZED_UPDATES} sends what a step has changed of them in few bits",
         _updates_may_be_quantized,
     ),
-    Refusal(
-        f"{SECTION}.zero_quantized_weights",
-        lambda c: c.zero_config.zero_quantized_weights,
-        f"no parameters cross between groups; {QUANTIZED_UPDATES} sends sums of gradients back in few bits",
+    _in_zero(
+        "zero_quantized_weights",
+        f"no parameters are sent between groups; {QUANTIZED_UPDATES} sends sums of gradients back in few bits",
         _replicates_states,
     ),
-    Refusal(
-        f"{SECTION}.zero_quantized_weights",
-        lambda c: c.zero_config.zero_quantized_weights,
-        "parameters are gathered as they are",
-        _releases_parameters,
-    ),
-    Refusal(
-        f"{SECTION}.zero_quantized_nontrainable_weights",
-        lambda c: c.zero_config.zero_quantized_nontrainable_weights,
-        "parameters are gathered exactly",
-    ),
-    Refusal(
-        f"{SECTION}.reduce_scatter",
-        lambda c: c.zero_config.zeropp_loco_param is not None and not c.zero_config.reduce_scatter,
+    _in_zero("zero_quantized_weights", "parameters are gathered as they are", _releases_parameters),
+    _in_zero("zero_quantized_nontrainable_weights", "parameters are gathered exactly"),
+    _in_zero(
+        "reduce_scatter",
         "LoCo's reduction between groups is not an all-reduce",
+        find=lambda zero: zero.zeropp_loco_param is not None and not zero.reduce_scatter,
     ),
-    Refusal(
-        f"{SECTION}.{QUANTIZED_UPDATES}",
-        _quantizes_updates,
+    _in_zero(
+        QUANTIZED_UPDATES,
         "with p = G no rank holds the parameters to which updates could be sent as differences",
         _releases_parameters,
+        _quantizes_updates,
     ),
-    Refusal(
-        f"{SECTION}.reduce_scatter",
-        lambda c: _quantizes_updates(c) and not c.zero_config.reduce_scatter,
-        "an all-reduce has no sums that could come back in few bits",
+    _in_zero(
+        "reduce_scatter",
+        "an all-reduce has no sums that could be sent back in few bits",
         _replicates_states,
+        lambda zero: _quantizes_updates(zero) and not zero.reduce_scatter,
     ),
-    Refusal(
-        f"{SECTION}.{QUANTIZED_UPDATES}.bits",
+    _in_zero(
+        f"{QUANTIZED_UPDATES}.bits",
+        f'"{EXACT}" is for updated parameters, and here sums of gradients are sent back; set bits to 4 or 8',
+        _replicates_states,
         _without_loss,
-        f'"{EXACT}" is for updated parameters, and here sums of gradients come back; set bits to 4 or 8',
-        _replicates_states,
     ),
     Refusal(
         f"{SECTION}.{QUANTIZED_UPDATES}.bits",
-        lambda c: _without_loss(c) and not _in_16_bits(c),
         f'"{EXACT}" is for parameters of 16 bits; enable bf16 or fp16, or set bits to 4 or 8',
+        lambda config: _without_loss(config.zero_config) and not _in_16_bits(config),
         _updates_may_be_quantized,
     ),
-    Refusal(
-        "fp16.fp16_master_weights_and_grads",
-        lambda c: _quantizes_updates(c) and not _without_loss(c) and c.float16_config.fp16_master_weights_and_grads,
-        f"what a difference lacks is in the optimizer's fp32 weights, without which {QUANTIZED_UPDATES} would lose it",
-        _updates_may_be_quantized,
-    ),
-    Refusal(
-        "bf16.bf16_master_weights_and_grads",
-        lambda c: _quantizes_updates(c) and not _without_loss(c) and c.bfloat16_config.bf16_master_weights_and_grads,
-        f"what a difference lacks is in the optimizer's fp32 weights, without which {QUANTIZED_UPDATES} would lose it",
-        _updates_may_be_quantized,
-    ),
+    _without_master_weights("fp16", "float16_config"),
+    _without_master_weights("bf16", "bfloat16_config"),
     Refusal(
         "torch_autocast.enabled",
-        lambda c: _quantizes_updates(c) and c.torch_autocast_enabled,
-        f"the optimizer's weights may be the parameters themselves, which with {QUANTIZED_UPDATES} have to stay what "
-        f"other ranks hold",
+        f"the optimizer's weights may be the parameters themselves, which with {QUANTIZED_UPDATES} have to stay equal "
+        f"on all ranks",
+        lambda config: _quantizes_updates(config.zero_config) and config.torch_autocast_enabled,
         lambda strategy: _updates_may_be_quantized(strategy) and sharded(strategy),
     ),
-    Refusal(
-        f"{SECTION}.elastic_checkpoint",
-        lambda c: c.zero_config.elastic_checkpoint,
-        "use universal checkpoints",
-    ),
+    _in_zero("elastic_checkpoint", "use universal checkpoints"),
     Refusal(
         "compile.deepcompile",
-        lambda c: c.compile_config.deepcompile and not (_passes(c) and _passes(c) <= {"autosp", "autotp"}),
         "DeepCompile replaces the reduction of gradients, except with compile.passes of autosp or autotp only",
+        lambda c: c.compile_config.deepcompile and not (_passes(c) and _passes(c) <= {"autosp", "autotp"}),
     ),
     Refusal(
         "compile.passes autosp",
-        lambda c: "autosp" in _passes(c),
-        "DeepSpeed leaves this pass out at stages 2 and 3; strategies of stage 1: "
-        f"{', '.join(name for name, row in STRATEGIES.items() if row.stage == 1)}",
-        _shards_gradients,
+        f"DeepSpeed leaves this pass out at stages 2 and 3; strategies of stage 1: {_STAGE_1}",
+        lambda config: "autosp" in _passes(config),
+        lambda strategy: strategy.stage > 1,
     ),
     Refusal(
         "compile.passes autotp",
-        lambda c: "autotp" in _passes(c),
         "this pass compiles the model as one graph, in which no parameter can be gathered",
+        lambda config: "autotp" in _passes(config),
         sharded,
     ),
-    Refusal(
-        f"{SECTION}.save_muon_momentum_buffer_in_memory",
-        lambda c: c.zero_config.save_muon_momentum_buffer_in_memory,
+    _in_zero(
+        "save_muon_momentum_buffer_in_memory",
         "it keeps Muon's momentum from being offloaded to NVMe, which no strategy supports; the momentum is where the "
         "other optimizer states are",
     ),

@@ -23,13 +23,13 @@ class Unsupported:
         find: looks for it in the engine and what it was given, and returns something true if it is there.
         why: the reason; ``{}`` stands for what was found.
         applies: with which strategies.
-        advice: what to do instead, from the strategy and the engine.
+        advice: what to do instead, or a function of the engine that returns it.
     """
 
     find: Callable[[Any, Any], Any]
     why: str
     applies: Callable[[Strategy], bool] = always
-    advice: Callable[[Strategy, Any], str] = lambda strategy, engine: ""
+    advice: str | Callable[[Any], str] = ""
 
 
 def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, given: Any) -> None:
@@ -44,18 +44,18 @@ def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine
     for row in rows:
         found = row.applies(strategy) and row.find(engine, given)
         if found:
-            advice = row.advice(strategy, engine)
+            advice = row.advice if isinstance(row.advice, str) else row.advice(engine)
             raise ValueError(
                 f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(found)}."
                 f"{advice and f' {advice}.'}"
             )
 
 
-def _plain(engine: Any, stage: int | str) -> str:
-    """Return how to have a stage of DeepSpeed's own."""
+def _other_than_sharded_experts(engine: Any) -> str:
     keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
     # Without a key of ours this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
-    return f"Remove {keys}, and set {SECTION}.stage to {stage}" if keys else f"Set {SECTION}.stage to 1"
+    plain = f"Remove {keys}, and set {SECTION}.stage to 1 or 2" if keys else f"Set {SECTION}.stage to 1"
+    return f"{plain}; strategies with p = N have experts whole"
 
 
 def _has_compiled_modules(model: Any) -> bool:
@@ -150,64 +150,64 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         lambda engine, optimizer: _spread_over_lanes(engine),
         "AutoEP folds experts into {}, so ranks with the same experts are of several tensor-parallel ones, and in no "
         "group of data-parallel ranks together",
-        advice=lambda strategy, engine: "Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
+        advice="Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
     ),
     Unsupported(
         lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),
         "stages of a pipeline take their steps together, and {} lets groups of ranks train apart",
-        advice=lambda strategy, engine: f"Remove {OUTER}",
+        advice=f"Remove {OUTER}",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and _has_outer_optimizer(engine),
         "ranks with the same experts may be in one group alone, and {} brings groups together",
-        advice=lambda strategy, engine: f"Remove {OUTER}",
+        advice=f"Remove {OUTER}",
     ),
     Unsupported(
         lambda engine, optimizer: _divided_sequences(engine),
         "{}, so ranks with parts of one sequence would train apart",
-        advice=lambda strategy, engine: f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
+        advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(
         lambda engine, optimizer: (
             engine.has_moe_layers and engine.pipeline_parallelism and not native_mixtures(engine.module)
         ),
         "AutoEP spreads experts, and DeepSpeed has not made its pipelines fit for that yet",
-        advice=lambda strategy, engine: "Use DeepSpeed MoE layers, or no pipeline",
+        advice="Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
         lambda engine, optimizer: _unsharded_mixtures(engine),
         "the model has DeepSpeed MoE layers, and {}",
         sharded,
-        lambda strategy, engine: f"{_plain(engine, '1 or 2')}; strategies with p = N have experts whole",
+        _other_than_sharded_experts,
     ),
     Unsupported(
         lambda engine, optimizer: _other_muon(optimizer),
         "{} steps whole matrices, and has shards of them",
-        advice=lambda strategy, engine: (
+        advice=(
             f"Use DeepSpeed's: set optimizer.type to Muon, or pass MuonWithAuxAdam of {_MUON} to deepspeed.initialize"
         ),
     ),
     Unsupported(
         lambda engine, optimizer: _no_matrix(engine, optimizer),
         "Muon orthogonalizes matrices, and a parameter group with use_muon true has {}",
-        advice=lambda strategy, engine: "Give it to a group with use_muon false",
+        advice="Give it to a group with use_muon false",
     ),
     Unsupported(
         lambda engine, optimizer: _sharded_by_init(engine.module),
         "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded {}",
         replicated,
-        lambda strategy, engine: f"Build the model without zero.Init, or set {STRATEGY} to one with p = I or G",
+        f"Build the model without zero.Init, or set {STRATEGY} to one with p = I or G",
     ),
     Unsupported(
         _mixed_dtypes,
         "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has {}",
         sharded,
-        lambda strategy, engine: f"Convert the model to one dtype, or set {STRATEGY} to one with p = N",
+        f"Convert the model to one dtype, or set {STRATEGY} to one with p = N",
     ),
     Unsupported(
         lambda engine, optimizer: _has_compiled_modules(engine.module),
         "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
         sharded,
-        lambda strategy, engine: "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
+        "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
     ),
 )

@@ -218,7 +218,7 @@ BESIDE: tuple[Patch, ...] = (
         "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",
         "make Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",
         "(self)",
-        lazily("deepspeed_ext.config.implied_stage:read_with_stage"),
+        lazily("deepspeed_ext.config.implied:read_with_stage"),
     ),
     Patch(
         "accelerate.accelerator:Accelerator.save_state",

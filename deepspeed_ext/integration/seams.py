@@ -70,9 +70,8 @@ def parse_our_keys(
     require: Callable[[], None] = lambda: None,
     **kwargs: Any,
 ) -> Any:
-    from deepspeed_ext.config.implied_stage import forget_stage
-    from deepspeed_ext.config.keys import SECTION, our_keys
-    from deepspeed_ext.config.validate import check_top_level
+    from deepspeed_ext.config.implied import forget_stage
+    from deepspeed_ext.config.keys import SECTION, check_top_level, our_keys
 
     check_top_level(param_dict)
     section: Any = param_dict.get(SECTION)
@@ -163,7 +162,7 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
 
             repartition_for_stock(self.module)
         return configure(self, optimizer)
-    from deepspeed_ext.config.implied_stage import warn_without_zero_init
+    from deepspeed_ext.config.implied import warn_without_zero_init
     from deepspeed_ext.loco.setup import ConfiguredHops
     from deepspeed_ext.zero.factory import configure_with
 
@@ -289,17 +288,23 @@ def complete_transfers_first(destroy: Callable[..., None], group: Any = None) ->
 
 @_seam
 def write_files_safely(create: Callable[..., Any], config_params: Any, *args: Any, **kwargs: Any) -> Any:
-    from deepspeed_ext.config.saves import refuse_without_strategy, saves_aside
-    from deepspeed_ext.config.section import active_strategy, require_optimizer
+    from deepspeed_ext.config.section import (
+        active_strategy,
+        refuse_saves_without_strategy,
+        require_optimizer,
+        save_settings,
+    )
 
     if active_strategy(config_params) is None:
-        refuse_without_strategy(config_params)
+        refuse_saves_without_strategy(config_params)
         return create(config_params, *args, **kwargs)
     require_optimizer(config_params)  # the engine has made it: of what comes later, this alone is called by all
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
     from deepspeed_ext.checkpoint.files import wrap
 
-    return wrap(create(config_params, *args, **kwargs), AsyncSaves if saves_aside(config_params) else None)
+    return wrap(
+        create(config_params, *args, **kwargs), AsyncSaves if save_settings(config_params).async_save else None
+    )
 
 
 @_seam

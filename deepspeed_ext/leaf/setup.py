@@ -14,7 +14,6 @@ from deepspeed.utils.z3_leaf_module import _fully_qualified_class_name
 from torch import nn
 
 from deepspeed_ext.config.keys import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD
-from deepspeed_ext.config.section import leaf_bytes
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.leaf.modules import (
     HOOKS,
@@ -69,7 +68,7 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] |
     Raises:
         ValueError: the budget is smaller than what must be fetched at once.
     """
-    if not leaf_bytes(zero_config):
+    if not getattr(zero_config, LEAF_BYTES, 0):
         return None
     settings, live = settings_and_live(zero_config, model)
     _drop_defaults(zero_config, model)
@@ -82,7 +81,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
     Raises:
         ValueError: the budget is smaller than what must be fetched at once.
     """
-    asked, most_live = leaf_bytes(zero_config), int(zero_config.max_live_parameters)
+    asked, most_live = getattr(zero_config, LEAF_BYTES, 0), int(zero_config.max_live_parameters)
     budget: int | None = None
     if asked is True:
         budget = default_budget(model, most_live)

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import reference
 from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import StepReport
-from deepspeed_ext.loco.settings import LocoSettings
 
 T = TypeVar("T")
 _Placed = list[tuple[ShardSpan, Span]]  # spans, each with its place in a bucket

@@ -20,13 +20,13 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.hops import ReduceHop, SumsGather, Transfer, all_gather
 from deepspeed_ext.comm.spans import Contents, Spans
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.deepspeed_types import Timers
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
 from deepspeed_ext.loco.ops import require_kernels
 from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import Sampling, compensated
-from deepspeed_ext.loco.settings import KEY, LocoSettings
 
 COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 
@@ -60,7 +60,7 @@ class LocoHop(ReduceHop):
         self.keeps_zeros = not settings.hadamard  # a rotation spreads values over their neighbors
         self.sent = Sampling()
         self.timers: Timers = NoopTimer()
-        require_kernels(get_accelerator().device_name(), self.collectives.group, KEY)
+        require_kernels(get_accelerator().device_name(), self.collectives.group, LocoSettings.key)
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         if self.size == 1 or not flat.numel():

@@ -8,11 +8,11 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
+from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings, of_outer_steps
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
 from deepspeed_ext.loco.ops import require_kernels
 from deepspeed_ext.loco.sampling import StepReport
-from deepspeed_ext.loco.settings import EXACT, KEY, UPDATES_KEY, LocoSettings, UpdateSettings, of_outer_steps
 from deepspeed_ext.loco.updates import HalfDifferences, LosslessDifferences, QuantizedDifferences
 from deepspeed_ext.strategy import Placement, Strategy
 
@@ -48,7 +48,7 @@ class ConfiguredHops:
         hop = make_reduce(group, name, reduce_scatter) if self._loco is None else self._loco_hop(group, name)
         if self._sums is None:
             return hop
-        require_kernels(get_accelerator().device_name(), hop.collectives.group, UPDATES_KEY)
+        require_kernels(get_accelerator().device_name(), hop.collectives.group, UpdateSettings.key)
         hop.sums = sums = QuantizedSums(self._sums.sums, *_place_of_errors(self._engine))
         sums.errors.report = StepReport(self._engine, sums.sent, _events(UPDATE_EVENTS, name))
         if name == _DENSE:
@@ -128,15 +128,15 @@ def announce_updates(settings: UpdateSettings, block_size: int, groups: int, wha
             "there is one group, so nothing crosses between groups. Set zero_optimization.paro_group_size to make "
             "more groups."
         )
-    log_dist(f"deepspeed_ext: {UPDATES_KEY}: {said}", ranks=[0])
+    log_dist(f"deepspeed_ext: {UpdateSettings.key}: {said}", ranks=[0])
 
 
 def announce(settings: LocoSettings, groups: int) -> None:
     """Log LoCo's settings on rank 0."""
     if groups == 1:
         log_dist(
-            f"deepspeed_ext: {KEY}: there is one group, so nothing crosses between groups, and nothing is "
-            f"compressed. Set zero_optimization.paro_group_size to make more groups.",
+            f"deepspeed_ext: {LocoSettings.key}: there is one group, so nothing crosses between groups, and nothing "
+            f"is compressed. Set zero_optimization.paro_group_size to make more groups.",
             ranks=[0],
         )
         return

@@ -11,11 +11,11 @@ from torch import Tensor
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Agree, Update
 from deepspeed_ext.comm.packing import fill_up
+from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.ops import require_kernels
 from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import Sampling, StepReport
-from deepspeed_ext.loco.settings import UPDATES_KEY, UpdateSettings
 
 
 class _Differences:
@@ -35,7 +35,7 @@ class _Differences:
         self.sent = Sampling()
         self.report: StepReport | None = None
         self.whole_every = settings.resync_T
-        require_kernels(get_accelerator().device_name(), collectives.group, UPDATES_KEY)
+        require_kernels(get_accelerator().device_name(), collectives.group, UpdateSettings.key)
 
     def finish_step(self) -> None:
         """Report; see ``Differences``."""

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-from deepspeed_ext.loco.settings import EXACT, LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import Direction, GroupSizes, Phase, Placement, Strategy, Volume
 
 BITS = 8

@@ -18,8 +18,8 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.config.candidates import decided, possible_strategies
-from deepspeed_ext.config.implied_stage import imply_stage
+from deepspeed_ext.config.check import decided, possible_strategies
+from deepspeed_ext.config.implied import imply_stage
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
     FASTEST,
@@ -183,8 +183,8 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "regathered": model.regathered,
         "strategies": [row.name for row in allowed],
         MEMORY: zero.paro_memory_gb,
-        LOCO: getattr(zero, LOCO, None),
-        QUANTIZED_UPDATES: getattr(zero, QUANTIZED_UPDATES, None),
+        LOCO: zero.zeropp_loco_param and zero.zeropp_loco_param.as_dict(given=True),
+        QUANTIZED_UPDATES: zero.paro_quantized_updates and zero.paro_quantized_updates.as_dict(given=True),
         "reduce_scatter": zero.reduce_scatter,
         "reduce_bucket_size": model.bucket,
         "overlap_comm": model.overlap,

@@ -11,7 +11,7 @@ from deepspeed.utils import log_dist
 
 from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
-from deepspeed_ext.config.outer import OuterSettings
+from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy

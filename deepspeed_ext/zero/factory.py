@@ -20,7 +20,7 @@ from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology, get_topology
 from deepspeed_ext.config.keys import SECTION, STRATEGY, as_given
-from deepspeed_ext.config.outer import OuterSettings
+from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import by_budget

@@ -43,7 +43,7 @@ from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.config.outer import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
 

@@ -44,9 +44,9 @@ from tqdm import tqdm
 
 from deepspeed_ext import outer_weights
 from deepspeed_ext.comm.hops import Agree, Update
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.hop import QuantizedSums
-from deepspeed_ext.loco.settings import LocoSettings
 from deepspeed_ext.loco.updates import QuantizedDifferences
 from deepspeed_ext.model_bytes import matrices
 from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank
@@ -81,7 +81,7 @@ class CoarseSums(QuantizedSums):
     """Sums as 1-bit Adam's server quantizes them, in blocks of 128."""
 
     def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:
-        super().__init__(replace(settings, err_beta=0.0, block_size=128), device, pinned)
+        super().__init__(settings.model_copy(update={"err_beta": 0.0, "block_size": 128}), device, pinned)
 
 
 @contextmanager

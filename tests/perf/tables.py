@@ -1,15 +1,24 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes tables into pages, from the rows of results and from the planner: ``python -m tests.perf.tables``.
+"""Writes tables into pages, from the rows of results, the planner and our keys: ``python -m tests.perf.tables``.
 
 A table replaces the text between ``<!-- table: tables.py NAME -->`` and ``<!-- end -->``; NAME is one of ``TABLES``.
 """
 
+import ast
+import inspect
+import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
+from pydantic import BaseModel
+
+from deepspeed_ext.config.model import ParoConfig
+from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
 from tests.perf.lib import predictions, studies, study_rows, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
@@ -87,6 +96,19 @@ def growth() -> Table:
     return ["", "groups", "messages of a step", "made in, s", "step, s", "MB"], lines
 
 
+def keys(kind: type[BaseModel]) -> Table:
+    """Return the keys that are the fields of a model, with the strings below them."""
+    (tree,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(kind)).body)
+    docs = {ast.unparse(one.target): doc for one, doc in pairwise(tree.body) if isinstance(one, ast.AnnAssign)}
+    lines = []
+    for name, field in kind.model_fields.items():
+        default = "absent" if field.default is None else f"`{json.dumps(field.default)}`"
+        shown = cast(dict[str, str], field.json_schema_extra or {}).get("shown", default)
+        meaning = " ".join(ast.literal_eval(cast(ast.Expr, docs[name]).value).split())
+        lines.append([f"`{name}`", shown, field.description or "", meaning])
+    return ["key", "default", "value", "meaning"], lines
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "2x2-large-4": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4"),
     "2x2-large-4-muon": lambda: tabulated.setting(read(CLUSTER), "2x2-large-4-muon"),
@@ -110,6 +132,8 @@ TABLES: dict[str, Callable[[], Table]] = {
     "growth": growth,
     "readme": readme,
     "pipelines": pipelines,
+    "keys": lambda: keys(ParoConfig),
+    "keys-of-saves": lambda: keys(SaveSettings),
     **{
         f"at-scale-{name}-{regime}": partial(predictions.at_scale, parameters, share)
         for name, parameters in predictions.SCALE_MODELS.items()
@@ -132,7 +156,9 @@ def written(page: str) -> str:
 
 def pages() -> Sequence[Path]:
     """Return the pages that may have tables."""
-    return [ROOT / "README.md", ROOT / "deepspeed_ext" / "pipeline" / "README.md", *sorted(RESULTS.glob("*.md"))]
+    package = ROOT / "deepspeed_ext"
+    ours = (package / name / "README.md" for name in ("config", "pipeline"))
+    return [ROOT / "README.md", *ours, *sorted(RESULTS.glob("*.md"))]
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of pages about keys, strategies and predictions, against the code."""
 
-import dataclasses
 import inspect
 import json
 import re
@@ -12,8 +11,9 @@ import pytest
 
 from deepspeed_ext import op_builder
 from deepspeed_ext.config import keys
+from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.refused import REFUSED
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts import ROOT
 from tests.harness.documents import page, pages
@@ -44,19 +44,19 @@ def defaults(ranks: Any) -> dict[str, Any]:
 
 
 def test_the_table_of_keys_is_the_code(defaults: dict[str, Any]) -> None:
-    table = {row[0].strip("`"): row[1].strip("`") for row in page(KEYS_PAGE).rows("key")}
-    assert set(table) == {*keys.OURS, *keys.REMOVED, keys.QUANTIZED, keys.THRESHOLD}
-    assert table[keys.MEMORY] == f"{defaults['share']:.0%} of the device's free memory".replace("%", " %")
-    assert table[keys.DECISION] == defaults[keys.DECISION] == keys.DECISION_FILE
+    def table(name: str, first: str = "key") -> dict[str, str]:
+        return {row[0].strip("`"): row[1].strip('`"') for row in page(name).rows(first)}
+
+    theirs, ours = table(KEYS_PAGE, "DeepSpeed's key"), table(KEYS_PAGE)
+    assert ours[keys.MEMORY] == f"{defaults['share']:.0%} of the device's free memory".replace("%", " %")
     for key in (keys.QUANTIZED, keys.THRESHOLD):
-        assert json.loads(table[key]) == defaults[key], key
-    assert defaults[keys.LEAF_BYTES] is None and table[keys.LEAF_BYTES] == "0"
+        assert json.loads(theirs[key]) == defaults[key], key
     for name in ("deepspeed_ext/leaf/README.md", "deepspeed_ext/planner/README.md"):
-        assert {row[0].strip("`"): row[1].strip("`") for row in page(name).rows("key")}.items() <= table.items()
+        assert table(name).items() <= (theirs | ours).items()
 
 
 def test_keys_that_pages_name_exist(defaults: dict[str, Any]) -> None:
-    known = {*defaults, *keys.OURS, *keys.REMOVED, *NO_KEYS}
+    known = {*defaults, *ParoConfig.model_fields, *NO_KEYS}
     for one in pages():
         if not one.name.startswith("patches/"):
             assert set(SHAPED_AS_KEYS.findall(one.text)) <= known, one.name
@@ -65,7 +65,7 @@ def test_keys_that_pages_name_exist(defaults: dict[str, Any]) -> None:
 def test_the_tables_of_loco_are_the_code() -> None:
     for heading, settings in (("## Keys", LocoSettings()), ("## Updates between groups in 4 bits", UpdateSettings())):
         rows = page("deepspeed_ext/loco/README.md").section(heading).rows("sub-key")
-        assert {row[0].strip("`"): json.loads(row[1]) for row in rows} == dataclasses.asdict(settings)
+        assert {row[0].strip("`"): json.loads(row[1]) for row in rows} == settings.as_dict()
 
 
 def test_what_is_refused_is_named_under_limits() -> None:
@@ -116,9 +116,9 @@ def test_messages_that_pages_quote() -> None:
     assert "s old, the lock file of a process that builds" in inspect.getsource(op_builder)
     assert f"after {op_builder._UNKNOWN_SECONDS:.0f} seconds" in page("csrc/README.md").text
     quoted = {
-        "has no key": "deepspeed_ext/values.py",
-        "contradicts": "deepspeed_ext/config/validate.py",
-        "is at the top level of the configuration; it belongs into": "deepspeed_ext/config/validate.py",
+        "has no key": "deepspeed_ext/config/settings.py",
+        "contradicts": "deepspeed_ext/config/model.py",
+        "is at the top level of the configuration; it belongs into": "deepspeed_ext/config/keys.py",
         "paro_group_size must divide the data-parallel size": "deepspeed_ext/strategy.py",
         "paro_strategy needs the number of ranks per node": "deepspeed_ext/comm/process_groups.py",
         "cannot be combined with": "deepspeed_ext/config/refused.py",

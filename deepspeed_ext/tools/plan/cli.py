@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
-from deepspeed_ext.config.outer import OuterSettings
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, OuterSettings, UpdateSettings
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.memory import HostParameters, Model

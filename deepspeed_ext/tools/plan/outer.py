@@ -28,8 +28,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_ext.config.outer import MOST_AT_ONCE, NEEDS, OuterSettings
-from deepspeed_ext.loco.settings import of_outer_steps
+from deepspeed_ext.config.model import WITH_OUTER
+from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings, of_outer_steps
 from deepspeed_ext.planner.closed_form import BETWEEN
 from deepspeed_ext.planner.costs import Prediction, predict
 from deepspeed_ext.planner.memory import Model
@@ -111,7 +111,7 @@ def predict_outer(
     """Predict what a strategy costs with an outer optimizer.
 
     Args:
-        strategy: one of ``NEEDS``.
+        strategy: one of ``WITH_OUTER``.
         sizes: ranks and groups.
         model: what is trained; without experts.
         rates: of the hops.
@@ -120,8 +120,8 @@ def predict_outer(
     Raises:
         ValueError: the strategy's optimizer states are not sharded inside a group, or the model has experts.
     """
-    if strategy.name not in NEEDS:
-        raise ValueError(f"an outer optimizer needs one of {', '.join(NEEDS)}, got {strategy.name}.")
+    if strategy.name not in WITH_OUTER:
+        raise ValueError(f"an outer optimizer needs one of {', '.join(WITH_OUTER)}, got {strategy.name}.")
     if model.experts:
         raise ValueError(
             "an outer optimizer takes no experts of expert parallelism, since ranks with the same ones may be in one "
@@ -172,6 +172,6 @@ def plan_outer(
         sizes, model, rates, settings: see ``predict_outer``, and for what it raises.
         budget: bytes on each rank; None for no limit.
     """
-    found = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in NEEDS]
+    found = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in WITH_OUTER]
     found.sort(key=lambda one: (one.average.total_seconds, one.average.total_memory))
     return OuterPlan(settings, budget, tuple(found))

@@ -25,7 +25,7 @@ Note [Prediction from a record]
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
 from pathlib import Path
@@ -34,7 +34,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
@@ -113,7 +113,7 @@ class Described:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, with "inf" for infinity, which JSON does not have."""
-        found: dict[str, Any] = _with_text(asdict(self))
+        found: dict[str, Any] = _with_text(TypeAdapter(Described).dump_python(self))
         return found
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, best
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction

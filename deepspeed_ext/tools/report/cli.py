@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed_ext.config.report import VARIABLE, ReportSettings
+from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 
 NAME = "report"
 _USUAL = ReportSettings()
@@ -43,7 +43,7 @@ def prepare(arguments: argparse.Namespace, command: Sequence[str], local_rank: s
         )
     names = ("folder", "after", "steps", "probe")
     settings = ReportSettings.parse({name: getattr(arguments, name) for name in names}, "report")
-    os.environ[VARIABLE] = settings.as_variable()
+    os.environ[REPORT_VARIABLE] = settings.as_variable()
     passed_on = [] if local_rank is None else [f"--local_rank={local_rank}"]
     sys.argv = [command[0], *passed_on, *command[1:]]
     sys.path.insert(0, str(Path(command[0]).resolve().parent))

@@ -24,11 +24,11 @@ from deepspeed_ext.clocks import device_name
 from deepspeed_ext.comm.agreement import all_gather_texts, broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import OUTER
-from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
+from deepspeed_ext.config.model import STRATEGY_OF_STAGE
 from deepspeed_ext.config.section import active_strategy
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 def engine_ready(engine: "Engine") -> None:
     """Record steps of an engine that asks for it."""
-    from deepspeed_ext.config.report import ReportSettings
+    from deepspeed_ext.config.settings import ReportSettings
 
     if (settings := ReportSettings.asked_for(engine._config.zero_config)) is not None:
         from deepspeed_ext.tools.report.reporter import report_on

@@ -17,8 +17,8 @@ from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.collectives import Collectives, Handles
 from deepspeed_ext.comm.hops import GatherHop, Transfer
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco.hop import LocoHop
-from deepspeed_ext.loco.settings import LocoSettings
 from tests.campaigns.gpu import states as states_of
 from tests.campaigns.gpu.one_by_one import Case, batches_on, run_cases
 from tests.campaigns.gpu.order import JOB, enter_alone

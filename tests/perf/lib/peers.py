@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.collectives import pairwise_all_to_all
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import held, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy

@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import GroupSizes, ModelStates
 

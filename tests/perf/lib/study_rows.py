@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
 from tests.perf.lib.records import RESULTS, Table, read_rows

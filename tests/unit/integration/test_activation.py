@@ -44,7 +44,7 @@ SOURCE = """
 import inspect, runpy, sys, deepspeed.runtime.config as c, deepspeed.runtime.engine as e
 c.DeepSpeedConfig({'train_batch_size': 1})
 print(len(inspect.getsource(e.DeepSpeedEngine)))
-ours = ('deepspeed_ext.config.s', 'deepspeed_ext.config.check', 'deepspeed_ext.zero', 'deepspeed_ext.comm')
+ours = ('deepspeed_ext.config.section', 'deepspeed_ext.config.check', 'deepspeed_ext.zero', 'deepspeed_ext.comm')
 print(*[n for n in sys.modules if n.startswith(ours)], 'end')
 """
 REPORT = "sys.argv[1:] = '--ranks 6 --group-size 2'.split(); runpy.run_module('deepspeed_ext', run_name='__main__')"

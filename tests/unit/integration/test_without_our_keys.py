@@ -26,7 +26,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from torch.nn import functional
 
 import deepspeed_ext
-from deepspeed_ext.config.implied_stage import read_with_stage
+from deepspeed_ext.config.implied import read_with_stage
 from deepspeed_ext.integration import activation, fork, patcher, patches
 from scripts import ROOT
 from tests.harness import mixtures, pipelines, quantizers, snapshots, training

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from deepspeed_ext.comm.spans import ShardSpan
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import ops, reference, sampling
 from deepspeed_ext.loco.feedback import ErrorFeedback
 from deepspeed_ext.loco.reference import Packing
-from deepspeed_ext.loco.settings import LocoSettings
 
 pytestmark = pytest.mark.quick
 

@@ -15,10 +15,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext.comm.spans import Contents, ShardSpan
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.loco import feedback as errors_of_messages
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.feedback import ErrorFeedback, SpanMap
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 
 pytestmark = pytest.mark.quick
 
@@ -88,7 +88,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     numel = 64
     values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
     # Of what was not sent, an error is the half. bf16 holds these to the bit.
-    feedback = ErrorFeedback(LocoSettings(0.5, block_size=32, error_bits=16))
+    feedback = ErrorFeedback(LocoSettings(err_beta=0.5, block_size=32, error_bits=16))
     feedback.load_errors({ShardSpan(0, row, 0, numel): of for row, of in values.items()}, steps=1)
     # Two runs of one row in one part, a part across rows, gaps, and messages that overlap with several others.
     steps = [
@@ -115,7 +115,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
 def test_errors_are_loaded_into_other_settings() -> None:
     """Errors of sums in older checkpoints were in blocks of 128, and added whole."""
     unsent = torch.randn(200, generator=torch.Generator().manual_seed(0))
-    old, feedback = ErrorFeedback(LocoSettings(0.0)), ErrorFeedback(UpdateSettings().sums)
+    old, feedback = ErrorFeedback(LocoSettings(err_beta=0.0)), ErrorFeedback(UpdateSettings().sums)
     run = ShardSpan(0, 0, 0, 200)
     old.load_errors({run: unsent}, steps=7)
     old.buffers(((run,),), [200], "cpu")

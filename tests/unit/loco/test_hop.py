@@ -10,8 +10,8 @@ import torch
 from deepspeed import comm as dist
 
 from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco.hop import LocoHop
-from deepspeed_ext.loco.settings import LocoSettings
 from tests.harness import snapshots, training
 from tests.harness.tiers import deep
 

@@ -20,9 +20,9 @@ import deepspeed_ext
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.spans import ShardSpan
 from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.hop import QuantizedSums
-from deepspeed_ext.loco.settings import UpdateSettings
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from tests.harness import training
 from tests.harness.logs import logged

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.planner.closed_form import Step
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain, predict_plain_stage

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, HostParameters, Model

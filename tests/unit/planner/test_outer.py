@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.config.outer import MOST_AT_ONCE, NEEDS, OuterSettings
+from deepspeed_ext.config.model import WITH_OUTER
+from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -29,7 +30,7 @@ def of(name: str, settings: OuterSettings, model: Model = MODEL, sizes: GroupSiz
     return predict_outer(STRATEGIES[name], sizes, model, RATES, settings)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", WITH_OUTER)
 def test_an_outer_step_by_hand(name: str) -> None:
     row, found = STRATEGIES[name], of(name, OuterSettings())
     alone = predict(row, CLUSTER, MODEL, RATES)
@@ -46,7 +47,7 @@ def test_an_outer_step_by_hand(name: str) -> None:
     assert found.average.seconds["between"] == found.average.busy["between"] == pytest.approx(found.exposed / 30)
 
 
-@pytest.mark.parametrize("name", NEEDS)
+@pytest.mark.parametrize("name", WITH_OUTER)
 def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
     found = of(name, STREAMING)
     each_way = 3 / 16 * TRAINED * 4.125 / 8
@@ -61,7 +62,7 @@ def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
     assert slower.total_seconds == pytest.approx(0.04) and slower.seconds["between"] == 0
     assert slower.busy["between"] == pytest.approx(5 * fragment / 30)
     for delay, copied in ((0, MOST_AT_ONCE), (1, 1.5e8)):
-        whole = of(name, replace(STREAMING, fragments=1, delay=delay))
+        whole = of(name, STREAMING.model_copy(update={"fragments": 1, "delay": delay}))
         assert whole.transfer == pytest.approx(4 * copied + ERRORS) and whole.received == found.received
 
 
@@ -70,7 +71,7 @@ def test_bits_and_places_of_what_is_held() -> None:
         found = of("III", OuterSettings(bits=bits))
         assert found.received == pytest.approx(2 * 3 / 16 * TRAINED * wire / 8), bits
         assert found.held == pytest.approx(9e8 + (ERRORS if bits < 16 else 0)), bits
-    offloaded = of("III", replace(STREAMING, offload="cpu"))
+    offloaded = of("III", STREAMING.model_copy(update={"offload": "cpu"}))
     assert offloaded.held == pytest.approx(ERRORS) and offloaded.average.host == pytest.approx(9e8)
     assert offloaded.transfer == of("III", STREAMING).transfer
     one_group = of("III", OuterSettings(bits=4), sizes=GroupSizes(4, 4))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, plan
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.costs import predict

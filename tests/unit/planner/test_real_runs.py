@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from deepspeed_ext.tools.plan.saves import Contents, Family

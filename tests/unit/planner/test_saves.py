@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.loco.settings import LocoSettings
+from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.config.implied_stage import imply_stage_of_raw
-from deepspeed_ext.config.report import VARIABLE, ReportSettings
+from deepspeed_ext.config.implied import imply_stage_of_raw
 from deepspeed_ext.config.section import ParoZeroConfig, parse_section
+from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.main import main
 
 SCRIPT = """
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture
 def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """A function that runs words of the command in an empty folder, with the options before it that it is given."""
-    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.setenv(REPORT_VARIABLE, "")
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
 
@@ -74,7 +74,7 @@ def test_an_error_of_the_script_is_its_own(report: Callable[..., None], tmp_path
 def test_a_plain_stage_may_be_reported_on_and_stays_plain() -> None:
     section = {"stage": 3, "paro_report": {"steps": 2}}
     parsed = parse_section(section)
-    assert not isinstance(parsed, ParoZeroConfig)
+    assert isinstance(parsed, ParoZeroConfig) and parsed.named_strategy is None
     assert ReportSettings.asked_for(parsed) == ReportSettings(steps=2)
     imply_stage_of_raw(without := {"paro_report": {}})
     assert without == {"paro_report": {}}  # it implies no stage
@@ -90,9 +90,9 @@ def test_beside_a_strategy_it_changes_nothing_else() -> None:
 
 
 def test_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = ReportSettings("elsewhere", 3, 1, False)
-    monkeypatch.setenv(VARIABLE, settings.as_variable())
+    settings = ReportSettings(folder="elsewhere", after=3, steps=1, probe=False)
+    monkeypatch.setenv(REPORT_VARIABLE, settings.as_variable())
     assert ReportSettings.asked_for(object()) == settings
-    monkeypatch.setenv(VARIABLE, "yes")
-    with pytest.raises(ValueError, match=f"{VARIABLE} must be a dictionary in JSON"):
+    monkeypatch.setenv(REPORT_VARIABLE, "yes")
+    with pytest.raises(ValueError, match=f"{REPORT_VARIABLE} must be a dictionary in JSON"):
         ReportSettings.asked_for(object())

@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
-from deepspeed_ext.config.report import VARIABLE, ReportSettings
+from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.report.reporter import report_on
 from tests.harness import pipelines, stream_cases
 from tests.harness.reported import AFTER, STEPS, links_given
@@ -68,10 +68,10 @@ def test_what_others_put_on_the_engine_stays_there() -> None:
 def without_section(folder: str) -> None:
     """Train without ``zero_optimization``, and with ``true`` for it; leave a report of each."""
     for name, section in (("none", {}), ("true", {"zero_optimization": True})):
-        settings = ReportSettings(f"{folder}/{name}", AFTER, STEPS)
+        settings = ReportSettings(folder=f"{folder}/{name}", after=AFTER, steps=STEPS)
         model = torch.nn.Linear(4, 4)
         config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **section}
-        with mock.patch.dict(os.environ, {VARIABLE: settings.as_variable()}), links_given():
+        with mock.patch.dict(os.environ, {REPORT_VARIABLE: settings.as_variable()}), links_given():
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
             for _ in range(settings.last + 1):

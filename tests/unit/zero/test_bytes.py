@@ -13,7 +13,7 @@ from deepspeed.comm.comm import comms_logger
 from deepspeed.moe.utils import is_moe_param
 
 from deepspeed_ext.comm import collectives
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
+from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
 from scripts.emulation.traffic import TrafficMeter

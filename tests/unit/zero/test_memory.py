@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_ext import model_bytes
-from deepspeed_ext.loco.settings import UpdateSettings
+from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, StateBytes, Strategy
 from tests.harness import training

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.config.keys import FASTEST, SECTION, STRATEGY, keys_of_strategies, our_keys
-from deepspeed_ext.config.normalize import normalized
-from deepspeed_ext.config.validate import check_section
+from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.strategy import Placement, Strategy
 
 if TYPE_CHECKING:
@@ -55,13 +54,12 @@ def imply_stage_of_raw(section: Any) -> None:
         return
     if section.get("stage") is not None and (not is_implied(section) or section.get(STRATEGY) == FASTEST):
         return  # it is its user's, or was decided
-    ours = normalized(as_written(section))
-    if not keys_of_strategies(ours):
+    ours = ParoConfig.of(as_written(section))
+    if ours.paro_strategy is None:
         return
-    strategy = check_section(ours)
-    if strategy is None:
+    if ours.named_strategy is None:
         raise ValueError(_without_stage("which decide before the model is known"))
-    imply_stage(section, strategy.stage)
+    imply_stage(section, ours.named_strategy.stage)
 
 
 def read_with_stage(read: Callable[[Any], None], reader: Any) -> None:

@@ -1,0 +1,263 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""Our keys of ``zero_optimization`` as one pydantic model, and what it refuses. Pure: no torch, no DeepSpeed.
+
+Errors are one paragraph with the key, what was expected, and what was given; they are the same on all ranks.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from annotated_types import Ge, Predicate
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
+
+from deepspeed_ext.config.keys import (
+    CACHE_BYTES,
+    FASTEST,
+    GROUP_SIZE,
+    LEAF_BYTES,
+    LOCO,
+    MICS_HIERARCHICAL,
+    MICS_SIZE,
+    MOST_LIVE,
+    OF_FASTEST,
+    OUTER,
+    OVERLAP_UPDATES,
+    QUANTIZED,
+    QUANTIZED_UPDATES,
+    SECTION,
+    STAGE,
+    STRATEGY,
+    THRESHOLD,
+    our_keys,
+)
+from deepspeed_ext.config.settings import (
+    LocoSettings,
+    OuterSettings,
+    ReportSettings,
+    Settings,
+    UpdateSettings,
+    allowed,
+    dictionary_of,
+    must_be,
+    no_key,
+    parse,
+)
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, parse_strategy
+
+STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
+WITH_OUTER = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)  # may have an outer optimizer
+
+
+def _strategy_name(name: str | None) -> str | None:
+    return name if name in (None, FASTEST) else parse_strategy(name, f", or {FASTEST}").name
+
+
+def _parsed(kind: type[Settings]) -> BeforeValidator:
+    return BeforeValidator(lambda given: None if given is None else kind.parse(given))
+
+
+class ParoConfig(BaseModel):
+    """Our keys of ``zero_optimization``."""
+
+    model_config = ConfigDict(strict=True)
+
+    paro_strategy: Annotated[
+        str | None,
+        AfterValidator(_strategy_name),
+        allowed(f'one of {", ".join(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
+    ] = None
+    """The [placement](../zero/README.md) of parameters, gradients and optimizer states, one letter each: N replicated,
+    I sharded inside a group, G sharded over all ranks. Sets `stage` if that is absent."""
+    paro_group_size: Annotated[
+        int | None, allowed("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
+    ] = None
+    """Data-parallel ranks in a group; a divisor of the data-parallel size."""
+    paro_overlap_updates: Annotated[bool, allowed("true or false")] = False
+    """With p = N: updated parameters are gathered
+    [during the next forward](../zero/README.md#what-goes-under-compute); with p = I they always are."""
+    paro_quantized_updates: Annotated[
+        UpdateSettings | None, _parsed(UpdateSettings), allowed(dictionary_of(UpdateSettings))
+    ] = None
+    """Updated parameters are sent between groups as differences
+    [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients are. With
+    p = N or I beside a strategy, or beside `stage` 1 or 2 or `mics_shard_size`."""
+    paro_outer_optimizer: Annotated[
+        OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
+    ] = None
+    """Groups train apart, and [an outer optimizer](../zero/README.md#an-outer-optimizer) brings them together every 30
+    steps. With os = I: III, NII, INI, NNI."""
+    paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
+    """With `offload_param` and ING, IIG or IGG: slices of parameters that are
+    [on the device as well](../zero/README.md#parameters-in-host-memory)."""
+    paro_memory_gb: Annotated[
+        float | None,
+        allowed(
+            "a number above 0 (GB, 10^9 bytes, for model states of a rank), or absent",
+            "70 % of the device's free memory",
+            gt=0,
+        ),
+    ] = None
+    """With `"fastest"`: the memory for model states; the rest is for activations and buffers."""
+    paro_decision_file: Annotated[str, allowed("the path of a file", min_length=1)] = "paro_decision.json"
+    """With `"fastest"`: the file in which the decision is kept, for later runs."""
+    paro_micro_step_seconds: Annotated[
+        float | None,
+        allowed("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
+    ] = None
+    """With `"fastest"`: seconds of forward and backward of a micro-step without communication; see
+    [the planner](../planner/README.md#compute)."""
+    paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(dictionary_of(ReportSettings))] = (
+        None
+    )
+    """Some steps are recorded, and [where their time goes](../tools/report/README.md) is shown; also with a plain
+    stage."""
+    stage3_leaf_bytes: Annotated[
+        bool | Annotated[int, Ge(0)],
+        allowed(
+            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MOST_LIVE} gives"
+        ),
+    ] = 0
+    """With stage 3 or p = I or G: modules that fit are [fetched as one](../leaf/README.md)."""
+    mics_shard_size: Annotated[
+        int,
+        Predicate(lambda size: size >= 1 or size == -1),
+        allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
+    ] = -1
+    """MiCS, which DeepSpeed has removed: means `paro_strategy` III with that `paro_group_size`, and cannot be combined
+    with these two."""
+    mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
+    """Accepted beside `mics_shard_size`; implied, since III gathers only inside groups."""
+    zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
+        None
+    )
+    """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. Beside a
+    strategy, or beside `stage` 1, 2 or 3 alone, where groups are nodes."""
+
+    @classmethod
+    def of(cls, section: Mapping[str, Any]) -> "ParoConfig":
+        """Return our keys of a raw section, with a strategy in the place of keys that imply one.
+
+        Args:
+            section: as its user wrote it, without a stage of ours.
+
+        Raises:
+            ValueError: unknown, missing, mistyped, or contradicting values.
+        """
+        given = {key: section[key] for key in our_keys(section)}
+        for key, value in given.items():
+            if key not in cls.model_fields:
+                raise no_key(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
+            if value is None and cls.model_fields[key].default is None:  # which means that a key is absent
+                raise must_be(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
+        ours = parse(cls, given, SECTION)
+        ours._revive_mics(section)
+        ours._imply_strategy(section)
+        if ours.paro_strategy is None:
+            ours._refuse_without_strategy(section)
+        else:
+            ours._check_strategy(section)
+        return ours
+
+    @property
+    def named_strategy(self) -> Strategy | None:
+        """The strategy; None without one, and if the fastest is asked for."""
+        return STRATEGIES.get(self.paro_strategy or "")
+
+    def _revive_mics(self, section: Mapping[str, Any]) -> None:
+        """Replace the keys of MiCS by ours: III, with that group size."""
+        size = self.mics_shard_size
+        if size == -1:
+            if self.mics_hierarchical_params_gather:
+                raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
+            return
+        # III's sums may be quantized, and III may have an outer optimizer.
+        given = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
+        if given:
+            raise ValueError(
+                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} "
+                f"is set as well ({', '.join(repr(section[key]) for key in given)}). Keep one of the two."
+            )
+        if section.get(STAGE, 3) not in (0, 3):
+            raise ValueError(f"{SECTION}.{MICS_SIZE} needs {SECTION}.stage 3, got {section[STAGE]!r}.")
+        self.paro_strategy, self.paro_group_size = "III", size
+        self.mics_shard_size, self.mics_hierarchical_params_gather = -1, False
+
+    def _imply_strategy(self, section: Mapping[str, Any]) -> None:
+        """Set the strategy that the stage is, if one of our keys implies it, and LoCo's settings if implied."""
+        budget, threshold, quantized = self.stage3_leaf_bytes, section.get(THRESHOLD), section.get(QUANTIZED)
+        if budget and threshold:
+            raise ValueError(
+                f"{SECTION}.{LEAF_BYTES} ({budget!r}) and {SECTION}.{THRESHOLD} ({threshold!r}) both choose leaf "
+                f"modules. Remove one of the two."
+            )
+        if budget and self.named_strategy is not None and self.named_strategy.p == Placement.N:
+            raise ValueError(
+                f"{SECTION}.{LEAF_BYTES} needs sharded parameters, but {STRATEGY} is {self.paro_strategy!r}. Use a "
+                f"strategy with p = I or G, or remove {LEAF_BYTES}."
+            )
+        if self.zeropp_loco_param is not None and quantized is False:
+            raise ValueError(
+                f"{SECTION}.{LOCO} implies {SECTION}.{QUANTIZED}, which is set to false. Remove one of the two."
+            )
+        for key, stages, alternative in (
+            (LEAF_BYTES, (3,), f"stage 3, or a {STRATEGY} with p = I or G"),
+            (LOCO, (0, 1, 2, 3), f"stage 1, 2 or 3, or {SECTION}.{STRATEGY}"),
+            (QUANTIZED_UPDATES, (0, 1, 2), f"stage 1 or 2, or a {SECTION}.{STRATEGY} with p = N or I"),
+        ):
+            is_set = getattr(self, key) not in (None, False)
+            if is_set and self.paro_strategy is None:
+                stage: Any = section.get(STAGE)
+                if isinstance(stage, bool) or stage not in stages:
+                    raise ValueError(f"{SECTION}.{key} needs {SECTION}.{alternative}, got stage {stage!r}.")
+                self.paro_strategy = STRATEGY_OF_STAGE.get(stage, "NNG")
+        if quantized and self.zeropp_loco_param is None and self.paro_strategy is not None:
+            self.zeropp_loco_param = LocoSettings(error_feedback=False)
+
+    def _refuse_without_strategy(self, section: Mapping[str, Any]) -> None:
+        """Refuse keys that do nothing without a strategy."""
+        for key in section:
+            if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *OF_FASTEST):
+                raise ValueError(
+                    f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
+                    f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {key}."
+                )
+
+    def _check_strategy(self, section: Mapping[str, Any]) -> None:
+        """Refuse keys that contradict the strategy."""
+        strategy, stage = self.named_strategy, section.get(STAGE)
+        if self.paro_outer_optimizer is not None:
+            self._check_outer(section)
+        if strategy is None:
+            if isinstance(stage, bool) or stage not in (None, 0, *STRATEGY_OF_STAGE):
+                raise ValueError(
+                    f"{SECTION}.stage must be 1, 2 or 3 (or absent) with {STRATEGY} {FASTEST}, got {stage!r}."
+                )
+            return
+        for key in OF_FASTEST:
+            if key in section:
+                raise ValueError(
+                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy.name!r}. Remove {key}."
+                )
+        if stage not in (None, 0, strategy.stage):
+            raise ValueError(
+                f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy.name} places p = {strategy.p.name}, "
+                f"g = {strategy.g.name}, which is stage {strategy.stage}, got stage {stage!r}. "
+                f"Set {SECTION}.stage to {strategy.stage}."
+            )
+
+    def _check_outer(self, section: Mapping[str, Any]) -> None:
+        """Refuse an outer optimizer with states that are not the group's own, or with quantized inner steps."""
+        outer = OuterSettings.key
+        if self.paro_strategy not in WITH_OUTER:
+            raise ValueError(
+                f"{outer} needs optimizer states that are sharded inside a group (os = I): {SECTION}.{STRATEGY} must "
+                f"be one of {', '.join(WITH_OUTER)}, got {self.paro_strategy!r}. III shards parameters inside a "
+                f"group, NII replicates them."
+            )
+        for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):
+            if key in section and (section[key] or key != QUANTIZED):
+                raise ValueError(
+                    f"{SECTION}.{key} cannot be combined with {outer}: in inner steps nothing is sent between groups, "
+                    f"and {outer}.bits says in how many bits the outer steps send. Remove {key}."
+                )

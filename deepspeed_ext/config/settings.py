@@ -1,0 +1,324 @@
+# Copyright (c) deepspeed_ext contributors
+# SPDX-License-Identifier: Apache-2.0
+"""The keys that have sub-keys, as pydantic models, and our keys of ``checkpoint``. Pure: no torch, no DeepSpeed.
+
+The description of a field says which values it takes, for errors; the string below the field says what it means. The
+tables of keys on pages have both.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from annotated_types import Predicate
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from deepspeed_ext.config.keys import LOCO, OUTER, QUANTIZED_UPDATES, REPORT, SECTION
+
+EXACT: Literal["exact"] = "exact"
+# For differences, and for everything in 8 bits. Sums of gradients in 4 bits take smaller blocks: with blocks of 128,
+# training ends 0.65 % from exact training. Measured by tests/perf/convergence.py.
+_BLOCK, _BLOCK_OF_SUMS = 128, 32
+# Bits that a parameter takes without loss at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
+# tests/perf/lossless_updates.py.
+EXACT_BITS = 3.6
+MOST_AT_ONCE = 2**26  # elements that an outer step sends at once: this bounds the memory of a transfer
+REPORT_VARIABLE = "DEEPSPEED_EXT_REPORT"
+UNDISTURBED = 3  # steps before the recorded ones, and as many after, with which these are compared
+_Model = TypeVar("_Model", bound=BaseModel)
+_Own = TypeVar("_Own", bound="Settings")
+
+
+def must_be(key: str, expected: str, value: object) -> ValueError:
+    """Return the error for a value that is out of bounds or of another type."""
+    return ValueError(f"{key} must be {expected}, got {value!r} of type {type(value).__name__}.")
+
+
+def no_key(where: str, key: object, known: Iterable[str], whose: str = "its keys") -> ValueError:
+    """Return the error for an unknown key."""
+    known = list(known)
+    close = difflib.get_close_matches(str(key).lower(), known, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(known)}.{hint}")
+
+
+def parse(kind: type[_Model], given: object, where: str, inside: str = "{where}.{key}") -> _Model:
+    """Return a model of the values that a user has written.
+
+    Args:
+        kind: its fields have descriptions: what a value must be.
+        given: the keys and their values.
+        where: the name of the place of these values, for errors.
+        inside: how to name a key there.
+
+    Raises:
+        ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or of another type.
+    """
+    fields = kind.model_fields
+    if not isinstance(given, Mapping):
+        raise must_be(where, dictionary_of(kind), given)
+    for key in given:
+        if key not in fields:
+            raise no_key(where, key, fields)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] == "value_error":  # of a validator, with all that there is to say
+            raise first["ctx"]["error"] from None
+        key = str(first["loc"][0])
+        raise must_be(inside.format(where=where, key=key), fields[key].description or "", given[key]) from None
+
+
+def dictionary_of(kind: type[BaseModel]) -> str:
+    """Return what a value must be to become a model, for errors."""
+    return f"a dictionary of {', '.join(kind.model_fields)} (each may be left out)"
+
+
+class Settings(BaseModel):
+    """The sub-keys of one key, or our keys of one section. ``key``: its name."""
+
+    model_config = ConfigDict(strict=True, frozen=True)  # 4 is neither true nor "4"
+    key: ClassVar[str]
+
+    @classmethod
+    def parse(cls: type[_Own], given: object, where: str = "", inside: str = "{where}.{key}") -> _Own:
+        """Return the settings that a user has written, or settings that have been parsed; see ``parse``."""
+        return given if isinstance(given, cls) else parse(cls, given, where or cls.key, inside)
+
+    def as_dict(self, given: bool = False) -> dict[str, Any]:
+        """Return plain values, for checkpoints and logs; only those that a user has given, if so asked."""
+        return self.model_dump(exclude_unset=given)
+
+
+def _one_of(*allowed: object) -> Predicate:
+    """Return a restriction of a type to these values; pydantic's Literal takes 4.0 for 4."""
+    return Predicate(allowed.__contains__)
+
+
+def allowed(expected: str, shown: str = "", **bounds: Any) -> Any:
+    """Return a field of a key.
+
+    Args:
+        expected: what a value must be, for errors.
+        shown: its default in tables of keys, if that is not a value.
+        bounds: of pydantic's ``Field``.
+    """
+    return Field(description=expected, json_schema_extra={"shown": shown} if shown else None, **bounds)
+
+
+_Bits = Annotated[int, _one_of(4, 8)]
+_BlockSize = Annotated[int, _one_of(*(2**power for power in range(5, 13)))]
+_BLOCK_SIZE = allowed("a power of two from 32 to 4096 (elements)")
+_Steps = Annotated[int, allowed("an integer of at least 1 (optimizer steps)", ge=1)]
+_Flag = Annotated[bool, allowed("true or false")]
+
+
+class LocoSettings(Settings):
+    """How gradients are quantized between groups."""
+
+    key: ClassVar[str] = f"{SECTION}.{LOCO}"
+
+    err_beta: Annotated[float, allowed("a number in [0, 1)", ge=0, lt=1)] = 0.8
+    """Weight of the old error in its moving average."""
+    reset_T: _Steps = 1024
+    """Optimizer steps after which all errors are set to zero."""
+    bits: Annotated[_Bits, allowed("4 or 8")] = 4
+    """Bits of a gradient that is sent."""
+    block_size: Annotated[_BlockSize, _BLOCK_SIZE] = _BLOCK
+    """Elements that share a scale."""
+    error_bits: Annotated[int, _one_of(8, 16), allowed("8 or 16")] = 8
+    """Bits of a kept error: 8 (with a scale for each block) or 16."""
+    error_feedback: _Flag = True
+    """Whether errors are kept at all."""
+    hadamard: _Flag = False
+    """Whether each 32 elements are rotated first, so that one large element does not cost the others their
+    precision."""
+
+    @property
+    def wire_bits(self) -> float:
+        """Return the bits that are sent for a gradient: its own, and its share of a scale of 16 bits."""
+        return self.bits + 16 / self.block_size
+
+    @property
+    def kept_bits(self) -> float:
+        """Return the bits that a gradient's error takes, including its share of a scale."""
+        if not self.error_feedback:
+            return 0.0
+        return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
+
+
+class UpdateSettings(Settings):
+    """How updated parameters, or sums of gradients that are sent back, are quantized between groups."""
+
+    key: ClassVar[str] = f"{SECTION}.{QUANTIZED_UPDATES}"
+
+    bits: Annotated[_Bits | Literal["exact"], allowed(f'4, 8 or "{EXACT}"')] = 4
+    """Bits of a parameter's difference that is sent; "exact": as many as it takes to lose nothing."""
+    block_size: Annotated[_BlockSize | None, _BLOCK_SIZE] = None
+    """Elements that share a scale; None: the best for what is sent."""
+    resync_T: _Steps = 1024
+    """Optimizer steps after which parameters are sent unquantized, once, and the errors of sums are dropped."""
+
+    @classmethod
+    def parse(cls, given: object, where: str = "", inside: str = "{where}.{key}") -> "UpdateSettings":
+        """Parse the key, and also refuse ``block_size`` with "exact", which has no blocks; see ``Settings``."""
+        settings = super().parse(given, where, inside)
+        if settings.bits == EXACT and "block_size" in settings.model_fields_set:
+            raise ValueError(
+                f'{cls.key}.block_size is for bits 4 and 8, and differences without loss (bits "{EXACT}") have no '
+                f"blocks. Remove block_size."
+            )
+        return settings
+
+    @property
+    def difference_block(self) -> int:
+        """Return the elements of a difference that share a scale."""
+        return self.block_size or _BLOCK
+
+    @property
+    def sums(self) -> LocoSettings:
+        """Return how sums of gradients that are sent back are quantized: as LoCo quantizes gradients.
+
+        With LoCo's moving average of errors, the noise of a sum has 1.1 times the variance of a quantization. If
+        errors were added whole, it would have twice that variance.
+        """
+        assert isinstance(self.bits, int)
+        block = self.block_size or (_BLOCK_OF_SUMS if self.bits == 4 else _BLOCK)
+        return LocoSettings(reset_T=self.resync_T, bits=self.bits, block_size=block)
+
+    @property
+    def wire_bits(self) -> float:
+        """Return the bits that are sent for a parameter: its own, and its share of its block's scale.
+
+        For "exact" this is an estimate, ``EXACT_BITS``.
+        """
+        return EXACT_BITS if isinstance(self.bits, str) else self.bits + 16 / self.difference_block
+
+
+class OuterSettings(Settings):
+    """How groups are brought together; the words are those of DiLoCo (arXiv:2311.08105) and Streaming DiLoCo
+    (arXiv:2501.18512)."""
+
+    key: ClassVar[str] = f"{SECTION}.{OUTER}"
+
+    steps: Annotated[int, allowed("an integer of at least 1 (inner steps)", ge=1)] = 30
+    """Inner steps from one outer step to the next."""
+    lr: Annotated[float, allowed("a number above 0", gt=0)] = 0.7
+    """Learning rate of the outer optimizer, SGD with momentum."""
+    momentum: Annotated[float, allowed("a number in [0, 1)", ge=0, lt=1)] = 0.9
+    """Momentum of the outer optimizer."""
+    nesterov: _Flag = True
+    """Whether it is Nesterov's momentum."""
+    warmup_steps: Annotated[int, allowed("an integer of at least 0 (steps)", ge=0)] = 0
+    """Steps at the beginning that average gradients over all groups, as the strategy alone does."""
+    bits: Annotated[int, _one_of(4, 8, 16, 32), allowed("4, 8, 16 or 32")] = 32
+    """Bits of an element that is sent between groups."""
+    fragments: Annotated[int, allowed("an integer of at least 1", ge=1)] = 1
+    """Parts of the model that are sent by turns."""
+    delay: Annotated[int, allowed("an integer of at least 0 (inner steps)", ge=0)] = 0
+    """Inner steps from the sending of a fragment to its use, which hide the transfer."""
+    offload: Annotated[Literal["none", "cpu"], allowed('"none" or "cpu"')] = "none"
+    """"cpu" keeps anchors and the outer optimizer's states on the host."""
+
+    @classmethod
+    def parse(cls, given: object, where: str = "", inside: str = "{where}.{key}") -> "OuterSettings":
+        """Parse the key, and also refuse fragments that cannot be sent by turns; see ``Settings``."""
+        found = super().parse(given, where, inside)
+        names = ("steps", "fragments", "delay")
+        steps, fragments, delay = (inside.format(where=where or cls.key, key=key) for key in names)
+        if found.fragments > found.steps:
+            raise ValueError(
+                f"{fragments} must be at most {steps}, since at most one fragment is sent after each inner step; got "
+                f"{found.fragments} fragments and {found.steps} steps."
+            )
+        most = found.steps // found.fragments
+        if found.delay >= most and found.delay:
+            raise ValueError(
+                f"{delay} must be less than steps / fragments, after which the next fragment is sent: with "
+                f"{found.steps} steps and {found.fragments} fragments less than {most}, got {found.delay}."
+            )
+        return found
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Return after how many inner steps, modulo ``steps``, each fragment is sent; the last one after all."""
+        return tuple((i + 1) * self.steps // self.fragments % self.steps for i in range(self.fragments))
+
+
+def of_outer_steps(bits: int) -> tuple[LocoSettings, UpdateSettings]:
+    """Return how an outer step quantizes the changes of a group's weights, and the outer weights that are sent back.
+
+    Args:
+        bits: of an element that is sent, 4 or 8.
+    """
+    return LocoSettings(bits=bits, block_size=_BLOCK), UpdateSettings(bits=bits)
+
+
+class ReportSettings(Settings):
+    """The steps that are recorded, and the folder of the report."""
+
+    key: ClassVar[str] = f"{SECTION}.{REPORT}"
+
+    folder: Annotated[str, allowed("the path of a folder", min_length=1)] = "paro_report"
+    """Folder in which rank 0 writes the report."""
+    after: Annotated[int, allowed("an integer of at least 2 (optimizer steps)", ge=2)] = 10
+    """Optimizer steps of warm-up, before the first one that is timed."""
+    steps: _Steps = 3
+    """Optimizer steps that are recorded."""
+    probe: _Flag = True
+    """Whether the links are measured afterwards, which takes some seconds, for the planner's predictions."""
+
+    @property
+    def first(self) -> int:
+        """Return the number of the first recorded step, counted from 0."""
+        return self.after + UNDISTURBED
+
+    @property
+    def last(self) -> int:
+        """Return the number of the step after which the report is made."""
+        return self.first + self.steps + UNDISTURBED - 1
+
+    @classmethod
+    def asked_for(cls, zero_config: Any) -> "ReportSettings | None":
+        """Return the settings of the variable, or else those of a parsed section; None without both.
+
+        Raises:
+            ValueError: the value of the variable is not valid.
+        """
+        text = os.environ.get(REPORT_VARIABLE)
+        if text is None:
+            return getattr(zero_config, REPORT, None)
+        try:
+            given = json.loads(text)
+        except ValueError as error:
+            raise must_be(REPORT_VARIABLE, "a dictionary in JSON, {} for the defaults", text) from error
+        return cls.parse(given, REPORT_VARIABLE)
+
+    def as_variable(self) -> str:
+        """Return the value of the variable for these settings."""
+        return json.dumps(self.as_dict())
+
+
+class SaveSettings(Settings):
+    """Our keys in the section ``checkpoint``."""
+
+    key: ClassVar[str] = "checkpoint"
+
+    async_save: _Flag = False
+    """Saves [continue while training goes on](../checkpoint/README.md#asynchronous-saves)."""
+    memory_folder: Annotated[str, Predicate(os.path.isabs), allowed("an absolute path")] = "/dev/shm"
+    """With `async_save`: where [saves in memory](../checkpoint/README.md#saves-that-survive-a-node) are, of all jobs,
+    in a folder of their own."""
+    memory_copies: Annotated[int, allowed("an integer of at least 0", ge=0)] = 1
+    """Number of other groups that keep a copy of each file in memory that only one group's ranks have."""
+    zero_order: Annotated[bool, allowed("true or false", "`true`; with `async_save` `false`")] = True
+    """With p = N: files have optimizer states in ZeRO's order, for which 12 bytes of each parameter of a shard are
+    exchanged between ranks in a save."""
+
+    @property
+    def in_zeros_order(self) -> bool:
+        """Return whether files of optimizer states have them in ZeRO's order; see ``zero/flat/saved.py``."""
+        return self.zero_order if "zero_order" in self.model_fields_set else not self.async_save
