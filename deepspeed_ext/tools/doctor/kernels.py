@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.packing import Packing
-from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
+from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
 _WIDTH = 4133  # no multiple of a block or of a vector
 _BUILD_SECONDS = 600.0  # a compile at first use
@@ -135,4 +135,4 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     return findings
 
 
-KERNELS = Check("LoCo's kernels", _examine, judge, least_seconds=_BUILD_SECONDS)
+KERNELS = Check(_examine, judge, least_seconds=_BUILD_SECONDS)

@@ -11,8 +11,8 @@ import torch
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.doctor import checks, environment, links
 from deepspeed_ext.tools.doctor import kernels as self_test
-from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options
 from deepspeed_ext.tools.doctor.findings import Finding, Level, ranks_text
+from deepspeed_ext.tools.doctor.launch import Check, Launch, Options
 
 pytestmark = pytest.mark.quick
 

@@ -7,8 +7,8 @@ from itertools import combinations
 
 import pytest
 
-from deepspeed_ext.tools.doctor.cluster import Launch
 from deepspeed_ext.tools.doctor.findings import Level
+from deepspeed_ext.tools.doctor.launch import Launch
 from deepspeed_ext.tools.doctor.links import MOST_ROUNDS, PairTimes, joint_rate, judge_pairs
 from deepspeed_ext.tools.doctor.outliers import between, find_outliers, inside, tournament
 
