@@ -78,3 +78,5 @@ def label(loco: bool, updates: bool) -> str:
 
 
 AS_IT_IS = Compression()
+# As planned side by side: exact, with LoCo, and with updates in few bits as well.
+FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))

@@ -68,7 +68,7 @@ class WhatIfMeasurement(BlocksMeasurement):
         row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
             cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
-            found = WhatIf.of(recorded, cluster, recorded.described.model)
+            found = WhatIf(recorded, cluster, recorded.described.model)
             seconds = next(o.seconds for o in found.rows if o.prediction.name == row.method and 8 not in o.bits)
             row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
 

@@ -32,7 +32,7 @@ def test_a_report_keeps_all_that_the_planner_needs() -> None:
 
 def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
     one = replace(recorded(), step=9.0)
-    found = WhatIf.of(one, one.described.cluster, one.described.model)
+    found = WhatIf(one, one.described.cluster, one.described.model)
     parts = found.now.prediction.seconds
     assert parts["compute"] == pytest.approx(0.25) and parts["update"] == pytest.approx(0.03)
     assert found.now.seconds == sum(parts.values()) + 0.02  # "other" of the report; the rest is left as it is
