@@ -28,7 +28,7 @@ from deepspeed_ext.tools.compare.launching import (
     run,
     tail,
 )
-from deepspeed_ext.tools.compare.turn import AUTO, UNFINISHED, VARIABLE, Turn
+from deepspeed_ext.tools.compare.plugin import AUTO, UNFINISHED, VARIABLE, Turn
 from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
 
 NAME = "compare"
