@@ -16,6 +16,7 @@ Note [Cost of parameters in host memory]
     compute meanwhile. Copies of an offloaded optimizer's gradients are not counted.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -61,14 +62,8 @@ class Copies:
     in_step: bool = False
 
     def __add__(self, other: "Copies") -> "Copies":
-        return Copies(
-            self.use + other.use,
-            self.up + other.up,
-            self.down + other.down,
-            self.cached + other.cached,
-            self.windows + other.windows,
-            self.in_step or other.in_step,
-        )
+        *nbytes, in_step = map(operator.add, astuple(self), astuple(other))
+        return Copies(*nbytes, in_step=bool(in_step))
 
     @classmethod
     def of(

@@ -6,6 +6,7 @@
 """
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +47,7 @@ def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lamb
     @functools.wraps(init)
     def __init__(self: Any, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         from deepspeed_ext.config.keys import REPORT, SECTION, our_keys
+        from deepspeed_ext.config.report import VARIABLE
         from deepspeed_ext.integration import plugins
 
         if isinstance(config, dict):
@@ -63,5 +65,7 @@ def check_our_keys(init: Callable[..., None], require: Callable[[], None] = lamb
             check_config(self, mpu, mesh_device)
             if getattr(self.zero_config, REPORT, None) is not None:
                 plugins.require("report", f"{SECTION}.{REPORT}")
+        if VARIABLE in os.environ:
+            plugins.require("report", VARIABLE)
 
     return __init__

@@ -28,9 +28,8 @@ from deepspeed_ext.config.normalize import STRATEGY_OF_STAGE
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import FORMS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.described import (
     compression_of,
@@ -49,7 +48,6 @@ from deepspeed_ext.version import __version__
 
 FORMAT = 1
 _STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-_FORMS = (AS_IT_IS, Compression(LocoSettings(), None), Compression(LocoSettings(), UpdateSettings()))
 _SAME = 1e-6  # of predicted seconds
 
 
@@ -174,11 +172,8 @@ def _parts(measured: dict[str, float], now: Prediction | None) -> list[dict[str,
 
 def _memory(held: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
     formulas = [None] * 3 if now is None else [now.memory.parameters, now.memory.gradients, now.memory.optimizer]
-    names = ("parameters", "gradients", "optimizer states")
-    return [
-        {"state": name, "bytes": nbytes, "formula": formula}
-        for name, nbytes, formula in zip(names, held, formulas, strict=True)
-    ]
+    rows = zip(("parameters", "gradients", "optimizer states"), held, formulas, strict=True)
+    return [{"state": name, "bytes": nbytes, "formula": formula} for name, nbytes, formula in rows]
 
 
 # Predictions ######################################################################################
@@ -266,7 +261,7 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         model = replace(model, compute=compute / model.accumulation)
         rates = measured_rates(engine._config, topology, model)
         sent = compression_of(engine._config)
-        forms = [form for form in _FORMS if _few_bits(form) != _few_bits(sent)]
+        forms = [form for form in FORMS if form.label != sent.label]
         planned = plan(topology.sizes, model, rates, None, [*forms, sent])
     except ValueError as error:
         return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
@@ -289,10 +284,6 @@ def _described(
     return recorded.Described(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
-def _few_bits(sent: Compression) -> tuple[bool, bool]:
-    return sent.loco is not None, sent.updates is not None
-
-
 def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
     """Return the prediction of what runs."""
     if getattr(engine._config.zero_config, OUTER, None) is not None:
@@ -301,8 +292,7 @@ def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | N
     if strategy is None:
         name = STRATEGY_OF_STAGE.get(int(engine._config.zero_config.stage), "NNN")
         return next((one for one in planned.plain if one.strategy == name), None)
-    wanted = (strategy.name, *_few_bits(sent))
-    return next((one for one in planned.predictions if (one.strategy, one.loco, one.updates) == wanted), None)
+    return next((one for one in planned.predictions if one.name == strategy.name + sent.label), None)
 
 
 def _without_twins(predictions: Sequence[Prediction]) -> list[Prediction]:
@@ -312,9 +302,7 @@ def _without_twins(predictions: Sequence[Prediction]) -> list[Prediction]:
         one
         for one in predictions
         if one.plain
-        or one.strategy not in PLAIN
-        or one.loco
-        or one.updates
+        or one.name not in PLAIN
         or abs(one.total_seconds - plain[one.strategy]) > _SAME * one.total_seconds
     ]
 

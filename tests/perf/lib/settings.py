@@ -5,16 +5,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner import compression
 from deepspeed_ext.strategy import GroupSizes, ModelStates
 
 UNLIMITED = "unlimited"
 ADAMW, MUON = "AdamW", "Muon"
 FP32, BF16 = "fp32", "bf16"
-FORMS = {
-    sent.label: sent for sent in (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
-}
+FORMS = {form.label: form for form in compression.FORMS}
 _, LOCO, BOTH = FORMS  # suffixes of a strategy's name, as the next two
 NATIVE = " (gloo's collectives)"
 WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise

@@ -4,12 +4,15 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from deepspeed_ext.config.report import VARIABLE
 from deepspeed_ext.integration import plugins
+from deepspeed_ext.integration.seams.keys import check_our_keys
 
 
 def planted_case() -> tuple[int, Any, list[str]]:
@@ -43,5 +46,9 @@ def test_an_entry_point_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plugins.configure(config := {"calls": 0})
     assert config.pop("namesake") and config == {"calls": 1}
     plugins.require("planted", "a key")
+    monkeypatch.setenv(VARIABLE, "{}")
+    make_config = check_our_keys(lambda self, *_: setattr(self, "_param_dict", {}))
+    with pytest.raises(ValueError, match=f"{VARIABLE} needs the plugin 'report': expected an entry point"):
+        make_config(SimpleNamespace(), {"calls": 0})
     with pytest.raises(ValueError, match="a key needs the plugin 'other': expected an entry point"):
         plugins.require("other", "a key")

@@ -14,8 +14,17 @@ from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
-from deepspeed_ext.tools.plan.saves import Contents, Family, SavedPrediction, Saves, Schedule, predict_saves
+from deepspeed_ext.tools.plan.saves import (
+    Contents,
+    Family,
+    SavedPrediction,
+    Saves,
+    Schedule,
+    daly,
+    predict_saves,
+    share_lost,
+    young,
+)
 
 pytestmark = pytest.mark.quick
 
