@@ -8,6 +8,7 @@
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
     python -m tests.perf.cluster --save             # saves, at once and beside the training
     python -m tests.perf.cluster --record           # a report of steps beside what is measured without
+    python -m tests.perf.cluster --what-if          # predictions from reports of other links
     python -m tests.perf.cluster --model gpt2       # GPT-2 with 124 M parameters, which takes 16 GB of free memory
     python -m tests.perf.cluster --model mixture    # a mixture of experts, with and without AutoEP
     python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
@@ -51,11 +52,19 @@ MEASUREMENTS = {  # by option or model: where its class is
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
     "record": "recorded.RecordedMeasurement",
+    "what_if": "recorded.WhatIfMeasurement",
     "gpt2": "gpt2.Gpt2Measurement",
     "mixture": "mixture.MixtureMeasurement",
     "pipeline": "pipelines.PipelineMeasurement",
 }
-OPTIONS = ("overlap", "offload", "outer", "save", "record")
+OPTIONS = {
+    "overlap": "what of communication hides under emulated compute",
+    "offload": "parameters in host memory",
+    "outer": "an outer optimizer between nodes",
+    "save": "saves beside the training",
+    "record": "what recording a report costs, and whether it agrees",
+    "what_if": "predictions from reports of other links",
+}
 
 
 def measurement(name: str) -> type[Measurement]:
@@ -75,11 +84,8 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
     parser.add_argument("--model", choices=("blocks", "gpt2", "mixture", "pipeline"), default="blocks")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--overlap", action="store_true", help="what of communication hides under emulated compute")
-    kinds.add_argument("--offload", action="store_true", help="parameters in host memory")
-    kinds.add_argument("--outer", action="store_true", help="an outer optimizer between nodes")
-    kinds.add_argument("--save", action="store_true", help="saves beside the training")
-    kinds.add_argument("--record", action="store_true", help="what recording a report costs, and whether it agrees")
+    for option, text in OPTIONS.items():
+        kinds.add_argument(f"--{option.replace('_', '-')}", action="store_true", help=text)
     parser.add_argument("--settings", nargs="+", metavar="NAME")
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
