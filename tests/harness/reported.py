@@ -117,7 +117,8 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     recorded = Recorded.of(report)
     again = WhatIf(recorded, recorded.described.cluster, recorded.described.model).now
     (now,) = (row for row in report["choices"] if row["now"])
-    if recorded.described.name != name or not (plain or math.isclose(again.prediction.busy["between"], now["between"])):
+    same = plain or math.isclose(again.prediction.busy["between"], now["between"])
+    if recorded.described.name != name or not same:
         yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()

@@ -15,7 +15,6 @@ the link needs for the updates. *In one piece* is how such a model crossed befor
 import argparse
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,11 +85,7 @@ def make_engine(pauses: Pauses) -> Any:
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {
-            "paro_strategy": "IIG",
-            "paro_group_size": GROUP_SIZE,
-            "stage3_prefetch_bucket_size": 0,
-        },
+        "zero_optimization": {"paro_strategy": "IIG", "paro_group_size": GROUP_SIZE, "stage3_prefetch_bucket_size": 0},
     }
     model = make_blocks(BLOCKS, WIDTH, HIDDEN, pauses)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -113,7 +108,7 @@ def waited(engine: Any, link: Link, pauses: Pauses, forward: float) -> float:
     return link.waited
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("--mbit", type=float, default=100.0, help="of the link of this rank")
     parser.add_argument("--ratio", type=float, default=1.0, help="of forward to the link's seconds")
@@ -132,15 +127,11 @@ def main() -> int:
     for _ in range(args.rounds):
         for name, engine in engines.items():
             found[name].append(waited(engine, link, pauses, forward))
-    rows = []
-    for name, some in found.items():
-        row = {"method": name, "parameters": numel, "mbit": args.mbit, "ratio": args.ratio, "rounds": args.rounds}
-        row |= {"link": link.busy, "waited": statistics.median(some)}
-        row |= {"least waited": min(some), "most waited": max(some)}
-        rows.append(row)
+    given = {"parameters": numel, "mbit": args.mbit, "ratio": args.ratio, "rounds": args.rounds, "link": link.busy}
+    shown = {"waited": statistics.median, "least waited": min, "most waited": max}
+    rows = [{"method": name, **given, **{key: of(some) for key, of in shown.items()}} for name, some in found.items()]
     records.report(rows, args.csv)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -90,7 +90,10 @@ class MoE(nn.Module):
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, experts, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+        self.experts = self.make_experts(experts)
+
+    def make_experts(self, experts: int) -> nn.Module:
+        return nn.ModuleList(Expert() for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1).split(1, -1)
@@ -117,13 +120,10 @@ class PackedExperts(nn.Module):
         return out
 
 
-class PackedMoE(nn.Module):
+class PackedMoE(MoE):
     """A router and packed experts, all of which are used."""
 
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, experts, bias=False)
-        self.experts = PackedExperts(experts)
+    make_experts = staticmethod(PackedExperts)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
@@ -232,13 +232,12 @@ def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
     for (ranks, name), reports in found.items():
         low, median, high = statistics.quantiles(times[ranks, name], n=4, method="inclusive")
         overhead, best = over[ranks, name], min(BY_HAND, key=lambda hand, ranks=ranks: over[ranks, hand])
-        row: dict[str, Any] = {"layers": args.layers, "experts": args.experts, "rounds": args.rounds}
-        case = f"{name}, packed" if args.packed else name
-        row |= {"steps": args.steps, "ranks": ranks, "case": case, "milliseconds_median": round(median, 3)}
-        row |= {"milliseconds_quartile_1": round(low, 3), "milliseconds_quartile_3": round(high, 3)}
-        row |= {"overhead_milliseconds": round(overhead, 3), "hooks": reports[0]["hooks"]}
-        row |= {"of_stock": round(overhead / over[ranks, STOCK], 4), "best_by_hand": best}
-        rows.append(row | {"of_best_by_hand": round(overhead / over[ranks, best], 4)})
+        row: dict[str, Any] = {key: getattr(args, key) for key in ("layers", "experts", "rounds", "steps")}
+        row |= {"ranks": ranks, "case": f"{name}, packed" if args.packed else name}
+        row |= {"milliseconds_median": median, "milliseconds_quartile_1": low, "milliseconds_quartile_3": high}
+        row |= {"overhead_milliseconds": overhead, "hooks": reports[0]["hooks"], "best_by_hand": best}
+        row |= {"of_stock": overhead / over[ranks, STOCK], "of_best_by_hand": overhead / over[ranks, best]}
+        rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
     return rows
 
 

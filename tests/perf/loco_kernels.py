@@ -70,23 +70,12 @@ class Case:
         return own + wire + 2 * ERROR.row_bytes(numel) if self.operator == "compress" else PIECES * wire + own
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BF16 = torch.bfloat16
+_GRADIENTS = (*((dtype, 4, False) for dtype in DTYPES), (_BF16, 8, False), (_BF16, 4, True))
 CASES = (
-    Case("compress", torch.float32, 4),
-    Case("compress", torch.bfloat16, 4),
-    Case("compress", torch.float16, 4),
-    Case("compress", torch.bfloat16, 8),
-    Case("compress", torch.bfloat16, 4, hadamard=True),
-    Case("decompress", torch.float32, 4),
-    Case("decompress", torch.bfloat16, 4),
-    Case("decompress", torch.float16, 4),
-    Case("decompress", torch.bfloat16, 8),
-    Case("decompress", torch.bfloat16, 4, hadamard=True),
-    *(
-        Case(operator, dtype, bits)
-        for operator in ("difference", "apply")
-        for bits in (4, 8)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    ),
+    *(Case(operator, *options) for operator in ("compress", "decompress") for options in _GRADIENTS),
+    *(Case(name, dtype, bits) for name in ("difference", "apply") for bits in (4, 8) for dtype in DTYPES),
 )
 
 

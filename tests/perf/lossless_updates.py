@@ -19,7 +19,6 @@ and the entropy of the differences, which none of them passes. Rows are of the l
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +105,7 @@ def rows_of(rate: float, tuning: bool, found: list[dict[str, float]]) -> list[di
     ]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how small updated parameters can be sent without loss.")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a case")
     parser.add_argument("--csv", type=Path, help="append a row a result here")
@@ -117,8 +116,7 @@ def main() -> int:
         masters, found = train(rate, args.steps, corpus, first if tuning else [])
         first = first or masters
         records.report(rows_of(rate, tuning, found), args.csv)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
