@@ -15,7 +15,6 @@ from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTI
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.compression import Compression
@@ -92,11 +91,7 @@ def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
 
 def compression_of(config: Config) -> Compression:
     """Return what crosses in few bits, by a parsed configuration."""
-    loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
-    return Compression(
-        None if loco is None else LocoSettings.parse(loco),
-        None if updates is None else UpdateSettings.parse(updates),
-    )
+    return Compression.parse(*(getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES)))
 
 
 def measured_rates(config: Config, topology: Topology, model: Model) -> Rates:

@@ -34,6 +34,7 @@ ROWS = 8
 CORPUS_BYTES = 4_000_000
 WARM_UP, LAST = 20, 50  # steps in which the learning rate rises; steps at the end over which sizes are averaged
 SPAN = 2**16  # differences lie between -SPAN and SPAN
+Sizes = dict[str, float]
 
 
 def sizes(differences: Tensor) -> dict[str, float]:

@@ -34,7 +34,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
@@ -178,8 +177,7 @@ class Recorded:
                 "with an outer optimizer, or of a pipeline. Record again, without these."
             )
         try:
-            loco, updates = (report[KEY]["sent"][name] for name in ("loco", "updates"))
-            sent = Compression(loco and LocoSettings.parse(loco), updates and UpdateSettings.parse(updates))
+            sent = Compression.parse(*(report[KEY]["sent"][name] for name in ("loco", "updates")))
             described = TypeAdapter(Described).validate_python({**report[KEY], "sent": sent})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{KEY!r} in the report is of another version ({error}). Record again.") from error

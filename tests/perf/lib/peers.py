@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.pairwise import pairwise_all_to_all
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import held, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
@@ -211,14 +210,12 @@ class DDP(TorchMethod):
 
     def __init__(self, workload: Workload) -> None:
         setup = "no_sync() until the last micro-batch, gradient_as_bucket_view; gradients are zeroed in their buckets"
-        model = DistributedDataParallel(
-            workload.make_model(), gradient_as_bucket_view=True, bucket_cap_mb=workload.ddp_mib
-        )
-        if workload.mixed:
-            setup += "; autocast and bf16_compress_hook"
-            model.register_comm_hook(None, _reduce_in_bf16)
+        setup += "; autocast and bf16_compress_hook" * workload.mixed
+        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": workload.ddp_mib}
+        model = DistributedDataParallel(workload.make_model(), **options)
         super().__init__("DDP", setup, workload, model)
         if workload.mixed:
+            model.register_comm_hook(None, _reduce_in_bf16)
             self._autocast = partial(torch.autocast, "cpu", workload.dtype)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -271,9 +268,8 @@ class FSDP2(TorchMethod):
             unit.set_custom_reduce_scatter(DirectReduceScatter())  # gloo's own sends twice the bytes
         self._kept, self._nodes = between == "whole", nodes
         setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}, reduce "
-        setup += (
-            f"{reduce} in the {'last micro-batch' if self._kept else 'node'}; set_custom_reduce_scatter: all-to-all"
-        )
+        where = "last micro-batch" if self._kept else "node"
+        setup += f"{reduce} in the {where}; set_custom_reduce_scatter: all-to-all"
         super().__init__(name, setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -382,19 +378,15 @@ class Engine(Method):
         super().__init__(name, ", ".join(said))
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
+        params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
+        buckets = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket)
         config = {
             "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only
             "gradient_accumulation_steps": workload.accumulation,
-            "optimizer": {
-                "type": workload.optimizer,
-                "params": MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True},
-            },
+            "optimizer": {"type": workload.optimizer, "params": params},
             "gradient_clipping": 0.0,  # the default is 1.0, and the methods of PyTorch do not clip
             "steps_per_print": 1_000_000,
-            "zero_optimization": {
-                **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket),
-                **zero,
-            },
+            "zero_optimization": {**buckets, **zero},
             "bf16": {"enabled": workload.mixed},
             **workload.config,
         }
@@ -447,11 +439,7 @@ class Ours(Engine):
 
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
         self.strategy = parse_strategy(zero["paro_strategy"])
-        loco, updates = (zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates"))
-        self.sent = Compression(
-            None if loco is None else LocoSettings.parse(loco),
-            None if updates is None else UpdateSettings.parse(updates),
-        )
+        self.sent = Compression.parse(zero.get("zeropp_loco_param"), zero.get("paro_quantized_updates"))
         lean = self.strategy.p > Placement.N
         zero = zero if lean else {"compute_grad_norm": False, **zero}
         super().__init__(workload, name or zero["paro_strategy"], zero, lean)

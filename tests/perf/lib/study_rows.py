@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from deepspeed_ext.loco.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
 from tests.perf.lib.records import RESULTS, Table, read_rows
@@ -60,10 +59,7 @@ def _listed(values: Sequence[float]) -> str:
 def formula(study: Study, run: Run) -> float:
     """Return the bytes that a rank receives between groups in a step, as the planner has them: with Muon the most."""
     method, width = study.methods[run.method], 2 if study.bf16 else 4
-    loco, updates = (method.zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates"))
-    sent = Compression(
-        None if loco is None else LocoSettings.parse(loco), None if updates is None else UpdateSettings.parse(updates)
-    )
+    sent = Compression.parse(*(method.zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates")))
     sizes = GroupSizes(run.groups * study.group_size, study.group_size)
     strategy = parse_strategy(method.strategy)
     states = ModelStates.of(run.elements, parameter_bytes=width, gradient_bytes=width)

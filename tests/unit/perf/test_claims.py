@@ -55,7 +55,7 @@ def test_each_claim_has_rows_of_its_date() -> None:
     lines = [line for line in page(PAGE).section("## What is claimed").text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     found, program = [row for row in cells if row[0] != "claim"], ""
-    assert len(found) == 22
+    assert len(found) == 21
     for claim, date, command, _ in found:
         program = program if command == "the same" else results_of(command)
         assert set(date.split(", ")) <= dates(program), claim
@@ -193,7 +193,6 @@ def test_figures_of_losses_have_their_rows() -> None:
 
 def test_figures_of_one_host_have_their_rows() -> None:
     text = " ".join(page(PAGE).text.split())
-    first = {row["method"]: float(row["waited"]) for row in read_rows(RESULTS / "first_module.csv")}
     coded = {rate: line[4] for rate, line in table("lossless").items()}
     made = {method: line[3].split(", ")[1] for method, line in table("growth").items() if ", " in line[3]}
     reached = [float(line[3]) for line in tables.kernels()[1]]
@@ -202,7 +201,6 @@ def test_figures_of_one_host_have_their_rows() -> None:
         row["median_ms"] for row in read_rows(RESULTS / "import_cost.csv") if row["measured"] == "of that ours"
     ]
     for said in (
-        f"waits {first['in windows']:.3g} s for updates instead of {first['in one piece']:.3g} s",
         f"take {coded['0.001']} bits without loss at a rate of 1e-3, and {coded['1e-05']} at 1e-5",
         f"an engine of NIG in {made['NIG']} s, of ZeRO-2 in {made['ZeRO-2']} s",
         f"reach {min(reached):.2f} to {max(reached):.2f} of a copy's bandwidth",
