@@ -30,14 +30,7 @@ from deepspeed_ext.planner.closed_form import Move, Overlap, Seconds, Step
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
 from deepspeed_ext.planner.memory import Copies, Model, copies, held_bytes, transient_bytes
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import (
-    STRATEGIES,
-    GroupSizes,
-    Placement,
-    StateBytes,
-    Strategy,
-    Volume,
-)
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 # The strategies that plain stages run, without groups.

@@ -23,19 +23,10 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
+from deepspeed_ext.config import keys
 from deepspeed_ext.config.candidates import decided, possible_strategies
 from deepspeed_ext.config.implied_stage import imply_stage
-from deepspeed_ext.config.keys import (
-    CACHE_BYTES,
-    DECISION,
-    FASTEST,
-    LOCO,
-    MEMORY,
-    MICRO_STEP,
-    QUANTIZED_UPDATES,
-    SECTION,
-    STRATEGY,
-)
+from deepspeed_ext.config.keys import CACHE_BYTES, DECISION, FASTEST, LOCO, MEMORY, MICRO_STEP, SECTION, STRATEGY
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
@@ -190,7 +181,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         "strategies": [row.name for row in allowed],
         MEMORY: zero.paro_memory_gb,
         LOCO: getattr(zero, LOCO, None),
-        QUANTIZED_UPDATES: getattr(zero, QUANTIZED_UPDATES, None),
+        keys.QUANTIZED_UPDATES: getattr(zero, keys.QUANTIZED_UPDATES, None),
         "reduce_scatter": zero.reduce_scatter,
         "reduce_bucket_size": model.bucket,
         "overlap_comm": model.overlap,

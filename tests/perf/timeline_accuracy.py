@@ -24,19 +24,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import tabulated
+from tests.perf.lib import tabulated, timeline
 from tests.perf.lib.records import markdown
-from tests.perf.lib.timeline import (
-    EMULATED,
-    OVERLAPPING,
-    SUMMED,
-    Case,
-    HostCosts,
-    cases,
-    compute_of_element,
-    fit,
-    kind,
-)
+from tests.perf.lib.timeline import EMULATED, OVERLAPPING, SUMMED, Case, HostCosts, cases, compute_of_element, fit
 
 NEAR = 0.1
 CALIBRATED = ("NNN", "NNG", "IIG", "GGG", "NIG + LoCo", "NIG + LoCo + updates")
@@ -131,11 +121,13 @@ def main() -> None:
     print(f"\nfitted to {used} rows, which are left out of what follows\n")
     seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in found]
     errors = [(case, one / case.row.median - 1) for case, one in seconds if not is_calibration(case)]
-    print(table("Mbit/s", kind, errors))
-    print(table("methods", lambda case: f"{method_kind(case)}, {kind(case)}", errors))
+    print(table("Mbit/s", timeline.kind, errors))
+    print(table("methods", lambda case: f"{method_kind(case)}, {timeline.kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
     for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
-        print(f"{error:+.0%} {case.row.setting} {kind(case)} {case.row.method}: measured {case.row.median:.3f} s")
+        print(
+            f"{error:+.0%} {case.row.setting} {timeline.kind(case)} {case.row.method}: measured {case.row.median:.3f} s"
+        )
     print(f"\n{choices(seconds)}")
 
 

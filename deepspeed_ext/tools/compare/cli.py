@@ -17,17 +17,8 @@ import hjson
 
 from deepspeed_ext.progress import bar
 from deepspeed_ext.tools.arguments import new_file, number
-from deepspeed_ext.tools.compare.launching import (
-    LAUNCHERS,
-    MODULE,
-    PLACEHOLDER,
-    Launcher,
-    RunFailed,
-    environment,
-    exit_on_signals,
-    run,
-    tail,
-)
+from deepspeed_ext.tools.compare import launching
+from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run
 from deepspeed_ext.tools.compare.plugin import AUTO, UNFINISHED, VARIABLE, Turn
 from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
 
@@ -51,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit = "seconds that a turn may take (default: 3600)"
     turns.add_argument("--timeout", type=number(float), default=3600.0, metavar="S", help=limit)
     launch = parser.add_argument_group("how the script is launched")
-    launch.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help="(default: deepspeed)")
+    launchers = launching.LAUNCHERS
+    launch.add_argument("--launcher", choices=launchers, default=launchers[0], help="(default: deepspeed)")
     launch.add_argument("--ranks", type=some, dest="turn_ranks", help="on each node (default: one for each device)")
     hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
     launch.add_argument("--hostfile", metavar="FILE", help=hosts)
@@ -106,9 +98,9 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
     placeholder = any(PLACEHOLDER in word for word in script)
     if len(arguments.configs) not in range(2, len(string.ascii_uppercase) + 1):
         raise ValueError(f"expected two configurations or more, got {len(arguments.configs)}.")
-    if list(script) in ([], [MODULE]):
+    if list(script) in ([], [launching.MODULE]):
         raise ValueError(f"expected the script after {SEPARATOR}, such as {SEPARATOR} train.py --config {PLACEHOLDER}")
-    if arguments.launch is None and script[0] != MODULE and not Path(script[0]).is_file():
+    if arguments.launch is None and script[0] != launching.MODULE and not Path(script[0]).is_file():
         raise ValueError(
             f"there is no script {script[0]}. After {SEPARATOR} its path comes first, then its arguments."
         )
@@ -117,7 +109,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
     chosen = {"--ranks": arguments.turn_ranks, "--hostfile": arguments.hostfile}
     if arguments.launch is not None and any(chosen.values()):
         raise ValueError(f"--launch is the whole prefix; leave out {' and '.join(k for k, v in chosen.items() if v)}.")
-    if arguments.hostfile and arguments.launcher != LAUNCHERS[0]:
+    if arguments.hostfile and arguments.launcher != launching.LAUNCHERS[0]:
         raise ValueError("--hostfile is read by DeepSpeed's runner; with torchrun use --launch on each node.")
     contents = [_read(path) for path in arguments.configs]
     if not placeholder:
@@ -185,16 +177,17 @@ def _take_turn(
     command = launcher.command(script, arguments.configs[index].absolute())
     with environment(turn) as env:
         run(command, env, log, arguments.timeout)
+    end = launching.tail(log)
     if not report.is_file():
         raise RunFailed(
-            f"{tail(log)}\n\nthe script ended without a report in {report}: no DeepSpeed engine was made where "
+            f"{end}\n\nthe script ended without a report in {report}: no DeepSpeed engine was made where "
             f"deepspeed_ext is active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the "
             f"first node does not have that folder (--folder on a file system that all nodes share).\nwhole log: {log}"
         )
     found: dict[str, Any] = json.loads(report.read_text())
     if UNFINISHED in found:
         raise RunFailed(
-            f"{tail(log)}\n\nthe script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps "
+            f"{end}\n\nthe script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps "
             f"= {arguments.warm_up + arguments.steps}.\nwhole log: {log}"
         )
     return found

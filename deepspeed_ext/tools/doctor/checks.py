@@ -21,16 +21,7 @@ from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, parse_strategy
-from deepspeed_ext.tools.doctor.findings import (
-    Finding,
-    Level,
-    by_value,
-    bytes_text,
-    judged,
-    ranks_text,
-    rate_text,
-    values_text,
-)
+from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, judged, ranks_text, rate_text
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch, Options
 from deepspeed_ext.version import __version__
 
@@ -94,8 +85,9 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
         return [*findings, Finding("groups", Level.OK, "one rank: nothing to group")]
     if size is None:
         text = f"the launcher says in {' or '.join(LOCAL_SIZE_VARIABLES)} how many ranks share a node: "
+        text += "; ".join(f"{value or 'nothing'} on {ranks_text(ranks)}" for value, ranks in per_node.items())
         advice = "Set zero_optimization.paro_group_size, and --group-size."
-        return [*findings, Finding("groups", Level.WRONG, text + values_text(per_node, "nothing"), advice)]
+        return [*findings, Finding("groups", Level.WRONG, text, advice)]
     try:
         sizes = GroupSizes(launch.world, size)
     except ValueError as error:

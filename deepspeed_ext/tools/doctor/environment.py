@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from deepspeed_ext.strategy import GroupSizes
-from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text, values_text
+from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
 _SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
@@ -104,8 +104,9 @@ def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding
     for name in sorted({name for given in variables.values() for name in given} - _MAY_DIFFER):
         values = by_value({rank: given.get(name, "") for rank, given in variables.items()})
         if len(values) > 1:
+            text = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
             advice = "Set it alike on all nodes. Launchers pass on only some variables to other hosts."
-            yield Finding(name, Level.LOOK, f"differs: {values_text(values, 'unset')}", advice)
+            yield Finding(name, Level.LOOK, f"differs: {text}", advice)
 
 
 def _threads(answers: Answers, launch: Launch) -> Finding:

@@ -116,11 +116,6 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
     return dict(sorted(ranks.items(), key=lambda item: -len(item[1])))
 
 
-def values_text(ranks_of: Mapping[Any, Sequence[int]], none: str) -> str:
-    """Return values with their ranks as ``2 on ranks 0-2; 1 on rank 3``; ``none`` stands for an empty value."""
-    return "; ".join(f"{value or none} on {ranks_text(ranks)}" for value, ranks in ranks_of.items())
-
-
 def bytes_text(nbytes: float) -> str:
     """Return bytes as ``64 KiB``, ``1.5 GiB`` and the like."""
     return _scaled(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))

@@ -31,13 +31,7 @@ from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import FORMS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
-from deepspeed_ext.planner.described import (
-    compression_of,
-    describe_engine,
-    dtype_of,
-    measured_rates,
-    same_everywhere,
-)
+from deepspeed_ext.planner.described import compression_of, describe_engine, dtype_of, measured_rates, same_everywhere
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes

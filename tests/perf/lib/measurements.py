@@ -27,20 +27,7 @@ from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make
 from tests.perf.lib.pcie import Pcie
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import (
-    BF16,
-    BOTH,
-    FP32,
-    HSDP_REDUCTIONS,
-    LOCO,
-    MUON,
-    NATIVE,
-    RATIOS,
-    SHIPPED,
-    SIZES,
-    WIDE,
-    Setting,
-)
+from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
 
 ROWS = 8  # of a micro-batch
@@ -201,12 +188,10 @@ class Measurement:
     @classmethod
     def other_bytes(cls, row: Row) -> list[str]:
         """Return what shows that a method sent other bytes than the formula has."""
-        if not row.formula_bytes or NATIVE in row.method:
-            return []
-        error = row.bytes_between / row.formula_bytes - 1
-        if abs(error) <= BYTES_BOUND + cls.slack / row.formula_bytes:
-            return []
-        return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"]
+        due = 0.0 if NATIVE in row.method else row.formula_bytes or 0.0
+        error = row.bytes_between / due - 1 if due else 0.0
+        apart = due and abs(error) > BYTES_BOUND + cls.slack / due
+        return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"] if apart else []
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
@@ -248,9 +233,9 @@ class BlocksMeasurement(Measurement):
         if setting.dtype == BF16:
             stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
             ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH))
-            return ["DDP", "FSDP2", *HSDP_REDUCTIONS, *stages, *ours]
+            return ["DDP", "FSDP2", *settings.HSDP_REDUCTIONS, *stages, *ours]
         if setting.optimizer != MUON:
-            return [name for name in cls.methods if name not in HSDP_REDUCTIONS and not name.endswith(WIDE)]
+            return [name for name in cls.methods if name not in settings.HSDP_REDUCTIONS and not name.endswith(WIDE)]
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
         return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
@@ -264,7 +249,7 @@ class OverlapMeasurement(Measurement):
 
     file = "overlap.csv"
     settings = settings.OVERLAP
-    methods = (*(name for name in PEERS if name not in (*HSDP_REDUCTIONS, SHIPPED)), *STRATEGIES)
+    methods = (*(name for name in PEERS if name not in (*settings.HSDP_REDUCTIONS, SHIPPED)), *STRATEGIES)
     rounds, steps = 2, 2
     keys: ClassVar = {"paro_overlap_updates": True}
     described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
@@ -276,7 +261,7 @@ class OverlapMeasurement(Measurement):
         return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, 2 * width * hidden)
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        ratios = self.args.ratios or RATIOS
+        ratios = self.args.ratios or settings.RATIOS
         return [(mbit, {"wire_of_compute": ratio}) for mbit in self.setting.mbit for ratio in ratios]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
@@ -367,11 +352,9 @@ class OffloadMeasurement(Measurement):
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
         errors = {row.method: row.more["copied_bytes"] / row.more["copied_formula_bytes"] - 1 for row in rows}
-        return super().problems(rows) + [
-            f"{name}: bytes between host and device differ by {error:+.1%} from the formula"
-            for name, error in errors.items()
-            if abs(error) > cls.copied_bound
-        ]
+        wrong = ((name, error) for name, error in errors.items() if abs(error) > cls.copied_bound)
+        text = "bytes between host and device differ by {:+.1%} from the formula"
+        return super().problems(rows) + [f"{name}: {text.format(error)}" for name, error in wrong]
 
 
 class OuterMeasurement(Measurement):

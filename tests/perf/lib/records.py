@@ -6,6 +6,7 @@ import csv
 import datetime
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -74,27 +75,23 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _commit() -> str:
     """Return the commit of the package that was measured; earlier rows of the same run do not count as changes."""
-    root = Path(deepspeed_ext.__file__).parents[1]
-
-    def git(*arguments: str) -> str:
-        words = ["git", "-C", str(root), *arguments]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-
+    git = ["git", "-C", str(Path(deepspeed_ext.__file__).parents[1])]
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results")
-        return git("describe", "--always") + ("-dirty" if changed else "")
+        commit, changed = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["describe", "--always"], changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return commit + ("-dirty" if changed else "")
 
 
 def _processor() -> str:
     """Return the kernel's name of it: ``platform`` knows the architecture only."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:\s*(.*\S)", info.read_text() if info.exists() else "", re.MULTILINE)
+    return name[1] if name else platform.machine()
 
 
 # Measured on emulated clusters ####################################################################

@@ -5,6 +5,7 @@
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,17 +15,7 @@ from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.saves import (
-    Contents,
-    Family,
-    SavedPrediction,
-    Saves,
-    Schedule,
-    daly,
-    predict_saves,
-    share_lost,
-    young,
-)
+from deepspeed_ext.tools.plan.saves import Contents, Family, Saves, Schedule, daly, predict_saves, share_lost, young
 
 pytestmark = pytest.mark.quick
 
@@ -125,7 +116,7 @@ def of(
     rates: Rates = RATES,
     saves: Saves = SAVES,
     sizes: GroupSizes = CLUSTER,
-) -> SavedPrediction:
+) -> Any:
     found = predict(STRATEGIES[name], sizes, model, rates, sent)
     return predict_saves(saves, found, sizes, model, rates, sent)
 

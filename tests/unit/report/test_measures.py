@@ -5,22 +5,7 @@
 import pytest
 
 from deepspeed_ext.tools.report import measures
-from deepspeed_ext.tools.report.measures import (
-    BACKWARD,
-    BETWEEN,
-    FORWARD,
-    HANDLING,
-    UPDATE,
-    WITHIN,
-    Communication,
-    Phase,
-    Step,
-    Wait,
-    hop_of,
-    length,
-    union,
-    without,
-)
+from deepspeed_ext.tools.report.measures import BACKWARD, BETWEEN, FORWARD, WITHIN, Communication, Phase, Step, Wait
 
 pytestmark = pytest.mark.quick
 
@@ -29,10 +14,10 @@ GATHER = Communication("intra_all_gather", WITHIN, 500.0, 2.0, 2.5)
 
 
 def test_intervals_are_united_and_subtracted() -> None:
-    some = union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.0), (2.0, 2.5)])
+    some = measures.union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.0), (2.0, 2.5)])
     assert some == [(0.0, 2.5), (3.0, 4.0)]
-    assert length(some) == 3.5
-    assert without(some, [(0.5, 1.0), (2.0, 3.5)]) == [(0.0, 0.5), (1.0, 2.0), (3.5, 4.0)]
+    assert measures.length(some) == 3.5
+    assert measures.without(some, [(0.5, 1.0), (2.0, 3.5)]) == [(0.0, 0.5), (1.0, 2.0), (3.5, 4.0)]
 
 
 def by_hop(charges: measures.Charges) -> dict[str, float]:
@@ -62,7 +47,11 @@ def test_a_wait_inside_another_one_is_charged_once() -> None:
 
 
 def test_a_process_group_is_within_or_between_groups_or_neither() -> None:
-    assert [hop_of(ranks, 2) for ranks in ([2, 3], [1, 3], [1, 2], [0, 1, 2, 3], [3])] == [WITHIN, *3 * [BETWEEN], ""]
+    assert [measures.hop_of(ranks, 2) for ranks in ([2, 3], [1, 3], [1, 2], [0, 1, 2, 3], [3])] == [
+        WITHIN,
+        *3 * [BETWEEN],
+        "",
+    ]
 
 
 def test_of_two_hops_on_the_wire_the_slower_one_is_charged() -> None:
@@ -72,7 +61,12 @@ def test_of_two_hops_on_the_wire_the_slower_one_is_charged() -> None:
 
 
 def test_parts_add_up_to_the_step() -> None:
-    phases = (Phase(FORWARD, 0.5, 2.0), Phase(BACKWARD, 2.0, 6.0), Phase(HANDLING, 3.0, 4.0), Phase(UPDATE, 6.0, 7.0))
+    phases = (
+        Phase(FORWARD, 0.5, 2.0),
+        Phase(BACKWARD, 2.0, 6.0),
+        Phase(measures.HANDLING, 3.0, 4.0),
+        Phase(measures.UPDATE, 6.0, 7.0),
+    )
     waits = (Wait(3.5, 4.5, True, REDUCE), Wait(6.5, 7.0, True, GATHER), Wait(0.0, 9.0, False, REDUCE))
     found = measures.parts(Step(1, 0.0, 8.0, phases, waits))
     assert found == pytest.approx(
