@@ -125,9 +125,8 @@ def main() -> None:
     print(table("methods", lambda case: f"{method_kind(case)}, {timeline.kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
     for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
-        print(
-            f"{error:+.0%} {case.row.setting} {timeline.kind(case)} {case.row.method}: measured {case.row.median:.3f} s"
-        )
+        where = f"{case.row.setting} {timeline.kind(case)} {case.row.method}"
+        print(f"{error:+.0%} {where}: measured {case.row.median:.3f} s")
     print(f"\n{choices(seconds)}")
 
 

@@ -177,19 +177,18 @@ def _take_turn(
     command = launcher.command(script, arguments.configs[index].absolute())
     with environment(turn) as env:
         run(command, env, log, arguments.timeout)
-    end = launching.tail(log)
-    if not report.is_file():
-        raise RunFailed(
-            f"{end}\n\nthe script ended without a report in {report}: no DeepSpeed engine was made where "
-            f"deepspeed_ext is active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the "
-            f"first node does not have that folder (--folder on a file system that all nodes share).\nwhole log: {log}"
+    found: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
+    problem, due = "", arguments.warm_up + arguments.steps
+    if not found:
+        problem = (
+            f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
+            f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does not "
+            f"have that folder (--folder on a file system that all nodes share)."
         )
-    found: dict[str, Any] = json.loads(report.read_text())
-    if UNFINISHED in found:
-        raise RunFailed(
-            f"{end}\n\nthe script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps "
-            f"= {arguments.warm_up + arguments.steps}.\nwhole log: {log}"
-        )
+    elif UNFINISHED in found:
+        problem = f"the script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."
+    if problem:
+        raise RunFailed(f"{launching.tail(log)}\n\n{problem}\nwhole log: {log}")
     return found
 
 
