@@ -116,12 +116,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
 
 
 def _prediction(
-    strategy: Strategy,
-    sizes: GroupSizes,
-    model: Model,
-    rates: Rates,
-    sent: Compression,
-    overlap: Overlap,
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression, overlap: Overlap
 ) -> Prediction:
     families = model.families(sizes)
     copied = copies(strategy, families, sent)

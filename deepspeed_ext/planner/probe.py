@@ -39,10 +39,7 @@ DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device, if it has room, since its cache
 
 
 def measure(
-    topology: Topology,
-    dtype: torch.dtype = torch.float32,
-    reduce_scatter: bool = True,
-    pinned: bool | None = None,
+    topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True, pinned: bool | None = None
 ) -> Rates:
     """Measure the rates of this topology's hops. Collective over all ranks.
 

@@ -14,13 +14,9 @@
     python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
 
 A node is a network namespace with some CPU ranks (``scripts/emulation``); messages to other nodes go over a link of a
-limited rate and are counted by the link's own interface. All methods train the same model on the same data from the
-same seed, and take turns in rounds whose order alternates. A step's time is that of the slowest rank.
-
-For each method: seconds of a step; the bytes that a node has sent in it; of strategies also those of the planner's
-formula; bytes of model states on the rank that holds most; and the *floor*: the time of compute alone (forward and
-backward of all micro-batches on all ranks at once, and an update of 1/n of the parameters), and of the method's own
-bytes over the link. The modules of ``lib`` say what is particular to each.
+limited rate, which counts them. All methods train the same model on the same data from the same seed, and take turns. A
+step's time is that of the slowest rank. The *floor* is the time of compute alone (forward and backward of all
+micro-batches on all ranks at once, and an update of 1/n of the parameters), and of a method's bytes over the link.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting.
 

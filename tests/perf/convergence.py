@@ -8,16 +8,13 @@
     python -m tests.perf.convergence long       # 3,000 steps of a GPT of 10.9 million parameters
 
 For each optimizer, seed and method of a study (``lib/studies.py``), from the same weights and on the same batches. The
-final loss is the mean over the last tenth of the steps, or, in the study of outer steps, that of outer weights on text
-that no run trains on. Bytes are read from the kernel's counters. A control sends what its reference sends, but starts
-from weights that noise has moved a little.
+final loss is the mean over the last tenth of the steps, or, with outer steps, that of outer weights on held-out text.
+A control sends what its reference sends, but starts from weights that noise has moved a little. This program adds two
+methods to the package: *direct* sends parameters themselves in few bits, rather than their differences from what
+receivers hold; *coarse* sends sums in blocks as large as those of differences, and adds their errors whole.
 
-The study of updates has two methods that the package does not have; this program puts them in. Direct: parameters
-themselves cross in few bits, in place of their differences from what receivers hold. Coarse: sums cross in blocks as
-large as those of differences, and their errors are added whole.
-
-A run leaves a file with the loss of every step in ``--runs`` as soon as it has ended, and is not repeated: so the
-program may be stopped between runs, and started again.
+A run leaves a file with the loss of every step in ``--runs``, and is not repeated: so the program may be stopped and
+started again.
 
 Exit status 0 if methods end within the bounds of the study, and those that are too coarse outside of them; 1 if not;
 2 if a run failed.

@@ -4,18 +4,15 @@
 
     python -m tests.perf.leaf_overhead
 
-Measured is a micro-step (forward and backward; no optimizer step ever comes) of a mixture of experts so small that
-hooks and books take most of the time, in fp32 on CPU ranks with gloo. Overhead is what it takes beyond plain PyTorch,
-of which as many processes run side by side without communication; with one rank it is the host's cost alone. No
-parameter persists, so all are gathered in each micro-step. A granularity threshold of 1 makes no module a leaf: in
-stock it happens to switch on a faster path for those that are set by hand.
+Measured is a micro-step (forward and backward) of a mixture of experts so small that hooks take most of the time, in
+fp32 on CPU ranks with gloo. Overhead is what it takes beyond as many processes of plain PyTorch; with one rank it is
+the host's cost alone. No parameter persists. A granularity threshold of 1 makes no module a leaf: in stock it happens
+to switch on a faster path for those that are set by hand.
 
 Each case has processes of its own, because DeepSpeed replaces functions of PyTorch for good; in those of the stock
-cases our package is switched off. All cases take turns, round for round, so that noise falls on all of them. Numbers
-are medians over the micro-steps of all rounds and ranks. A rank's losses must be plain PyTorch's.
-
-With ``--packed`` the experts of a layer are one parameter of three dimensions for each of their matrices, as in
-transformers 5, of which ours also fetches windows of an eighth of them. There are no aims then.
+cases our package is switched off. Cases take turns. Numbers are medians over the micro-steps of all rounds and ranks.
+A rank's losses must be plain PyTorch's. With ``--packed`` experts are 3-D parameters, as in transformers 5, of which
+ours also fetches windows of an eighth. There are no aims then.
 
 Exit status 0 if ours keeps its aims with one rank, 1 if not, 2 if a case could not run or computed something else.
 """

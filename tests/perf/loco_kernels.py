@@ -10,11 +10,8 @@ element, with gradients or parameters of g bytes, b bits on the wire and blocks 
     difference  2 g + b/8 + 2/n                     updated parameter, what is held of it, wire with its scales
     apply       b/8 + 2/n + 2 g                     wire with its scales, what is held, read and written
 
-What is held is given to ``apply`` as it is in training, a row for each rank from which a part has come.
-
-Beside each operator, in turn and in the same run, goes a copy that moves as many bytes (half of them read, half
-written), and the same arithmetic in plain PyTorch (``deepspeed_ext.loco.reference``), slow, so in fewer turns.
-Each number is the median of the repetitions. Nothing is judged: the exit status does not depend on time.
+Beside each operator, in turn, runs a copy that moves as many bytes, and the same arithmetic in plain PyTorch
+(``deepspeed_ext.loco.reference``), slow, so in fewer turns. Each number is the median of the repetitions.
 """
 
 import argparse

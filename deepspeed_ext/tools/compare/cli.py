@@ -182,8 +182,8 @@ def _take_turn(
     if not found:
         problem = (
             f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
-            f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does not "
-            f"have that folder (--folder on a file system that all nodes share)."
+            f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does "
+            f"not have that folder (--folder on a file system that all nodes share)."
         )
     elif UNFINISHED in found:
         problem = f"the script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."

@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves: for how long they stop the training, at once and beside it, and what steps take meanwhile.
 
-Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. For each strategy an
-engine is made, saves with each section ``checkpoint`` in turn, and is closed.
-
-A turn of an asynchronous save is: undisturbed steps; the save; steps until it is committed. The seconds of a save are
-those of ``save_checkpoint`` on the rank that is last. It stops the training for these, and for as long as the steps
-after it wait for its copies, as timed inside ``AsyncSaves.at_step``. A step beside the writer is one in which it was
-at work. Each save goes to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate.
-DeepSpeed's saves return while their bytes are in the page cache; ours have flushed them to the disk.
+Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. A turn of an
+asynchronous save is: undisturbed steps; the save; steps until it is committed. It stops the training for
+``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.at_step``. Each save goes to
+the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves return while
+their bytes are in the page cache; ours have flushed them to the disk.
 """
 
 import contextlib
@@ -123,7 +120,12 @@ class SavesMeasurement(Measurement):
             self._disk.megabytes = None
             saver.first()
             for disk in (REAL, SLOW):
-                row = self._row(name, disk, f"{trained.setup}; checkpoint {self.sections[name]}")
+                setup, columns = (
+                    f"{trained.setup}; checkpoint {self.sections[name]}",
+                    {"disk": disk, "buffer_bytes": 0},
+                )
+                made = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
+                row = self._rows.setdefault((name, disk), made)
                 self._disk.megabytes = megabytes if disk == SLOW else None
                 row.more["slow_megabytes"] = self._disk.megabytes
                 for _ in range(self.saves):
@@ -142,11 +144,6 @@ class SavesMeasurement(Measurement):
         if base in STRATEGIES:
             return Ours(workload, {"paro_strategy": base, "paro_group_size": self.setting.ranks_per_node})
         return Engine(workload, base, {"stage": int(base[-1])}, lean=base == "ZeRO-3")
-
-    def _row(self, name: str, disk: str, setup: str) -> Row:
-        mbit = self.setting.mbit[0]
-        made = Row(self.setting.name, mbit, name, setup, more={"disk": disk, "buffer_bytes": 0})
-        return self._rows.setdefault((name, disk), made)
 
     def list_of(self, row: Row, name: str) -> list[float]:
         """Return the values that are to be summarized in columns of this name."""
@@ -236,13 +233,7 @@ def base_of(method: str) -> str:
 
 
 class _Saver:
-    """Saves of one engine in one way.
-
-    Args:
-        ranks: what measures.
-        trained: the engine.
-        section: ``checkpoint`` of the configuration.
-    """
+    """Saves of one engine with one section ``checkpoint``."""
 
     def __init__(self, ranks: SavesMeasurement, trained: Engine, section: dict[str, Any]) -> None:
         self._ranks, self._trained, self._waited = ranks, trained, 0.0
@@ -326,8 +317,7 @@ def configure(engine: Any, section: dict[str, Any]) -> None:
 
 def _somewhere_at_work(aside: AsyncSaves) -> bool:
     """Return whether some rank's writer is at work. Collective."""
-    job = aside._job
-    return over_ranks([float(job is not None and not job.over)], dist.ReduceOp.MAX)[0] > 0
+    return over_ranks([float(aside._job is not None and not aside._job.over)], dist.ReduceOp.MAX)[0] > 0
 
 
 def _watch(job: Any, ended: list[float]) -> None:

@@ -88,9 +88,7 @@ BLOCKS = by_name(
     Setting("2x2-large-4-muon", mbit=RATES, optimizer=MUON),
     Setting("2x2-large-4-bf16", dtype=BF16),
 )
-OVERLAP = by_name(
-    *(Setting(f"{n}x2-{s}", nodes=n, accumulation=s, size="narrow") for n in (2, 4) for s in (1, 4)),
-)
+OVERLAP = by_name(*(Setting(f"{n}x2-{s}", nodes=n, accumulation=s, size="narrow") for n in (2, 4) for s in (1, 4)))
 OFFLOAD = by_name(
     Setting("2x2-full-100"),
     Setting("2x2-LoRA-100", lora=True),
