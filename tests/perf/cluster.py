@@ -14,8 +14,8 @@
     python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
 
 A node is a network namespace with some CPU ranks (``scripts/emulation``); messages to other nodes go over a link of a
-limited rate, which counts them. All methods train the same model on the same data from the same seed, and take turns. A
-step's time is that of the slowest rank. The *floor* is the time of compute alone (forward and backward of all
+limited rate, which counts them. All methods train the same model on the same data from the same seed, and take turns.
+A step's time is that of the slowest rank. The *floor* is the time of compute alone (forward and backward of all
 micro-batches on all ranks at once, and an update of 1/n of the parameters), and of a method's bytes over the link.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting.

@@ -4,14 +4,14 @@
 
     python -m tests.perf.timeline_accuracy
 
-For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner knows, a step is predicted from the link's
-rate less headers, the compute of a step without communication, and what a byte and a message cost the host's cores
-(Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within hours): for
-strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to all rows of one
-setting. The tables leave out what was fitted to. The form of the costs was chosen with all rows in sight.
+For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner knows, a step is predicted from the
+link's rate less headers, the compute of a step without communication, and what a byte and a message cost the host's
+cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within hours):
+for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to all rows
+of one setting. The tables leave out what was fitted to. The form of the costs was chosen with all rows in sight.
 
-Tables: the share of rows whose prediction is within 10 % of the measured median, beside how far rows' own steps are from
-it; the largest errors; the most that the choice costs against the best measured strategy, over all memories.
+Tables: the share of rows whose prediction is within 10 % of the measured median, beside how far rows' own steps are
+from it; the largest errors; the most that the choice costs against the best measured strategy, over all memories.
 """
 
 import argparse

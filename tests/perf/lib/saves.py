@@ -4,9 +4,9 @@
 
 Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. A turn of an
 asynchronous save is: undisturbed steps; the save; steps until it is committed. It stops the training for
-``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.at_step``. Each save goes to
-the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves return while
-their bytes are in the page cache; ours have flushed them to the disk.
+``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.at_step``. Each save goes
+to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves return
+while their bytes are in the page cache; ours have flushed them to the disk.
 """
 
 import contextlib
