@@ -97,18 +97,16 @@ def measuring_case() -> list[tuple[str, str, str]]:
     ]
 
 
+MISSING = r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun"
+REFUSED = r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s"
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "given, said",
     [
-        (
-            {"RANK": "0", "WORLD_SIZE": "3"},
-            r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun",
-        ),
-        (
-            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"},
-            r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s",
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, MISSING),
+        ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"}, REFUSED),
         ({"WORLD_SIZE": "3", "MASTER_PORT": ""}, "of which RANK, MASTER_PORT are not set: start it with torchrun or"),
     ],
 )
