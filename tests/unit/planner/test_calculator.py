@@ -120,8 +120,7 @@ def same(found: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def figures(one: Any) -> list[float]:
-    volume = one.volume
-    return [one.total_seconds, one.busy["compute"], one.total_memory, volume.intra, volume.inter]
+    return [one.total_seconds, one.busy["compute"], one.total_memory, one.volume.intra, one.volume.inter]
 
 
 @pytest.mark.parametrize("name", WIDTHS)

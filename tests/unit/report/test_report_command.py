@@ -71,16 +71,12 @@ def test_an_error_of_the_script_is_its_own(report: Callable[..., None], tmp_path
         report("--", "script.py")
 
 
-def test_a_plain_stage_may_be_reported_on_and_stays_plain() -> None:
-    section = {"stage": 3, "paro_report": {"steps": 2}}
-    parsed = parse_section(section)
-    assert not isinstance(parsed, ParoZeroConfig)
+def test_the_key_changes_nothing_else() -> None:
+    parsed = parse_section({"stage": 3, "paro_report": {"steps": 2}})
+    assert not isinstance(parsed, ParoZeroConfig)  # a plain stage stays plain
     assert ReportSettings.asked_for(parsed) == ReportSettings(steps=2)
     imply_stage_of_raw(without := {"paro_report": {}})
     assert without == {"paro_report": {}}  # it implies no stage
-
-
-def test_beside_a_strategy_it_changes_nothing_else() -> None:
     parsed = parse_section({"paro_strategy": "NIG", "paro_report": {}})
     assert isinstance(parsed, ParoZeroConfig) and parsed.stage == 2
     assert ReportSettings.asked_for(parsed) == ReportSettings()
