@@ -7,15 +7,13 @@ here. Nothing goes on meanwhile in that rank: that is to the disadvantage of who
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-import torch
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from torch import Tensor
 
 from deepspeed_ext.zero.sharded.rows import DeviceRows, HostRows
 
@@ -47,42 +45,26 @@ class Pcie:
         writes the host's copy: ``HostRows`` when updates have arrived, the others at once.
         """
         with ExitStack() as stack:
-            for owner, name, wrapper in (
-                (HostRows, "_copy", self._copy),
-                (DeviceRows, "use", self._use),
-                (partition_parameters, "_dist_allgather_fn", self._gather),
-                (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", self._write),
+            for owner, name, nbytes in (
+                (HostRows, "_copy", lambda rows, source, target: source.nbytes),
+                (DeviceRows, "use", lambda rows, runs, dtype: sum(run.nbytes for run in runs)),
+                (partition_parameters, "_dist_allgather_fn", lambda partition, *_, **__: partition.nbytes),
+                (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", _written),
             ):
-                stack.enter_context(mock.patch.object(owner, name, wrapper(getattr(owner, name))))
+                stack.enter_context(mock.patch.object(owner, name, self._carried(getattr(owner, name), nbytes)))
             yield
 
-    def _copy(self, original: Any) -> Any:
-        def copy(rows: HostRows, source: Tensor, target: Tensor) -> None:
-            original(rows, source, target)
-            self.carry(source.nbytes)
+    def _carried(self, run: Callable[..., Any], nbytes: Callable[..., int]) -> Callable[..., Any]:
+        """Return a function before which bytes are carried, as many as ``nbytes`` says of its arguments."""
 
-        return copy
+        def carried(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
+            self.carry(nbytes(*args, **kwargs))
+            return run(*args, **kwargs)
 
-    def _use(self, original: Any) -> Any:
-        def use(rows: DeviceRows, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-            held = list(runs)
-            found: list[Tensor] = original(rows, held, dtype)
-            self.carry(sum(run.nbytes for run in held))
-            return found
+        return carried
 
-        return use
 
-    def _gather(self, original: Any) -> Any:
-        def gather(partition: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.carry(partition.nbytes)
-            return original(partition, *args, **kwargs)
-
-        return gather
-
-    def _write(self, original: Any) -> Any:
-        def write(optimizer: Any, sub_group: int) -> None:
-            original(optimizer, sub_group)
-            if optimizer.offload_param:  # not with rows of our own: those are counted where they are copied
-                self.carry(optimizer.fp16_partitioned_groups_flat[sub_group].nbytes)
-
-        return write
+def _written(optimizer: Any, sub_group: int) -> int:
+    # Not with rows of our own: those are counted where they are copied.
+    return optimizer.fp16_partitioned_groups_flat[sub_group].nbytes if optimizer.offload_param else 0

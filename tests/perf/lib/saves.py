@@ -171,13 +171,13 @@ class SavesMeasurement(Measurement):
         if dist.get_rank() == 0:
             os.sync()  # what earlier saves have left in the page cache
         self._tag += 1
-        dist.barrier()
-        before = self.turns.link.sent()
-        dist.barrier()
-        begin = time.perf_counter()
-        trained.engine.save_checkpoint(str(self._folder), tag=f"save{self._tag}")
-        (seconds,) = over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
-        (sent,) = over_ranks([self.turns.link.sent() - before], dist.ReduceOp.SUM)
+
+        def save() -> tuple[float, float]:
+            begin = time.perf_counter()
+            trained.engine.save_checkpoint(str(self._folder), tag=f"save{self._tag}")
+            return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)[0], begin
+
+        (seconds, begin), sent = self.turns.counted(save)
         return seconds, sent / self.setting.nodes, begin
 
     def remove(self) -> None:

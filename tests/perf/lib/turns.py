@@ -193,27 +193,26 @@ class Turns:
         return min(tried)
 
     def _turn(self, run: Callable[[], list[float]], steps: int) -> Turn:
-        dist.barrier()
-        before = self.link.sent()
         stolen, total = cpu_times()
-        dist.barrier()
-        seconds = run()
-        dist.barrier()
-        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
+        seconds, sent = self.counted(run)
         later, total_later = cpu_times()
         (share,) = over_ranks([(later - stolen) / max(1, total_later - total)], dist.ReduceOp.MAX)
         return Turn(share, seconds, sent / self.topology.sizes.groups / steps)
 
-    def headers(self) -> float:
-        """Return the bytes that the interfaces count for each of a known transfer."""
-        groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
-        gathered = shard.new_empty(shard.numel() * groups)
+    def counted(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """Run a function on all ranks; return its result, and the bytes that all nodes have sent. Collective."""
         dist.barrier()
         before = self.link.sent()
         dist.barrier()
-        dist.all_gather_into_tensor(gathered, shard, group=self.topology.inter)
+        result = run()
         dist.barrier()
-        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
+        return result, over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)[0]
+
+    def headers(self) -> float:
+        """Return the bytes that the interfaces count for each of a known transfer."""
+        groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
+        gathered, group = shard.new_empty(shard.numel() * groups), self.topology.inter
+        _, sent = self.counted(lambda: dist.all_gather_into_tensor(gathered, shard, group=group))
         return sent / (4 * CALIBRATION * (groups - 1) * dist.get_world_size())
 
 
