@@ -41,12 +41,12 @@ def pipelines() -> Table:
 def kernels() -> Table:
     """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
     rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
-    lines = []
-    for name, row in rows.items():
-        times = [f"{float(row[key]) * 1e3:.1f}" for key in ("seconds", "copy_seconds")]
-        lines.append(
-            [name, *times, f"{float(row['of_copy_bandwidth']):.2f}", f"{float(row['times_faster_than_pytorch']):.0f}"]
-        )
+    columns = {"seconds": (1e3, ".1f"), "copy_seconds": (1e3, ".1f"), "of_copy_bandwidth": (1, ".2f")}
+    columns |= {"times_faster_than_pytorch": (1, ".0f")}
+    lines = [
+        [name, *(format(float(row[key]) * times, form) for key, (times, form) in columns.items())]
+        for name, row in rows.items()
+    ]
     return ["kernel", "ms", "a copy, ms", "of the copy's bandwidth", "times plain PyTorch"], lines
 
 

@@ -234,10 +234,8 @@ class Run:
 
     def write(self, folder: Path) -> None:
         """Write it, whole or not at all."""
-        rounded = asdict(self) | {
-            "losses": [round(loss, DIGITS) for loss in self.losses],
-            "held_out": {step: round(loss, DIGITS) for step, loss in self.held_out.items()},
-        }
+        held_out = {step: round(loss, DIGITS) for step, loss in self.held_out.items()}
+        rounded = asdict(self) | {"losses": [round(loss, DIGITS) for loss in self.losses], "held_out": held_out}
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{self.name}.part"
         part.write_text(json.dumps(rounded).replace(', "', ',\n"') + "\n", encoding="utf-8")
@@ -273,10 +271,9 @@ def read_runs(study: Study) -> list[Run]:
 
 def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seeds: Iterable[int]) -> list[Run]:
     """Return the runs without their losses, in the order in which they train: a seed of all before the next one."""
-    product = itertools.product(seeds, groups, optimizers, study.methods)
     return [
         Run(method, seed, "", study.steps, optimizer=optimizer, groups=number)
-        for seed, number, optimizer, method in product
+        for seed, number, optimizer, method in itertools.product(seeds, groups, optimizers, study.methods)
     ]
 
 
@@ -309,13 +306,9 @@ def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]
         found.setdefault((run.optimizer, run.groups, run.method), []).append(run)
     losses = {key: {run.seed: end_of(study, run) for run in some} for key, some in found.items()}
     return {
-        (*at, name): Cell(
-            some,
-            losses[(*at, name)],
-            losses.get((*at, study.reference), {}),
-            losses.get((*at, study.methods[name].against), {}),
-        )
+        (*at, name): Cell(some, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against)))
         for (*at, name), some in found.items()
+        for method in [study.methods[name]]
     }
 
 
@@ -331,13 +324,13 @@ def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
         mean, low, high = found.value - 1, found.low - 1, found.high - 1
         kept = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
         passed = min(each) > method.bound if method.too_coarse else kept
-        yield (
-            passed,
-            f"{'PASS' if passed else 'FAIL'}  {optimizer}, {groups} groups, {name}: the final loss is {mean:+.2%} "
-            f"({low:+.2%} to {high:+.2%}) from {method.against}, {'more than' if method.too_coarse else 'bound'} "
-            f"{method.bound:.1%}{' with every seed' if method.each or method.too_coarse else ''}; "
-            f"each {', '.join(f'{one:+.2%}' for one in each)}",
+        line = (
+            f"{optimizer}, {groups} groups, {name}: the final loss is {mean:+.2%} ({low:+.2%} to {high:+.2%}) from "
+            f"{method.against}, {'more than' if method.too_coarse else 'bound'} {method.bound:.1%}"
+            f"{' with every seed' if method.each or method.too_coarse else ''}; "
+            f"each {', '.join(f'{one:+.2%}' for one in each)}"
         )
+        yield passed, f"{'PASS' if passed else 'FAIL'}  {line}"
 
 
 def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
@@ -346,8 +339,5 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
     for run in (run for run in runs if study.methods[run.method].each):
         other = found[run.optimizer, run.groups, study.methods[run.method].against, run.seed]
         norms = statistics.fmean(run.norms) / statistics.fmean(other.norms)
-        passed = NORM_BOUNDS[0] <= norms <= NORM_BOUNDS[1]
-        yield (
-            passed,
-            f"{'PASS' if passed else 'FAIL'}  {run.name}: norms of gradients are {norms:.3f} of the exact ones",
-        )
+        passed, line = NORM_BOUNDS[0] <= norms <= NORM_BOUNDS[1], f"{run.name}: norms of gradients are {norms:.3f} of"
+        yield passed, f"{'PASS' if passed else 'FAIL'}  {line} the exact ones"

@@ -106,10 +106,13 @@ def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
 
 
 def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
+    _, width, hidden = SIZES["narrow"]
+    same = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
+    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **same)
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         compute = row.compute / setting.accumulation
-        model = replace(_overlap_model(), accumulation=setting.accumulation, compute=compute)
+        model = replace(described, accumulation=setting.accumulation, compute=compute)
         yield row, _case(row, EMULATED, setting.sizes, model)
 
 
@@ -132,13 +135,6 @@ def _cluster_model(size: str, muon: bool) -> Model:
     if muon:
         mark_matrices(model)
     return replace(describe(model), streams=False)
-
-
-@functools.cache
-def _overlap_model() -> Model:
-    _, width, hidden = SIZES["narrow"]
-    model = describe(make_blocks(*SIZES["narrow"], Pauses()))
-    return replace(model, bucket=2 * width * hidden, streams=False, overlap=True, overlap_updates=True)
 
 
 def kind(case: Case) -> str:
@@ -207,8 +203,8 @@ def _coded_bytes(case: Case) -> float:
 def compute_of_element(case: Case) -> float:
     """Return the seconds of compute of an element in a micro-batch, on a core of its own."""
     model = case.model
-    elements = model.states.gradients / model.gradient_bytes
-    return model.compute * model.accumulation / (model.accumulation + UPDATE) / elements / case.sizes.ranks * CORES
+    share = model.accumulation / (model.accumulation + UPDATE)
+    return model.compute * share / model.trainable / case.sizes.ranks * CORES
 
 
 def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
