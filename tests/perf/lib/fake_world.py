@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
 
-What this rank receives is right in shape and dtype only: gathers have its own part in each place, and sums are its
-own. Nothing that is counted here depends on values.
+Results are right in shape and dtype only. Nothing that is counted here depends on values.
 """
 
 import functools
@@ -73,7 +72,8 @@ class FakeWorld:
 
     def _count_collective(self, name: str, args: Any, kwargs: Any) -> None:
         place, times = _WHOLE[name]
-        whole = args[place] if len(args) > place else next(one for one in kwargs.values() if _is_data(one))
+        data = (one for one in kwargs.values() if isinstance(one, (torch.Tensor, list)))
+        whole = args[place] if len(args) > place else next(data)
         tensors = whole if isinstance(whole, (list, tuple)) else [whole]
         size = distributed.get_world_size(kwargs.get("group"))
         nbytes = sum(one.numel() * one.element_size() for one in tensors)
@@ -88,7 +88,3 @@ class FakeWorld:
         step = first_two[1] - first_two[0] if size > 1 else 0
         known = {(self.group_size, 1): "intra", (self.ranks // self.group_size, self.group_size): "inter"}
         return known.get((size, step), "other")
-
-
-def _is_data(one: Any) -> bool:
-    return isinstance(one, torch.Tensor) or (isinstance(one, list) and bool(one))

@@ -243,8 +243,7 @@ class BlocksMeasurement(Measurement):
 class OverlapMeasurement(Measurement):
     """Communication between nodes that hides under compute, which is emulated: blocks sleep.
 
-    With W the seconds in which a link carries two hops of the whole model, they sleep so long that W is ``ratio``
-    times the compute of a micro-batch. A turn is some steps in a row, of which the first one is not timed.
+    W, the seconds in which a link carries two hops of the model, is ``ratio`` times the compute of a micro-batch.
     """
 
     file = "overlap.csv"
@@ -340,11 +339,7 @@ class OffloadMeasurement(Measurement):
 
     @staticmethod
     def formula_copied(setting: Setting, method: str) -> float:
-        """Return the bytes that a rank must copy between host and device in a step.
-
-        It copies its part of the model to the device in each forward and in each backward, and what the step has
-        changed of that part to the host. Its part is 1/m of the model with p = I, and else 1/n.
-        """
+        """Return the bytes that a rank copies in a step: its part in each forward and backward, and updates."""
         p = STRATEGIES[method].p if method in STRATEGIES else Placement.G
         states = setting.states
         return (2 * setting.accumulation * states.parameters + states.updated) / setting.sizes.shards(p)
@@ -360,8 +355,7 @@ class OffloadMeasurement(Measurement):
 class OuterMeasurement(Measurement):
     """An outer optimizer between two nodes, beside methods that communicate in every step; compute is emulated.
 
-    A turn of a method with an outer optimizer is a period of H steps that is not timed, and one that is: its step is
-    the mean of these. No fragment is on its way where a turn begins or ends.
+    A turn with an outer optimizer is a period of H steps that is not timed, and one that is: its step is their mean.
     """
 
     file = "outer_cluster.csv"
@@ -425,10 +419,9 @@ class OuterMeasurement(Measurement):
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
+        sent = [(row.method, row.bytes_between / row.formula_bytes) for row in rows if row.formula_bytes]
         found = [
-            f"{row.method} sends {row.bytes_between / row.formula_bytes:.3f} of the formula's bytes"
-            for row in rows
-            if row.formula_bytes and abs(row.bytes_between / row.formula_bytes - 1) > cls.bytes_bound
+            f"{m} sends {share:.3f} of the formula's bytes" for m, share in sent if abs(share - 1) > cls.bytes_bound
         ]
         apart = [row for row in rows if row.method == cls.exact and not row.difference < cls.parity]
         return found + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]

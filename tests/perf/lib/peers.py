@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data-parallel training methods behind one interface, for benchmarks that run them side by side.
 
-Each rank is a process, a group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are
-what is gathered as one. All methods train with the same optimizer and take the mean over micro-batches and ranks;
-each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells. The optimizer is
-AdamW; or DeepSpeed's Muon, which methods of PyTorch do not have. They train in fp32, or compute in bf16 and update
+A group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are gathered as one. All
+methods train with the same optimizer and take the mean over micro-batches and ranks; each is set up as its
+documentation proposes for gradient accumulation (``Method.setup``). They train in fp32, or compute in bf16 and update
 fp32 masters.
-
-``PEERS`` has the methods of others by name; ``Ours`` is any section ``zero_optimization`` with a strategy.
 """
 
 from abc import ABC, abstractmethod
@@ -283,8 +280,8 @@ class FSDP2(TorchMethod):
 
     def _states(self) -> StateBytes:
         # FSDP registers either whole or cut parameters with the module: the others are known to its internals only.
-        states = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
-        units = [unit for state in states for unit in state._fsdp_param_groups]
+        modules = (m for m in self._model.modules() if isinstance(m, FSDPModule))
+        units = [unit for module in modules for unit in module._get_fsdp_state()._fsdp_param_groups]
         params = [param for unit in units for param in unit.fsdp_params]
         cuts = [param.sharded_param for param in params]
         wholes = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
@@ -344,10 +341,10 @@ class DirectReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         parts, ranks = torch.empty_like(input_tensor), group.size()
-        received, sent = parts.chunk(ranks), input_tensor.chunk(ranks)
-        pairwise_all_to_all(group, received, sent, "peer_reduce_scatter").wait()  # as ours
-        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        add(parts.view(group.size(), -1), 0, out=output_tensor)
+        pairwise_all_to_all(
+            group, parts.chunk(ranks), input_tensor.chunk(ranks), "peer_reduce_scatter"
+        ).wait()  # as ours
+        (torch.mean if op == dist.ReduceOp.AVG else torch.sum)(parts.view(ranks, -1), 0, out=output_tensor)
 
 
 @cache

@@ -137,10 +137,6 @@ class Row:
         return statistics.median(self.steps)
 
     @property
-    def range(self) -> str:
-        return f"{seconds_of(min(self.steps))} .. {seconds_of(max(self.steps))}"
-
-    @property
     def exposed(self) -> float:
         """Seconds of a step beyond those without communication, with hops inside nodes."""
         return self.median - self.compute
@@ -150,10 +146,9 @@ class Row:
         return sum(self.held)
 
     @property
-    def predicted(self) -> float | None:
+    def predicted(self) -> Any:
         """Seconds of a step by the planner; None if it was not asked."""
-        found: float | None = self.more.get("seconds_predicted")
-        return found
+        return self.more.get("seconds_predicted")
 
     @property
     def bytes_between(self) -> float:

@@ -31,7 +31,8 @@ def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
         there = [one for one in rows if one.method == stock and (one.setting, one.mbit) == place[:2]]
         due = row.formula_bytes
         line = [", ".join([place[0], rate_name(place[1])] + ([f"W {place[2]:g}"] if place[2] else [])), row.method]
-        line += [seconds_of(row.median), row.range, seconds_of(row.floor)]
+        least, most = (seconds_of(of(row.steps)) for of in (min, max))
+        line += [seconds_of(row.median), f"{least} .. {most}", seconds_of(row.floor)]
         line += [f"{speed(row, there[0]).value:.1f}" if there else "", f"{row.bytes_between / 1e6:.4g}"]
         line += [f"{row.bytes_between / due:.3f}" if due else "", _megabytes(row.more.get("formula_expert_bytes"))]
         line += [_megabytes(row.more.get("copied_bytes")), _megabytes(row.memory)]
