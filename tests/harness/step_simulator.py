@@ -7,28 +7,22 @@ the order in which they became ready. So the time of a timeline is the time of c
 waits for tasks of the links. The part of these tasks that falls into a wait is *exposed*.
 
 Note [Timeline of a step]
-    A step begins when parameters have been updated, and ends with the next update. Nothing is on the wire at that
-    time: an update waits for all reductions, since it needs their norm, and the forward before it has waited for all
-    parameters of the previous update. So steps do not overlap, and the time of one step is the period.
-
-    Layers have the same size and take the same time. Forward is a third of a micro-step's compute, backward the rest.
+    A step begins when parameters have been updated, and ends with the next update, which waits for all reductions. So
+    steps do not overlap, and the time of one step is the period. Layers are alike.
 
     - Updated parameters come in the order of the forward. Either each layer waits for its own, or the first layer
-      waits for all of them; in the latter case, if gradients do not overlap either, the two hops run one after the
-      other.
+      waits for all of them; in the latter case, if gradients do not overlap either, one hop runs after the other.
     - Sharded parameters are gathered a layer ahead. A layer's gather starts when the previous layer could begin if its
       own parameters were there; on a host, which waits for these first, when the previous layer does begin.
-    - Gradients are reduced by bucket, starting with the model's end. A bucket leaves when the backward of its layers
-      is over. In each micro-step (g = I, G), the next micro-step waits for them. What crosses at the boundary
-      (g = I, N) leaves during the last backward, after its bucket has been reduced in that micro-step. Sums that come
-      back follow the reduction of their bucket.
-    - If gradients do not overlap, compute waits while a bucket is reduced, over one hop after the other. What crosses
-      at the boundary does so after the backward.
+    - A bucket of gradients is reduced when the backward of its layers is over, from the model's end. In each
+      micro-step (g = I, G), the next micro-step waits for them. What is reduced at the boundary (g = I, N) follows in
+      the last backward, and then sums that come back. If gradients do not overlap, compute waits for each bucket, over
+      one hop after the other, and the reduction at the boundary comes after the backward.
     - Matrices that the step needs whole (Muon's) go to their owners in rounds after all reductions. A round is
       orthogonalized when it has arrived, and its updates go back while the next round is orthogonalized.
-    - In a gather, the hop between groups comes first; in a reduction, the hop within the group.
-    - What is in host memory is copied to the device before its hops, and what has arrived is copied to the host after
-      them: each direction by an engine of its own, or, from pageable memory, by the cores that compute.
+    - In a gather, the hop between groups comes first; in a reduction, the hop within the group. Copies from the host
+      come before the hops, and those to the host after them: each direction by an engine of its own, or, from pageable
+      memory, by the cores that compute.
 """
 
 import heapq

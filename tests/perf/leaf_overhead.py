@@ -107,7 +107,6 @@ class PackedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, HIDDEN) / HIDDEN)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """A loop over the experts that have tokens."""
         out = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, k = torch.where(top_k_index == expert)

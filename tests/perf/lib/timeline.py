@@ -13,12 +13,10 @@ Note [Host costs]
     where ``link`` is the seconds of a byte of payload on the wire: m ranks share a node's link, and a frame of 1514
     bytes carries 1448. An update touches ``memory`` bytes, LoCo codes what crosses (``coding``), in seconds a byte.
 
-    f is the compute of a step, as it was measured without communication, over that of the campaign's first launch,
-    each per rank, element, and micro-batch (with an update counted as ``UPDATE`` micro-batches). Where compute is
-    emulated, it is 1.
-
-    DeepSpeed's stages reduce to one owner after the other: so a bucket is as many messages as there are ranks. What
-    gloo's collectives send beyond the formula is counted by the interfaces, and does not depend on the link.
+    f is the compute of a step without communication over that of the campaign's first launch, each per rank, element,
+    and micro-batch (an update counts as ``UPDATE`` micro-batches), and 1 where compute is emulated. A bucket of
+    DeepSpeed's stages is as many messages as there are ranks. What gloo's collectives send beyond the formula is
+    counted by the interfaces, and does not depend on the link.
 """
 
 import functools
@@ -210,12 +208,7 @@ def compute_of_element(case: Case) -> float:
 def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
     """Return the costs with which the ratios of predicted to measured steps are nearest to 1.
 
-    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors; what the cases tell little about
-    stays near where the search begins.
-
-    Args:
-        cases: what to fit to, each with how slow the host was.
-        start: where the search begins.
+    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors, near where the search begins.
     """
     begin = numpy.log(numpy.array(astuple(start)))
     identity = numpy.eye(len(begin))

@@ -68,8 +68,7 @@ def test_what_others_put_on_the_engine_stays_there() -> None:
 def without_section(folder: str) -> None:
     """Train without ``zero_optimization``, and with ``true`` for it; leave a report of each."""
     for name, section in (("none", {}), ("true", {"zero_optimization": True})):
-        settings = ReportSettings(f"{folder}/{name}", AFTER, STEPS)
-        model = torch.nn.Linear(4, 4)
+        settings, model = ReportSettings(f"{folder}/{name}", AFTER, STEPS), torch.nn.Linear(4, 4)
         config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True, **section}
         with mock.patch.dict(os.environ, {VARIABLE: settings.as_variable()}), links_given():
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
