@@ -44,7 +44,7 @@ from tests.perf.lib.settings import UNLIMITED
 MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
     "overlap": "measurements.OverlapMeasurement",
-    "offload": "measurements.OffloadMeasurement",
+    "offload": "offload.OffloadMeasurement",
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
     "record": "recorded.RecordedMeasurement",

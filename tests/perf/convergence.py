@@ -50,7 +50,7 @@ from scripts.emulation.launching import add_options, exit_on_signals, launch_wor
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
 from scripts.examples.steps import average, train_step
-from tests.perf.lib import records, studies, study_rows
+from tests.perf.lib import records, studies
 from tests.perf.lib.studies import OPTIMIZERS, STUDIES, Run, Study
 
 MODEL = {"dim": 64, "layers": 2, "heads": 4, "sequence_length": 64}
@@ -287,8 +287,8 @@ def main() -> int:
 
 def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:
     """Print a table and verdicts, and append rows; return the exit status."""
-    rows = study_rows.rows_of(study, runs)
-    print(records.markdown(study_rows.table(study, rows)))
+    rows = studies.rows_of(study, runs)
+    print(records.markdown(studies.table(study, rows)))
     verdicts = [*studies.judged(study, runs), *studies.judged_norms(study, runs)]
     print("\n".join(line for _, line in verdicts))
     if args.csv is not None:

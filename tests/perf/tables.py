@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts import ROOT
-from tests.perf.lib import predictions, studies, study_rows, tabulated
+from tests.perf.lib import predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -53,7 +53,7 @@ def kernels() -> Table:
 def long_training() -> Table:
     """Return where runs of the long study ended, from their files."""
     study = studies.STUDIES["long"]
-    return study_rows.table(study, study_rows.rows_of(study, studies.read_runs(study)))
+    return studies.table(study, studies.rows_of(study, studies.read_runs(study)))
 
 
 def lossless() -> Table:
@@ -101,9 +101,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
     "saves": lambda: tabulated.saves(read("saves.csv")),
-    "outer": lambda: study_rows.stored("outer"),
-    "updates": lambda: study_rows.stored("updates", "AdamW"),
-    "updates-muon": lambda: study_rows.stored("updates", "Muon"),
+    "outer": lambda: studies.stored("outer"),
+    "updates": lambda: studies.stored("updates", "AdamW"),
+    "updates-muon": lambda: studies.stored("updates", "Muon"),
     "long-training": long_training,
     "kernels": kernels,
     "lossless": lossless,

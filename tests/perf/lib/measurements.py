@@ -7,7 +7,6 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,10 +20,9 @@ from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, Direction, Placement
+from deepspeed_ext.strategy import STRATEGIES, Direction
 from tests.perf.lib import settings, tabulated
-from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make_rounded_blocks
-from tests.perf.lib.pcie import Pcie
+from tests.perf.lib.blocks import Pauses, make_blocks, make_rounded_blocks
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
 from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
@@ -292,64 +290,6 @@ class OverlapMeasurement(Measurement):
         gathers = [one for one in phases if one.each_micro_step and one.kind == Direction.GATHER]
         gathered = setting.accumulation * sum(one.each_micro_step * one.volume.inter for one in gathers)
         return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
-
-
-class OffloadMeasurement(Measurement):
-    """Parameters in host memory: each copy between host and device makes its rank sleep, as over PCIe."""
-
-    file = "host_parameters.csv"
-    settings = settings.OFFLOAD
-    methods = ("ZeRO-3", "GGG", "GNG", "ING", "IIG")
-    rounds = 2
-    least: ClassVar = {
-        name: dict.fromkeys(("ING", "IIG"), 50.0 if setting.lora else 5.0) for name, setting in settings.items()
-    }
-    slack = 4000.0  # of norms, for example
-    short, most = 5.0, 9
-    copied_bound = 0.01
-
-    def measure(self) -> list[Row]:
-        self._pcie = Pcie()
-        with ExitStack() as self._links:
-            return super().measure()
-
-    def make_workload(self) -> Workload:
-        setting, size = self.setting, SIZES[self.setting.size]
-        model = partial(make_adapted_blocks, *size, 1) if setting.lora else partial(make_blocks, *size)
-        zero = {"offload_param": {"device": "cpu"}}
-        return Workload(setting.accumulation, setting.ranks_per_node, model, zero=zero)
-
-    def compare(self) -> dict[str, float]:
-        self._links.enter_context(self._pcie.between())  # engines want DeepSpeed's own functions as they are made
-        self._copied = {}
-        for name, method in self.made.items():
-            before = self._pcie.nbytes
-            self.turns.take(method, 1)
-            (self._copied[name],) = over_ranks([self._pcie.nbytes - before], dist.ReduceOp.MAX)
-        found = super().compare()
-        self._pcie.gigabytes = self.args.pcie
-        self._meetings = self.turns.a_step(self.compute).sent
-        return found
-
-    def complete(self, row: Row, rates: Rates | None) -> None:
-        super().complete(row, rates)
-        row.link_bytes -= self._meetings  # of ranks that begin and end a step together: adapters are as small
-        row.more |= {"pcie_gigabytes": self.args.pcie, "copied_bytes": self._copied[row.method]}
-        row.more["copied_formula_bytes"] = self.formula_copied(self.setting, row.method)
-
-    @staticmethod
-    def formula_copied(setting: Setting, method: str) -> float:
-        """Return the bytes that a rank copies in a step: its part in each forward and backward, and updates."""
-        p = STRATEGIES[method].p if method in STRATEGIES else Placement.G
-        states = setting.states
-        return (2 * setting.accumulation * states.parameters + states.updated) / setting.sizes.shards(p)
-
-    @classmethod
-    def problems(cls, rows: Sequence[Row]) -> list[str]:
-        errors = {row.method: row.more["copied_bytes"] / row.more["copied_formula_bytes"] - 1 for row in rows}
-        wrong = ((name, error) for name, error in errors.items() if abs(error) > cls.copied_bound)
-        text = "bytes between host and device differ by {:+.1%} from the formula"
-        return super().problems(rows) + [f"{name}: {text.format(error)}" for name, error in wrong]
 
 
 class OuterMeasurement(Measurement):

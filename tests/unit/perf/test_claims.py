@@ -13,7 +13,7 @@ import pytest
 from scripts import ROOT
 from tests.harness.documents import page
 from tests.perf import cluster, tables
-from tests.perf.lib import records, studies, study_rows, tabulated
+from tests.perf.lib import records, studies, tabulated
 from tests.perf.lib.records import RESULTS, Row, read_rows
 from tests.perf.lib.settings import BOTH, LOCO
 
@@ -167,7 +167,7 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
 def test_figures_of_losses_have_their_rows() -> None:
     few = "NIG" + BOTH
     ending = {(row["optimizer"], row["method"]): row for row in read_rows(RESULTS / "updates_convergence.csv")}
-    read = study_rows.read(OUTER)
+    read = studies.read(OUTER)
     outer = {(r["optimizer"], r["ranks"], r["method"]): float(r["relative_difference"]) for r in read}
     longer = 100 * outer["Muon", "2", few]
     apart = max(abs(100 * one) for (*_, method), one in outer.items() if method.endswith(", 4 bits"))

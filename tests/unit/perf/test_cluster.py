@@ -11,7 +11,8 @@ import pytest
 
 from tests.perf import tables
 from tests.perf.lib import gpt2, records, tabulated
-from tests.perf.lib.measurements import BlocksMeasurement, OffloadMeasurement, OuterMeasurement, OverlapMeasurement
+from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement
+from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.records import Row, slower, speed
 from tests.perf.lib.saves import SavesMeasurement
 from tests.perf.lib.settings import BOTH, LOCO, NATIVE, OFFLOAD, OVERLAP, SAVES
