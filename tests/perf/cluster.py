@@ -70,11 +70,6 @@ def measurement(name: str) -> type[Measurement]:
     return found
 
 
-def a_rate(given: str) -> float | None:
-    """Read a rate as tables name it."""
-    return None if given == UNLIMITED else float(given)
-
-
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse, and add what is measured as ``name``."""
     parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
@@ -86,10 +81,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
     parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
-    parser.add_argument("--mbit", nargs="+", type=a_rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
-    parser.add_argument(
-        "--ratios", nargs="+", type=float, help="of W to compute of a micro-batch: --overlap, --record"
-    )
+    rate = lambda given: None if given == UNLIMITED else float(given)  # noqa: E731
+    parser.add_argument("--mbit", nargs="+", type=rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
+    parser.add_argument("--ratios", nargs="+", type=float, help="of W to a micro-batch's compute: --overlap, --record")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
     parser.add_argument("--every", type=int, default=30, help="H, at least 15: --outer")
     parser.add_argument("--pause", type=float, default=0.08, help="seconds that a step sleeps: --outer")
@@ -115,22 +109,16 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def work(args: argparse.Namespace) -> None:
-    """Measure as a rank, and report."""
-    first = start_rank()
-    kind = measurement(args.name)
-    rows = kind(kind.settings[args.setting], args).measure()
-    if first:
-        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
-    dist.destroy_process_group()
-
-
 def main() -> int:
     args = parse_arguments()
-    if args.worker is not None:
-        work(args)
-        return 0
     kind, failed = measurement(args.name), False
+    if args.worker is not None:  # a rank
+        first = start_rank()
+        rows = kind(kind.settings[args.setting], args).measure()
+        if first:
+            args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+        dist.destroy_process_group()
+        return 0
     for name in args.settings:
         setting = kind.settings[name]
         more = ["--setting", name]

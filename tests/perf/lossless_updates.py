@@ -6,8 +6,7 @@
 
 Trains the byte-level GPT of scripts/examples on one CPU, in bf16 with fp32 masters, by AdamW at several learning
 rates; the last case goes on from the weights of the first one, as fine-tuning does. After each step a weight's
-difference is counted in units of the last place: of the bf16 numbers between the weight and the one before, so that
-crossing zero takes thousands. Compared are the bits that a weight would take in four codes that a kernel could write:
+difference is counted in units of the last place. Compared are the bits of a weight in four codes for a kernel:
 
     nibble   4 bits for -7 to 7, and 16 bits more for an escape
     pairs    2 bits for -1 to 1, else 4 bits more for up to 8, else 16 bits more

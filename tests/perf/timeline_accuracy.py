@@ -95,11 +95,6 @@ def choices(seconds: Sequence[tuple[Case, float]]) -> str:
     return markdown((["choice", "settings and rates", "costs at most", "in the mean"], lines))
 
 
-def method_kind(case: Case) -> str:
-    """Return the kind of method that a row is of."""
-    return "plain stages" if case.plain else f"strategies{case.sent.label}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare predictions to what was measured.")
     parser.add_argument("--worst", type=int, default=20, help="rows of the largest errors that are printed")
@@ -119,7 +114,8 @@ def main() -> None:
     seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in found]
     errors = [(case, one / case.row.median - 1) for case, one in seconds if not is_calibration(case)]
     print(table("Mbit/s", timeline.kind, errors))
-    print(table("methods", lambda case: f"{method_kind(case)}, {timeline.kind(case)}", errors))
+    methods = lambda case: "plain stages" if case.plain else f"strategies{case.sent.label}"  # noqa: E731
+    print(table("methods", lambda case: f"{methods(case)}, {timeline.kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
     for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
         where = f"{case.row.setting} {timeline.kind(case)} {case.row.method}"

@@ -296,17 +296,13 @@ class Cell:
         return [loss / others[seed] - 1 for seed, loss in self.losses.items() if seed in others]
 
 
-def end_of(study: Study, run: Run) -> float:
-    """Return where a run ended: the loss on held-out text in the study of outer steps, else that of training."""
-    return run.final_held_out if study.held_out and not study.large else run.final_loss
-
-
 def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]:
     """Return the cells by optimizer, groups and method."""
     found: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
         found.setdefault((run.optimizer, run.groups, run.method), []).append(run)
-    losses = {key: {run.seed: end_of(study, run) for run in some} for key, some in found.items()}
+    end = "final_held_out" if study.held_out and not study.large else "final_loss"
+    losses = {key: {run.seed: getattr(run, end) for run in some} for key, some in found.items()}
     return {
         (*at, name): Cell(some, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against)))
         for (*at, name), some in found.items()

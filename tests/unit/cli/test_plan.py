@@ -309,13 +309,12 @@ def test_a_launch_that_contradicts_the_arguments(
     assert re.search(message, refused("--params", "7B", *LINKS, *more))
 
 
-def test_ranks_that_write_nothing_need_no_folder(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert not plan("--params", "7B", *LINKS, "--json", "/nowhere/plan") and not plan("--page", "/nowhere/page.html")
-
-
-def test_a_page_is_written_that_loads_nothing(plan: Plan, tmp_path: Path) -> None:
+def test_a_page_loads_nothing_and_is_written_by_the_first_rank(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, tmp_path: Path
+) -> None:
     assert not plan("--page", str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>") and "default-src 'none'" in text and " src=" not in text
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not plan("--params", "7B", *LINKS, "--json", "/nowhere/plan") and not plan("--page", "/nowhere/page.html")

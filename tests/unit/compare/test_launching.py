@@ -44,10 +44,6 @@ def test_stock_launchers_read_our_commands() -> None:
     assert here["num_gpus"] == 2 and here["master_port"] != 29500
     assert hosts["hostfile"] == "hosts" and hosts["num_gpus"] == -1
     assert torchrun["nproc_per_node"] == "2" and torchrun["standalone"]
-
-
-@pytest.mark.quick
-def test_a_prefix_of_ones_own() -> None:
     command = Launcher(prefix='srun --export="ALL" python').command(SCRIPT, CONFIG)
     assert command == ["srun", "--export=ALL", "python", "train.py", "--deepspeed_config=/configs/a.json", *SCRIPT[2:]]
 

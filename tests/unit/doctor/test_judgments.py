@@ -180,9 +180,6 @@ def test_links_are_plotted() -> None:
     assert one.subject == "inside groups" and two.subject == "between groups" and len(one.details) == 3
     assert one.details[0].startswith("  64 KiB ####") and one.details[2].count("#") == 30
     assert "105 MB/s" in one.found and "64 KiB take 2 ms" in one.found and "1 times" in compared.found
-
-
-def test_ranks_are_listed_shortly() -> None:
     assert ranks_text([3]) == "rank 3" and ranks_text([8, 0, 1, 2, 9]) == "ranks 0-2, 8-9"
 
 

@@ -36,15 +36,13 @@ def test_a_slow_player_and_a_slow_pair_are_told_apart(players: int) -> None:
     assert pair.pairs[0, 2][0] == pytest.approx(1 / 3, rel=0.1) and pair.pairs[0, 2][1] > 0.9
 
 
-def test_several_slow_ones_and_two_kinds_are_found() -> None:
+def test_several_slow_ones_and_two_kinds_are_found_beside_what_varies() -> None:
     found = find_outliers(planted(20, {3: 0.5, 7: 0.2, 19: 0.6}, (4, 5)))
     assert set(found.players) == {3, 7, 19} and set(found.pairs) == {(4, 5)}
     halves = find_outliers(planted(8, dict.fromkeys(range(4), 0.1)))
     assert not halves.players and halves.lower == (0, 1, 2, 3)
     assert not find_outliers(planted(2, {1: 0.1})).players  # of one pair nobody knows which
-
-
-def test_what_varies_is_no_outlier_and_what_is_far_beyond_is() -> None:
+    # What varies is no outlier; what is far beyond is.
     varied = {player: 2 ** -(player / 8) for player in range(8)}  # down to 0.55 of the fastest
     assert not find_outliers(planted(8, varied)).players
     assert set(find_outliers(planted(9, varied | {8: 0.05})).players) == {8}
