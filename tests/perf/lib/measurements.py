@@ -38,10 +38,8 @@ class Measurement:
 
     Attributes:
         file: of the rows, in the folder of results.
-        settings: by name.
-        usual: names of those that are measured by default; empty: all.
-        methods: all of them.
-        rounds, steps: by default.
+        settings, usual: by name; names of those that are measured by default (empty: all).
+        methods, rounds, steps: all methods; turns and steps by default.
         probes: whether the planner is asked for seconds, with the links' rates.
         short, most: steps of a turn that take less than this together go on, up to this number of them.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.

@@ -54,18 +54,14 @@ class Workload:
     """What is trained, and where.
 
     Attributes:
-        accumulation: micro-batches in a step.
-        group_size: ranks in a node, m.
+        accumulation, group_size: micro-batches in a step; ranks in a node, m.
         make_model: makes the same model on every call and every rank.
-        bucket: elements in a bucket of DeepSpeed's, gradients and parameters.
-        ddp_mib: of a bucket of DDP; its own default.
-        zero: more keys of the section ``zero_optimization``, for all of DeepSpeed's.
-        lean: what keeps those lean that gather parameters, see ``LEAN``.
-        optimizer: "AdamW" or "Muon".
-        config: more keys of the configuration, for all of DeepSpeed's.
+        bucket, ddp_mib: elements in a bucket of DeepSpeed's, gradients and parameters; MiB of a bucket of DDP.
+        zero, config: more keys of ``zero_optimization``, and of the configuration, for all of DeepSpeed's.
+        lean: keys for those that gather parameters, see ``LEAN``.
+        optimizer, rate: "AdamW" or "Muon"; AdamW's learning rate.
         whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
         dtype: of what is computed, fp32 or bf16; masters are in fp32.
-        rate: AdamW's learning rate.
     """
 
     accumulation: int
@@ -237,10 +233,9 @@ class FSDP2(TorchMethod):
     """``fully_shard`` on each block and on the root.
 
     Args:
-        nodes: parameters are cut in the node only (HSDP).
+        nodes, apart: parameters are cut in the node only (HSDP); each node trains by itself.
         between: how parameters are from forward to backward: "cut"; cut in the "node"; or "whole", and so are the
             gradients until the last micro-batch.
-        apart: each node trains by itself.
         reduce: the dtype in which gradients are reduced; by default the workload's.
     """
 
@@ -292,13 +287,9 @@ class FSDP2(TorchMethod):
 
 
 class OuterFSDP2(FSDP2):
-    """``fully_shard`` in each node, and DiLoCo between nodes, in fp32: one all-reduce of what ranks have changed.
+    """``fully_shard`` in each node, and DiLoCo between nodes every H steps, by PyTorch's SGD, in fp32.
 
-    Each rank holds the outer states of its part, as with torchft's DiLoCo.
-
-    Args:
-        every: H.
-        outer: arguments of the outer optimizer, PyTorch's SGD.
+    One all-reduce of what ranks have changed; each rank holds the outer states of its part, as with torchft's DiLoCo.
     """
 
     def __init__(self, workload: Workload, name: str, every: int, outer: Mapping[str, Any]) -> None:

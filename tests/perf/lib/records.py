@@ -102,15 +102,11 @@ class Row:
     """What one method took in one setting.
 
     Attributes:
-        seconds: of each step, a list for each round.
-        stolen: share of the CPU's time that the host of a virtual machine took for others, of each step.
-        link_bytes: that a node sent to others in a step, by its interface.
-        headers: how many bytes the interface counts for one of a known transfer.
-        formula_bytes: that a node must receive from others; None for a peer.
-        held: bytes of parameters, gradients and optimizer states on the rank that holds most.
-        difference: of the weights, or losses, to the first method's.
-        compute: seconds of a step without communication, as measured.
-        more: other columns of the file, by name.
+        seconds, stolen: of each step, a list for each round; shares of the CPU that the machine's host took for
+        others. link_bytes, headers: that a node sent in a step, by its interface; how many that counts for one of a
+        payload. formula_bytes: that a node must receive from others; None for a peer. held: bytes of parameters,
+        gradients and optimizer states on the rank that holds most. difference: of the weights, or losses, to the first
+        method's. compute, more: seconds of a step without communication; other columns of the file.
     """
 
     setting: str

@@ -41,10 +41,8 @@ class Method:
     """A way to train.
 
     Attributes:
-        strategy: its name; empty for ZeRO-2.
-        against: the method that its losses are compared with.
-        zero: more of ``zero_optimization``.
-        outer: of ``paro_outer_optimizer``, but for its rate and momentum.
+        strategy, against: its name, empty for ZeRO-2; the method that its losses are compared with.
+        zero, outer: more of ``zero_optimization``; ``paro_outer_optimizer``, but for its rate and momentum.
         noise: that moves the first weights, in their size.
         bound: of the difference from ``against``, on average over seeds; with every seed, if ``each``.
         too_coarse: the difference is larger than the bound with every seed: the task shows what is too coarse.
@@ -73,9 +71,8 @@ class Study:
     Attributes:
         file: of its rows, or the folder of its runs.
         reference: the method that all are compared with on the page.
-        groups: numbers of groups.
+        groups, held_out: numbers of groups, and of evaluations on held-out text by outer weights.
         large: whether it trains the larger model, on the sources of DeepSpeed.
-        held_out: numbers of evaluations on held-out text, by outer weights.
     """
 
     file: str
@@ -191,10 +188,8 @@ class Run:
 
     Attributes:
         text: its fingerprint.
-        device: where ranks compute.
-        losses: of each step, means over ranks.
+        losses, norms: of each step: means over ranks; of the whole gradient before clipping.
         held_out: the loss on held-out text, by the number of steps before.
-        norms: of the whole gradient in each step, as the engine reports them before clipping.
         own_loss: on held-out text, of each group's own weights, on average, a step before the end.
         received: bytes that a rank received in a step from other groups, by the kernel's counters.
         elements, matrices: of the model, and those that Muon trains.

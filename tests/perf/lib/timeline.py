@@ -49,12 +49,9 @@ class Case:
     """A measured row, and what was known before.
 
     Attributes:
-        row: what was measured.
-        campaign: see above. In the first one nothing overlapped yet.
-        plain: whether it is a plain stage.
-        strategy: of a plain stage the one that it is without groups.
-        sent: in what form.
-        sizes, model: what was trained, with the compute that was measured without communication.
+        row, campaign: what was measured; see above. In the first campaign nothing overlapped yet.
+        plain, strategy: whether it is a plain stage, and the strategy that this is without groups.
+        sent, sizes, model: what was trained, with the compute that was measured without communication.
     """
 
     row: Row

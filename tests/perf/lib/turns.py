@@ -110,12 +110,7 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
 
 
 class Turns:
-    """A rank's link, and how it times methods.
-
-    Args:
-        group_size: ranks in a node.
-        batches: makes this rank's micro-batches of the step of this number; all methods have the same.
-    """
+    """A rank's link, and how it times methods; ``batches`` makes its micro-batches of the step of a number."""
 
     def __init__(self, group_size: int, batches: Callable[[int], list[Batch]]) -> None:
         self.link = Link()
@@ -168,8 +163,7 @@ class Turns:
     def steps_in_a_row(self, method: Method, count: int, before: int = 1) -> Turn:
         """Time so many steps after others, since each step waits for what the previous one has left under way.
 
-        A step lasts from the end of the one before to its own, each on the rank that gets there last: ranks of one
-        machine have one clock.
+        A step lasts from the end of the one before to its own, each on the last rank: a machine has one clock.
         """
 
         def run() -> list[float]:
