@@ -65,11 +65,9 @@ class DirectHop(QuantizedDifferences):
     """Sends parameters themselves, in few bits."""
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        """Code the differences of updates from zeros."""
         return super().encode([update._replace(held=torch.zeros_like(update.held)) for update in updates], agree)
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Forget what is held."""
         held.zero_()
         super().write(arrived, held)
 

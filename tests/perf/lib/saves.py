@@ -163,11 +163,7 @@ class SavesMeasurement(Measurement):
         return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)[0]
 
     def save(self, trained: Engine) -> tuple[float, float, float]:
-        """Save under a new tag.
-
-        Returns:
-            Seconds on the rank that is last, bytes that a node sent meanwhile, and when this rank began.
-        """
+        """Save under a new tag; return seconds on the last rank, bytes that a node sent, and when this rank began."""
         if dist.get_rank() == 0:
             os.sync()  # what earlier saves have left in the page cache
         self._tag += 1
@@ -188,11 +184,7 @@ class SavesMeasurement(Measurement):
 
     @classmethod
     def buffers(cls, setting: Setting, method: str) -> float:
-        """Return the bytes of host buffers of the rank that has most, by the formula.
-
-        A rank copies what its files have: its shard of the optimizer's states, 12 bytes of each parameter; with p = N
-        the first one also the weights. With p = I and G these are in the optimizer's states alone.
-        """
+        """Return the bytes of host buffers of the rank that has most: its shard of states; with p = N also weights."""
         if not cls.sections[method].get("async_save"):
             return 0.0
         strategy = STRATEGIES[base_of(method)]

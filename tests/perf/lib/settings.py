@@ -41,10 +41,8 @@ class Setting:
     """A model on an emulated cluster, in groups of a node.
 
     Attributes:
-        name: of the setting.
         mbit: rates of a node's link, in turn.
-        size: of the model, a key of ``SIZES`` where it has blocks.
-        lora: adapters of rank 1 are trained beside frozen blocks.
+        size, lora: a key of ``SIZES``, of models of blocks; adapters of rank 1 are trained beside frozen blocks.
     """
 
     name: str

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods that take turns on an emulated cluster, in the same processes, as a rank sees it.
 
-All train the same model on the same data from the same seed, in rounds whose order alternates: so whatever else this
-machine does falls on all of them. A turn from which the host of a virtual machine has taken the CPU away (/proc/stat)
-is repeated unless it is long.
+In rounds whose order alternates, so that other load falls on all of them. A turn from which the host of a virtual
+machine has taken the CPU away (/proc/stat) is repeated unless it is long.
 """
 
 import ctypes
