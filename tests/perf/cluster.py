@@ -54,12 +54,12 @@ MEASUREMENTS = {  # by option or model: where its class is
     "pipeline": "pipelines.PipelineMeasurement",
 }
 OPTIONS = {
-    "overlap": "what of communication hides under emulated compute",
-    "offload": "parameters in host memory",
-    "outer": "an outer optimizer between nodes",
-    "save": "saves beside the training",
-    "record": "what recording a report costs, and whether it agrees",
-    "what_if": "predictions from reports of other links",
+    "--overlap": "what of communication hides under emulated compute",
+    "--offload": "parameters in host memory",
+    "--outer": "an outer optimizer between nodes",
+    "--save": "saves beside the training",
+    "--record": "what recording a report costs, and whether it agrees",
+    "--what-if": "predictions from reports of other links",
 }
 
 
@@ -76,7 +76,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=("blocks", "gpt2", "mixture", "pipeline"), default="blocks")
     kinds = parser.add_mutually_exclusive_group()
     for option, text in OPTIONS.items():
-        kinds.add_argument(f"--{option.replace('_', '-')}", action="store_true", help=text)
+        kinds.add_argument(option, dest="name", action="store_const", const=option[2:].replace("-", "_"), help=text)
     parser.add_argument("--settings", nargs="+", metavar="NAME")
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
@@ -93,9 +93,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setting", help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
     args = parser.parse_args(words)
-    args.name = next((name for name in OPTIONS if getattr(args, name)), args.model)
-    if args.name in OPTIONS and args.model != "blocks":
+    if args.name and args.model != "blocks":
         parser.error(f"--{args.name} is measured with --model blocks, got --model {args.model}")
+    args.name = args.name or args.model
     kind = measurement(args.name)
     for option, known in (("settings", kind.settings), ("methods", kind.methods)):
         if unknown := set(getattr(args, option) or ()) - set(known):

@@ -70,11 +70,12 @@ _Adder = Callable[..., argparse.Action]
 
 
 def _adder(group: argparse._ActionsContainer) -> _Adder:
-    """Return a function that adds an option: its flag and metavar, help, its type if it has a value, and the rest."""
+    """Return a function that adds an option: its flag, metavar, help, type if it has a value, and the rest."""
 
-    def add(option: str, text: str | None, kind: Callable[[str], Any] | None = None, **rest: Any) -> argparse.Action:
-        flag, _, metavar = option.partition(" ")
-        given = _SWITCH if kind is None else {"type": kind, "metavar": metavar or None}
+    def add(
+        flag: str, metavar: Any, text: str | None, kind: Callable[[str], Any] | None = None, **rest: Any
+    ) -> argparse.Action:
+        given = _SWITCH if kind is None else {"type": kind, "metavar": metavar}
         return group.add_argument(flag, help=text, **{**given, **rest})
 
     return add
@@ -84,56 +85,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     model = parser.add_argument_group("the model")
     either = _adder(model.add_mutually_exclusive_group(required=True))
-    either("--model PKG:FN", "makes the model; on the meta device it is free", str)
-    either("--params N", "its number of parameters instead, such as 7e9 or 7B", _SOME)
-    either("--page FILE", "write a calculator as one HTML file, which needs no installation or options", new_file)
-    either("--from FILE", "report.json of your own script: predict it on other links, nodes, strategies", Path)
+    either("--model", "PKG:FN", "makes the model; on the meta device it is free", str)
+    either("--params", "N", "its number of parameters instead, such as 7e9 or 7B", _SOME)
+    either("--page", "FILE", "write a calculator as one HTML file, which needs no installation or options", new_file)
+    either("--from", "FILE", "report.json of your own script: predict it on other links, nodes, strategies", Path)
     _add_model(_adder(model))
     _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher it is that of the launch")))
     add = _adder(parser.add_argument_group("how often to save, if --mtbf-hours is given"))
     failures = "mean hours between failures of the whole job: those of one node, divided by the number of nodes"
-    add("--mtbf-hours H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _AMOUNT)
-    add("--disk-gbps G", "10^9 bytes/s that a node writes to storage", _AMOUNT)
-    add("--shared-disk-gbps G", "10^9 bytes/s that all nodes write together (default: no limit)", _AMOUNT)
-    add("--restart-seconds S", "from a failure until training goes on, with the load (default: 0)", _REST)
-    add("--async-save", "checkpoint.async_save: training goes on while files are written")
+    add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _AMOUNT)
+    add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _AMOUNT)
+    add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _AMOUNT)
+    add("--restart-seconds", "S", "from a failure until training goes on, with the load (default: 0)", _REST)
+    add("--async-save", None, "checkpoint.async_save: training goes on while files are written")
     add = _adder(parser.add_argument_group("output"))
-    add("--json FILE", "write the plans; - for the terminal, instead of the table", new_file)
+    add("--json", "FILE", "write the plans; - for the terminal, instead of the table", new_file)
 
 
 def _add_model(add: _Adder) -> None:
     whole = number(count, zero=True)
-    add("--trainable N", "of these (default: all)", whole)
-    add("--largest-layer N", "parameters of the largest module, with --params", whole)
-    add("--expert-params N", "of these in experts, with --params and --expert-parallel", _SOME)
-    add("--expert-parallel E", "expert-parallel size: ranks that have all experts together", _RANKS)
-    add("--dtype", "of parameters and gradients (default: bf16)", str, choices=BYTES)
-    add("--accumulation S", "micro-steps of a step (default: 1)", _RANKS)
-    add("--micro-step-seconds S", "of forward and backward, without communication (default: 0)", _REST)
+    add("--trainable", "N", "of these (default: all)", whole)
+    add("--largest-layer", "N", "parameters of the largest module, with --params", whole)
+    add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _SOME)
+    add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _RANKS)
+    add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
+    add("--accumulation", "S", "micro-steps of a step (default: 1)", _RANKS)
+    add("--micro-step-seconds", "S", "of forward and backward, without communication (default: 0)", _REST)
     flops = "6 FLOPs for each token and parameter, 4 for a frozen one"
-    add("--tokens N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _SOME)
-    add("--tflops T", "10^12 FLOPs/s that a rank reaches, with --tokens", _AMOUNT)
-    add("--overlap-updates", "paro_overlap_updates: with p = N, gather updated parameters under the next forward")
+    add("--tokens", "N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _SOME)
+    add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _AMOUNT)
+    add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates under the next forward")
     muon = "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters)"
     seconds = "seconds that one rank would take to orthogonalize them all (default: 0)"
-    add("--muon S", f"{muon}; S: {seconds}", _REST, nargs="?", const=0.0)
+    add("--muon", "S", f"{muon}; S: {seconds}", _REST, nargs="?", const=0.0)
     outer = "with paro_outer_optimizer, for strategies with os = I: its steps, and other sub-keys"
     example, steps = "such as 30 bits=4 fragments=5 delay=2", partial(sub_key, alone="steps")
-    add("--outer", f"{outer}, {example}", steps, nargs="+", metavar=("H", "KEY=VALUE"))
-    add("--offload-param", "offload_param: parameters in pinned host memory (p = I and G)")
-    add("--parameter-cache-gb G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _REST)
-    add("--offload-optimizer", "optimizer states in host memory")
+    add("--outer", ("H", "KEY=VALUE"), f"{outer}, {example}", steps, nargs="+")
+    add("--offload-param", None, "offload_param: parameters in pinned host memory (p = I and G)")
+    add("--parameter-cache-gb", "G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _REST)
+    add("--offload-optimizer", None, "optimizer states in host memory")
 
 
 def _add_cluster(add: _Adder) -> None:
-    add("--nodes", None, _RANKS)
-    add("--ranks-per-node", None, _RANKS)
-    add("--group-size", "paro_group_size (default: ranks per node)", _RANKS)
-    add("--intra-gbps G", "Gbit/s that a rank receives inside its node", _AMOUNT)
-    add("--inter-gbps G", "Gbit/s that a node receives from others", _AMOUNT)
-    add("--host-gbps G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _AMOUNT)
-    add("--latency-us U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _REST)
-    add("--memory-gb G", "10^9 bytes of a rank for model states", _AMOUNT)
+    add("--nodes", None, None, _RANKS)
+    add("--ranks-per-node", None, None, _RANKS)
+    add("--group-size", None, "paro_group_size (default: ranks per node)", _RANKS)
+    add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _AMOUNT)
+    add("--inter-gbps", "G", "Gbit/s that a node receives from others", _AMOUNT)
+    add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _AMOUNT)
+    add("--latency-us", "U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _REST)
+    add("--memory-gb", "G", "10^9 bytes of a rank for model states", _AMOUNT)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -309,7 +309,7 @@ def test_a_launch_that_contradicts_the_arguments(
     assert re.search(message, refused("--params", "7B", *LINKS, *more))
 
 
-def test_a_page_loads_nothing_and_is_written_by_the_first_rank(
+def test_a_page_loads_nothing_and_the_first_rank_writes_it(
     monkeypatch: pytest.MonkeyPatch, plan: Plan, tmp_path: Path
 ) -> None:
     assert not plan("--page", str(tmp_path / "page.html"))

@@ -36,7 +36,7 @@ def test_a_slow_player_and_a_slow_pair_are_told_apart(players: int) -> None:
     assert pair.pairs[0, 2][0] == pytest.approx(1 / 3, rel=0.1) and pair.pairs[0, 2][1] > 0.9
 
 
-def test_several_slow_ones_and_two_kinds_are_found_beside_what_varies() -> None:
+def test_several_slow_ones_are_found_beside_what_varies() -> None:
     found = find_outliers(planted(20, {3: 0.5, 7: 0.2, 19: 0.6}, (4, 5)))
     assert set(found.players) == {3, 7, 19} and set(found.pairs) == {(4, 5)}
     halves = find_outliers(planted(8, dict.fromkeys(range(4), 0.1)))

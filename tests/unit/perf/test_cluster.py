@@ -61,7 +61,7 @@ def test_known_differences_are_no_problems() -> None:
     assert gpt2.apart([9.0, 8.1, 7.0], [9.0, 8.0, 7.0]) == pytest.approx(0.05)
 
 
-def test_speeds_and_choices_are_judged_by_common_rounds_and_by_what_fits() -> None:
+def test_speeds_and_choices_are_judged_by_common_rounds() -> None:
     found = speed(row("NIG", 1.0, 2.0, 4.0), row("ZeRO-3", 3.0, 6.0))
     assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0, 3.0)) and found.shows_a_difference
     (line,) = slower([row("IIG", 5.0), row("ZeRO-3", 29.0)], "ZeRO-3", {"IIG": 6.0, "NIG": 9.0})

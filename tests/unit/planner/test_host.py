@@ -45,7 +45,7 @@ def test_bytes_are_those_of_the_formulas(name: str) -> None:
     assert kept.busy["host"] == pytest.approx(3 * held + 0.8 / CLUSTER.shards(row.p))
 
 
-def test_a_cache_saves_its_bytes_of_each_gather_and_whole_parameters_stay() -> None:
+def test_a_cache_saves_its_bytes_of_each_gather() -> None:
     found = of("NIG")
     assert (found.busy["host"], found.host, found.memory.parameters) == (0.0, 0.0, STATES.parameters)
     half = replace(MODEL, host=HostParameters(cache=0.25e9))

@@ -167,7 +167,7 @@ def test_the_page_carries_the_report_and_loads_nothing(name: str) -> None:
     assert not [name for _, one in parsed.tags for name in one if name == "style" or name.startswith("on")]
 
 
-def test_names_do_not_become_markup_and_what_json_has_not_is_left_out() -> None:
+def test_names_are_no_markup_and_infinities_are_left_out() -> None:
     tags = {name: [tag for tag, _ in Parsed(render(MADE[name]())).tags] for name in ("NIG", "hostile")}
     assert tags["NIG"] == tags["hostile"]
     report = reports.report()
