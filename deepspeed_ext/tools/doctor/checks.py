@@ -223,9 +223,9 @@ def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
     if options.offload_optimizer:
         each = offloaded + (need if None in device.values() else 0.0)
         texts = [
-            f"{name} has {least / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {each * len(ranks) / 1e9:.1f} GB"
+            f"{name} has {here / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {each * len(ranks) / 1e9:.1f} GB"
             for name, ranks in launch.ranks_of_hosts().items()
-            if (least := min((host[rank] for rank in ranks if rank in host), default=math.inf)) < each * len(ranks)
+            if (here := min((host[rank] for rank in ranks if rank in host), default=math.inf)) < each * len(ranks)
         ]
         advice = "Use more nodes, or keep optimizer states on the devices."
         fine = f"optimizer states take {offloaded / 1e9:.1f} GB a rank"

@@ -181,7 +181,7 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
         findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
     add("port failover", [2, 29], failover == "1", several_hosts, (Level.OK, _FAILOVER[failover == "1"]))
     rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
-    add("NCCL_CROSS_NIC", [], "", several_hosts, rails and (Level.OK, rails))
+    add("NCCL_CROSS_NIC", [], "", several_hosts, None if rails is None else (Level.OK, rails))
     return findings
 
 

@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
     if saves is not None:
         plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, FORMS, strict=True)]
     document = {name: _document(found, saves) for name, found in zip(("exact", "loco", "both"), plans, strict=True)}
-    table = partial(report.table, plans, saves)
+    table: Callable[[], str] = partial(report.table, plans, saves)
     if settings is not None:
         outer = plan_outer(sizes, model, rates, settings, budget)
         document["outer"] = outer.as_dict()

@@ -70,9 +70,8 @@ def make(
     if dist.get_rank() != 0:
         return None
     now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
-    usual, predicted = median(undisturbed) if undisturbed else None, {}
-    if now is not None:
-        predicted = {**now.seconds, measures.OTHER: now.seconds["host"]}
+    usual = median(undisturbed) if undisturbed else None
+    predicted = {} if now is None else {**now.seconds, measures.OTHER: now.seconds["host"]}
     report = {
         "format": FORMAT,
         "made": _origin(ranks),
