@@ -62,8 +62,8 @@ class Copies:
     in_step: bool = False
 
     def __add__(self, other: "Copies") -> "Copies":
-        *nbytes, in_step = map(operator.add, astuple(self), astuple(other))
-        return Copies(*nbytes, in_step=bool(in_step))
+        use, up, down, cached, windows, in_step = map(operator.add, astuple(self), astuple(other))
+        return Copies(use, up, down, cached, windows, bool(in_step))
 
     @classmethod
     def of(
