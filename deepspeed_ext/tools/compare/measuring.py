@@ -30,7 +30,7 @@ from deepspeed_ext.comm.agreement import all_reduce_max, all_reduced
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
-from deepspeed_ext.tools.compare.plugin import UNFINISHED, Turn
+from deepspeed_ext.tools.compare.turn import UNFINISHED, Turn
 from deepspeed_ext.version import __version__
 
 Losses = list[list[Tensor]]  # of each step its micro-batches, of which the last step has not ended
