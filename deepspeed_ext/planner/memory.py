@@ -204,25 +204,25 @@ class Model:
         """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
         alone = [
             (
-                sizes.of_experts(one.size),
+                sizes.of_experts(family.size),
                 replace(
                     self,
-                    states=one.states,
-                    held=one.held,
-                    fetches=one.fetches,
+                    states=family.states,
+                    held=family.held,
+                    fetches=family.fetches,
                     largest_layer=0.0,
-                    matrices=one.matrices,
+                    matrices=family.matrices,
                     experts=(),
                 ),
             )
-            for one in self.experts
+            for family in self.experts
         ]
         return [(sizes, self), *alone]
 
     @property
     def all_matrices(self) -> float:
         """Return the bytes of the matrices that a rank has, experts' included."""
-        return self.matrices + sum(one.matrices for one in self.experts)
+        return self.matrices + sum(family.matrices for family in self.experts)
 
     @property
     def trainable(self) -> float:

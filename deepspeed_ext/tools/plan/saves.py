@@ -146,8 +146,8 @@ class Saves:
 
     def writing(self, files: Sequence["Files"]) -> float:
         """Return the seconds until the last node has written its files."""
-        of_first = sum(min(one.ranks, self.ranks_per_node) * one.each for one in files)
-        return max(of_first / self.disk, sum(one.total for one in files) / self.shared)
+        of_first = sum(min(file.ranks, self.ranks_per_node) * file.each for file in files)
+        return max(of_first / self.disk, sum(file.total for file in files) / self.shared)
 
 
 class Family(NamedTuple):
@@ -190,19 +190,19 @@ class Contents(NamedTuple):
             families: the dense one first.
         """
         ranks = families[0].sizes.ranks
-        together = [ranks // one.sizes.ranks for one in families]  # ranks that have all parameters of a family
+        together = [ranks // family.sizes.ranks for family in families]  # ranks that have all parameters of a family
         writers = ranks
         if strategy.os != Placement.G:
             writers = math.lcm(families[0].sizes.shards(strategy.os), *together)
-        states = sum(one.states.optimizer / one.sizes.shards(strategy.os) for one in families)
-        frozen = [one.states.parameters - one.states.updated for one in families]
+        states = sum(family.states.optimizer / family.sizes.shards(strategy.os) for family in families)
+        frozen = [family.states.parameters - family.states.updated for family in families]
         if strategy.p == Placement.N:
-            whole = (one.states.parameters + extra for one, extra in zip(families, frozen, strict=True))
-            weights = tuple(Files(*one) for one in zip(together, whole, strict=True))
+            whole = (family.states.parameters + extra for family, extra in zip(families, frozen, strict=True))
+            weights = tuple(Files(*pair) for pair in zip(together, whole, strict=True))
         else:
-            slices = (extra / one.sizes.shards(strategy.p) for one, extra in zip(families, frozen, strict=True))
+            slices = (extra / family.sizes.shards(strategy.p) for family, extra in zip(families, frozen, strict=True))
             weights = (Files(writers, sum(slices)),)
-        return cls(weights, Files(writers, states), Files(ranks, sum(one.errors for one in families)))
+        return cls(weights, Files(writers, states), Files(ranks, sum(family.errors for family in families)))
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ class SavePrediction:
         """Return a clause on how often to save, and what that costs in either way."""
         now = self.schedule
         others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
-        other, then = next((name, one) for name, one in others.items() if name != self.kind)
+        other, then = next((name, schedule) for name, schedule in others.items() if name != self.kind)
         return (
             f"save every {now.steps} steps ({figure(now.seconds)} s): {self.kind} saves hold training up for "
             f"{figure(now.held)} s and take {figure(now.lasts)} s, and {now.lost:.2%} of the time is lost; {other} "
@@ -288,8 +288,8 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
         ValueError: see ``Schedule.of``.
     """
 
-    def of(one: Prediction) -> SavedPrediction:
-        return predict_saves(saves, one, plan.sizes, plan.model, plan.rates, AS_IT_IS if one.plain else sent)
+    def of(row: Prediction) -> SavedPrediction:
+        return predict_saves(saves, row, plan.sizes, plan.model, plan.rates, AS_IT_IS if row.plain else sent)
 
     predictions = tuple(map(of, plan.predictions))
     choice = None if plan.choice is None else predictions[plan.predictions.index(plan.choice)]
@@ -297,19 +297,19 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
 
 
 def predict_saves(
-    saves: Saves, one: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
+    saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> SavedPrediction:
     """Add what saves cost to a prediction; see Note [Cost of a save].
 
     Args:
         saves: where and how.
-        one: of a strategy or a plain stage, whose partitions are in DeepSpeed's order.
+        row: of a strategy or a plain stage, whose partitions are in DeepSpeed's order.
         sizes, model, rates, sent: what it was predicted from.
 
     Raises:
         ValueError: see ``Schedule.of``.
     """
-    strategy, step = STRATEGIES[one.strategy], one.total_seconds
+    strategy, step = STRATEGIES[row.strategy], row.total_seconds
     families = [
         Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable))
         for ranks, part in model.families(sizes)
@@ -319,8 +319,8 @@ def predict_saves(
     of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
-    at_once = (0.0 if one.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
-    beside = min(of_states, step - one.seconds[UPDATE])
+    at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    beside = min(of_states, step - row.seconds[UPDATE])
     held = waits + of_states - beside
     found = SavePrediction(
         of_first,
@@ -330,8 +330,8 @@ def predict_saves(
         Schedule.of(at_once, at_once, step, saves),
         Schedule.of(held, held + beside + writing, step, saves),
     )
-    given = {field.name: getattr(one, field.name) for field in fields(one)}
-    return SavedPrediction(**given | {"host": one.host + found.pinned}, saves=found)
+    given = {field.name: getattr(row, field.name) for field in fields(row)}
+    return SavedPrediction(**given | {"host": row.host + found.pinned}, saves=found)
 
 
 def figure(value: float) -> str:
@@ -343,5 +343,5 @@ def _crossing(strategy: Strategy, families: Sequence[Family], rates: Rates) -> f
     """Return the seconds in which partitions with stripes go back to DeepSpeed's order."""
     if strategy.p != Placement.N or strategy.os == Placement.N:
         return 0.0
-    there_and_back = sum((strategy.exchange(one.sizes, one.states.optimizer) for one in families), Volume())
+    there_and_back = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())
     return rates.gather.seconds(there_and_back * 0.5)
