@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = parse_section(section)
     model = import_callable(arguments.model)()
     settings, live = settings_and_live(config, model)
-    found = choose(model, settings)
-    print(leaf_report.text(found, model, settings, live))
+    chosen = choose(model, settings)
+    print(leaf_report.text(chosen, model, settings, live))
     if arguments.batch:
         measured = _measure(model, import_callable(arguments.batch), section)
         print("  measured on one rank: " + ", ".join(f"{key} {value:,}" for key, value in measured.items()))

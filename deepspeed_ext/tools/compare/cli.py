@@ -177,19 +177,21 @@ def _take_turn(
     command = launcher.command(script, arguments.configs[index].absolute())
     with environment(turn) as env:
         run(command, env, log, arguments.timeout)
-    found: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
+    written: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
     problem, due = "", arguments.warm_up + arguments.steps
-    if not found:
+    if not written:
         problem = (
             f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
             f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does "
             f"not have that folder (--folder on a file system that all nodes share)."
         )
-    elif UNFINISHED in found:
-        problem = f"the script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."
+    elif UNFINISHED in written:
+        problem = (
+            f"the script ended after {written[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."
+        )
     if problem:
         raise RunFailed(f"{launching.tail(log)}\n\n{problem}\nwhole log: {log}")
-    return found
+    return written
 
 
 def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]) -> int:
@@ -205,11 +207,11 @@ def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]
         f"{what['ranks']} rank(s) of {what['device']}, {what['dtype']}, DeepSpeed {what['versions']['deepspeed']}; "
         f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
     )
-    print(table(contestants, comparisons), "", *(found.sentence for found in comparisons), sep="\n")
+    print(table(contestants, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")
     if arguments.json:
         document = _document(arguments, contestants, comparisons)
         arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    return int(any(found.problem for found in comparisons) and not arguments.ignore_losses)
+    return int(any(comparison.problem for comparison in comparisons) and not arguments.ignore_losses)
 
 
 def _document(
@@ -219,18 +221,18 @@ def _document(
     return {
         **options,
         "configs": [
-            {"letter": one.letter, "file": one.file, "turns": [_finite(report) for report in one.reports]}
-            for one in contestants
+            {"letter": config.letter, "file": config.file, "turns": [_finite(report) for report in config.reports]}
+            for config in contestants
         ],
-        "comparisons": [one.as_dict() for one in comparisons],
-        "losses_agree": not any(one.problem for one in comparisons),
+        "comparisons": [comparison.as_dict() for comparison in comparisons],
+        "losses_agree": not any(comparison.problem for comparison in comparisons),
     }
 
 
 def _finite(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return a report with None for losses that are not finite, which JSON does not have."""
     losses = {
-        name: [None if one is None or not math.isfinite(one) else one for one in values]
+        name: [None if loss is None or not math.isfinite(loss) else loss for loss in values]
         for name, values in report.items()
         if name.startswith("losses")
     }

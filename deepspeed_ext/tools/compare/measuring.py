@@ -186,9 +186,9 @@ def _memory(engine: Engine, before: int) -> dict[str, int]:
     """
     peak = get_accelerator().max_memory_allocated()
     states = held(engine)
-    found = [peak, max(peak, before), int(states.parameters), int(states.optimizer)]
+    values = [peak, max(peak, before), int(states.parameters), int(states.optimizer)]
     names = "peak_bytes", "peak_bytes_of_run", "parameter_bytes", "optimizer_bytes"
-    return dict(zip(names, map(int, all_reduce_max(torch.tensor(found)).tolist()), strict=True))
+    return dict(zip(names, map(int, all_reduce_max(torch.tensor(values)).tolist()), strict=True))
 
 
 def _losses(losses: Losses) -> dict[str, list[float | None]]:

@@ -170,7 +170,8 @@ def run(arguments: argparse.Namespace) -> None:
     plans = [plan(sizes, model, rates, budget, [form], allowed) for form in FORMS]
     if saves is not None:
         plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, FORMS, strict=True)]
-    document = {name: _document(found, saves) for name, found in zip(("exact", "loco", "both"), plans, strict=True)}
+    by_name = zip(("exact", "loco", "both"), plans, strict=True)
+    document = {name: _document(planned, saves) for name, planned in by_name}
     table: Callable[[], str] = partial(report.table, plans, saves)
     if settings is not None:
         outer = plan_outer(sizes, model, rates, settings, budget)
@@ -212,9 +213,9 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
     return WhatIf(recorded, cluster, model, None if arguments.memory_gb is None else arguments.memory_gb * GIGA)
 
 
-def _document(found: Plan, saves: Saves | None) -> dict[str, Any]:
+def _document(planned: Plan, saves: Saves | None) -> dict[str, Any]:
     """Return a plan as plain values; ``saves`` is None where they are not predicted."""
-    document = found.as_dict() | {"reason": report.reason(found)}
+    document = planned.as_dict() | {"reason": report.reason(planned)}
     document["saves"] = None if saves is None else saves.as_dict()
     _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
     return document
@@ -295,13 +296,13 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
         )
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
-    found = ranks // per_node, per_node
-    if any(value not in (None, have) for value, have in zip(given, found, strict=True)):
+    actual = ranks // per_node, per_node
+    if any(value not in (None, have) for value, have in zip(given, actual, strict=True)):
         raise ValueError(
-            f"the launcher started {found[0]} node(s) of {found[1]} rank(s), got --nodes {given[0]} --ranks-per-node "
+            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {given[0]} --ranks-per-node "
             f"{given[1]}: leave them out."
         )
-    return found
+    return actual
 
 
 def _model(arguments: argparse.Namespace) -> Model:
