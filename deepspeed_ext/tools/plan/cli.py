@@ -299,8 +299,8 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
     actual = ranks // per_node, per_node
     if any(value not in (None, have) for value, have in zip(given, actual, strict=True)):
         raise ValueError(
-            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {given[0]} --ranks-per-node "
-            f"{given[1]}: leave them out."
+            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {given[0]} "
+            f"--ranks-per-node {given[1]}: leave them out."
         )
     return actual
 
