@@ -185,13 +185,14 @@ def _judge_memory(answers: Answers, launch: Launch) -> list[Finding]:
     text = ", ".join(f"{host} has {nbytes} free" for host, nbytes in list(hosts.items())[:_SHOWN])
     text += ": NCCL, workers of data loaders, and DeepSpeed on a CPU put what ranks of a host share there"
     advice = "Make it larger (docker run --shm-size=16g, or mount -o remount,size=)."
-    findings.append(judged("/dev/shm", text * bool(short), advice, f"{bytes_text(min(free.values()))} free at least"))
+    fine = f"{bytes_text(min(free.values()))} free at least"
+    findings.append(judged("/dev/shm", text if short else "", advice, fine))
     limits = {rank: answer["locked"] for rank, answer in answers.items() if answer["device"] is not None}
     low = {rank: limit for rank, limit in limits.items() if 0 <= limit < _LOCKED}
     text = f"RLIMIT_MEMLOCK is {bytes_text(min(low.values(), default=0))} on {ranks_text(low)}: "
     text += "InfiniBand registers memory under it, and fails beyond"
     advice = "Raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)."
-    findings.append(judged("locked memory", text * bool(low), advice, "RLIMIT_MEMLOCK is high enough"))
+    findings.append(judged("locked memory", text if low else "", advice, "RLIMIT_MEMLOCK is high enough"))
     return [*findings, _build_finding(answers)]
 
 
@@ -219,7 +220,7 @@ def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
         scarcest = [rank for rank, nbytes in free.items() if nbytes <= 1.05 * least]
         text += f" at least: {least / 1e9:.1f} GB ({ranks_text(scarcest)})"
         advice = f"Less than {_RESERVE:.0%} is left for activations."
-        findings = [judged(subject, text * (need > (1 - _RESERVE) * least), advice, text)]
+        findings = [judged(subject, text if need > (1 - _RESERVE) * least else "", advice, text)]
     if options.offload_optimizer:
         each = offloaded + (need if None in device.values() else 0.0)
         texts = [
@@ -243,7 +244,7 @@ def _build_finding(answers: Answers) -> Finding:
     text = f"{fine} ({ranks_text([rank])}), where operators are compiled at first use"
     level = Level.WRONG if answer["disk"] < _LEAST_BUILD else Level.LOOK
     advice = "Free some, or set TORCH_EXTENSIONS_DIR to another disk."
-    return judged("build folder", text * (answer["disk"] < _BUILD), advice, fine, level)
+    return judged("build folder", text if answer["disk"] < _BUILD else "", advice, fine, level)
 
 
 def _column(answers: Answers, name: str) -> dict[int, Any]:
@@ -291,7 +292,7 @@ def _judge_pinned(answers: Answers, launch: Launch) -> list[Finding]:
         text += f"the median is {rate_text(usual)}"
         advice = "Look at the PCIe link of these devices (nvidia-smi -q: link width), and whether ranks run near them "
         fine = f"{rate_text(usual)} in the median of all ranks"
-        findings.append(judged(way, text * bool(slow), advice + "(NUMA).", fine))
+        findings.append(judged(way, text if slow else "", advice + "(NUMA).", fine))
     return findings
 
 
@@ -335,7 +336,7 @@ def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
         missing = paths.pop("", [])
         hosts = ", ".join(list(dict.fromkeys(launch.hosts[rank] for rank in missing))[:_SHOWN])
         text = f"not found on {ranks_text(missing)} ({hosts}): {_WITHOUT}"
-        findings.append(judged(tool, text * bool(missing), _INSTALL[tool], ", ".join(paths)))
+        findings.append(judged(tool, text if missing else "", _INSTALL[tool], ", ".join(paths)))
     major = {rank: [answer[name].split(".")[0] for name in ("nvcc", "torch")] for rank, answer in answers.items()}
     others = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
     if others:
