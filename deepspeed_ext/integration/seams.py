@@ -11,6 +11,7 @@ whose own import may not have ended when this module is imported.
 
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -101,6 +102,7 @@ def check_our_keys(
     require: Callable[[], None] = lambda: None,
 ) -> None:
     from deepspeed_ext.config.keys import REPORT, SECTION, our_keys
+    from deepspeed_ext.config.settings import REPORT_VARIABLE
     from deepspeed_ext.integration import plugins
 
     if isinstance(config, dict):
@@ -118,6 +120,8 @@ def check_our_keys(
         check_config(self, mpu, mesh_device)
         if getattr(self.zero_config, REPORT, None) is not None:
             plugins.require("report", f"{SECTION}.{REPORT}")
+    if REPORT_VARIABLE in os.environ:
+        plugins.require("report", REPORT_VARIABLE)
 
 
 # Engines ##########################################################################################

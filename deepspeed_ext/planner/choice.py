@@ -46,7 +46,7 @@ class Plan:
     @property
     def reason(self) -> str:
         """Return one line on why this is the choice; without a choice, on what is missing."""
-        least = min(self.predictions, key=lambda one: one.total_memory)
+        least = min(self.predictions, key=lambda row: row.total_memory)
         limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
         if self.choice is None:
             return (
@@ -60,10 +60,10 @@ class Plan:
             f"{within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
-        close = [one for one in self.predictions if self.fits(one) and self._ties(one) and self._larger(one)]
+        close = [row for row in self.predictions if self.fits(row) and self._ties(row) and self._larger(row)]
         if close:
-            said += f"; as fast within {TIE:.0%}, with more memory: {', '.join(one.name for one in close)}"
-        faster = [one for one in self.predictions if not self.fits(one) and self._is_faster(one)]
+            said += f"; as fast within {TIE:.0%}, with more memory: {', '.join(row.name for row in close)}"
+        faster = [row for row in self.predictions if not self.fits(row) and self._is_faster(row)]
         if faster:
             said += f"; faster, but too large: {_figures(faster[0])}"
         if self.overlapped is not None and self._is_faster(self.overlapped):
@@ -77,32 +77,32 @@ class Plan:
             said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
         return said + self._compared()
 
-    def _copied(self, one: Prediction) -> str:
-        copies = one.seconds[HOST]
+    def _copied(self, row: Prediction) -> str:
+        copies = row.seconds[HOST]
         return "" if self.model.host is None else f", and {copies:.3g} s of copies from and to the host"
 
     def _compared(self) -> str:
         """Return a clause about the smallest plain stage that is at least as fast as the choice; empty if none is."""
         assert self.choice is not None
-        rivals = [one for one in self.plain if self.fits(one) and (self._ties(one) or self._is_faster(one))]
+        rivals = [row for row in self.plain if self.fits(row) and (self._ties(row) or self._is_faster(row))]
         if not rivals:
             return ""
-        one = min(rivals, key=lambda one: (one.total_memory, one.total_seconds))
-        how = "as fast" if self._ties(one) else "faster"
-        price = ", with more memory" if self._larger(one) else ": no strategy is needed"
-        return f"; {how}: plain {_figures(one)}{price}"
+        row = min(rivals, key=lambda row: (row.total_memory, row.total_seconds))
+        how = "as fast" if self._ties(row) else "faster"
+        price = ", with more memory" if self._larger(row) else ": no strategy is needed"
+        return f"; {how}: plain {_figures(row)}{price}"
 
-    def _is_faster(self, one: Prediction) -> bool:
+    def _is_faster(self, row: Prediction) -> bool:
         assert self.choice is not None
-        return one.total_seconds < self.choice.total_seconds and not self._ties(one)
+        return row.total_seconds < self.choice.total_seconds and not self._ties(row)
 
-    def _ties(self, one: Prediction) -> bool:
+    def _ties(self, row: Prediction) -> bool:
         assert self.choice is not None
-        return abs(one.total_seconds - self.choice.total_seconds) <= TIE * self.choice.total_seconds
+        return abs(row.total_seconds - self.choice.total_seconds) <= TIE * self.choice.total_seconds
 
-    def _larger(self, one: Prediction) -> bool:
+    def _larger(self, row: Prediction) -> bool:
         assert self.choice is not None
-        return one.total_memory > self.choice.total_memory
+        return row.total_memory > self.choice.total_memory
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -115,13 +115,13 @@ class Plan:
             "rates": self.rates.as_dict(),
             "choice": None if self.choice is None else self.choice.as_dict(),
             "reason": self.reason,
-            "predictions": [one.as_dict() | {"fits": self.fits(one)} for one in self.predictions],
-            "plain": [one.as_dict() | {"fits": self.fits(one)} for one in self.plain],
+            "predictions": [row.as_dict() | {"fits": self.fits(row)} for row in self.predictions],
+            "plain": [row.as_dict() | {"fits": self.fits(row)} for row in self.plain],
         }
 
 
-def _figures(one: Prediction) -> str:
-    return f"{one.name} ({one.total_seconds:.3g} s, {one.total_memory / 1e9:.3g} GB)"
+def _figures(row: Prediction) -> str:
+    return f"{row.name} ({row.total_seconds:.3g} s, {row.total_memory / 1e9:.3g} GB)"
 
 
 def plan(
@@ -147,27 +147,27 @@ def plan(
     """
     forms = tuple(sent)
     rows = [row for row in STRATEGIES.values() if allowed(row)]
-    predictions = [predict(row, sizes, model, rates, one) for one in forms for row in rows if one.allows(row)]
+    predictions = [predict(row, sizes, model, rates, form) for form in forms for row in rows if form.allows(row)]
     if not predictions:
         raise ValueError("none of the strategies is allowed.")
-    predictions.sort(key=lambda one: (one.total_seconds, one.total_memory))
-    plain = tuple(one for one in predict_plain(sizes, model, rates) if allowed(STRATEGIES[one.strategy]))
+    predictions.sort(key=lambda row: (row.total_seconds, row.total_memory))
+    plain = tuple(row for row in predict_plain(sizes, model, rates) if allowed(STRATEGIES[row.strategy]))
     whole = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
-    overlapped = [predict(row, sizes, overlapping, rates, one) for one in forms for row in whole if one.allows(row)]
+    overlapped = [predict(row, sizes, overlapping, rates, form) for form in forms for row in whole if form.allows(row)]
     choices = [_best_within(budget, some) for some in (predictions, overlapped)]
     return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
 
 
-def _best_within(budget: float | None, some: Sequence[Prediction]) -> Prediction | None:
-    fitting = [one for one in some if budget is None or one.total_memory <= budget]
+def _best_within(budget: float | None, rows: Sequence[Prediction]) -> Prediction | None:
+    fitting = [row for row in rows if budget is None or row.total_memory <= budget]
     if not fitting:
         return None
-    return best(fitting, lambda one: one.total_seconds, lambda one: (one.total_memory, one.host))
+    return best(fitting, lambda row: row.total_seconds, lambda row: (row.total_memory, row.host))
 
 
-def best(some: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
+def best(rows: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
     """Return the smallest of those within ``TIE`` of the fastest; of equally small ones, the fastest."""
-    quickest = min(map(seconds, some))
-    close = [one for one in some if seconds(one) <= (1 + TIE) * quickest]
-    return min(close, key=lambda one: (memory(one), seconds(one)))
+    quickest = min(map(seconds, rows))
+    close = [row for row in rows if seconds(row) <= (1 + TIE) * quickest]
+    return min(close, key=lambda row: (memory(row), seconds(row)))

@@ -120,7 +120,7 @@ class Step:
         under_forward = self.layers if self.gathers > 1 else self.layers - 1
         forward = self._pass(FORWARD * self.compute, under_forward, waits=True)
         middle, last = self._backward(boundary=False), self._backward(boundary=True)
-        later = _times(_total(forward, middle), self.accumulation - 1)
+        later = {part: (self.accumulation - 1) * seconds for part, seconds in _total(forward, middle).items()}
         parts = _total(self._updated(forward), later, last, self._exchanged(), {UPDATE: self.update})
         return {part: parts.get(part, 0.0) for part in PARTS}
 
@@ -279,7 +279,3 @@ def _total(*parts: Seconds) -> Seconds:
         for part, seconds in one.items():
             found[part] = found.get(part, 0.0) + seconds
     return found
-
-
-def _times(parts: Seconds, times: float) -> Seconds:
-    return {part: times * seconds for part, seconds in parts.items()}

@@ -22,6 +22,18 @@ class Compression:
     loco: LocoSettings | None = None
     updates: UpdateSettings | None = None
 
+    @classmethod
+    def parse(cls, loco: object, updates: object) -> "Compression":
+        """Return the compression of the values of our two keys; None for a key that is not set.
+
+        Raises:
+            ValueError: a value is not valid.
+        """
+        return cls(
+            None if loco is None else LocoSettings.parse(loco),
+            None if updates is None else UpdateSettings.parse(updates),
+        )
+
     @property
     def label(self) -> str:
         """Return what follows a strategy's name."""
@@ -78,3 +90,5 @@ def label(loco: bool, updates: bool) -> str:
 
 
 AS_IT_IS = Compression()
+# As planned side by side: exact, with LoCo, and with updates in few bits as well.
+FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))

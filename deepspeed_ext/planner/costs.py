@@ -30,14 +30,7 @@ from deepspeed_ext.planner.closed_form import Move, Overlap, Seconds, Step
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
 from deepspeed_ext.planner.memory import Copies, Model, copies, held_bytes, transient_bytes
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import (
-    STRATEGIES,
-    GroupSizes,
-    Placement,
-    StateBytes,
-    Strategy,
-    Volume,
-)
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
 
 UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
 # The strategies that plain stages run, without groups.
@@ -123,12 +116,7 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
 
 
 def _prediction(
-    strategy: Strategy,
-    sizes: GroupSizes,
-    model: Model,
-    rates: Rates,
-    sent: Compression,
-    overlap: Overlap,
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression, overlap: Overlap
 ) -> Prediction:
     families = model.families(sizes)
     copied = copies(strategy, families, sent)

@@ -6,6 +6,11 @@ The decision is kept in a file, together with its inputs. A run with the same in
 so a resumed run has the strategy that its checkpoint was saved with.
 """
 
+import contextlib
+import datetime
+import json
+import logging
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import groups
+from deepspeed.utils import groups, log_dist
 from torch import nn
 
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
@@ -22,6 +27,7 @@ from deepspeed_ext.config.check import decided, possible_strategies
 from deepspeed_ext.config.implied import imply_stage
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
+    DECISION,
     FASTEST,
     LOCO,
     MEMORY,
@@ -34,11 +40,11 @@ from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.decisions import Decisions, say
 from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, reduced, same_everywhere
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
+from deepspeed_ext.version import __version__
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 
@@ -194,3 +200,65 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
         **({"experts": [_named(one) for one in model.experts]} if model.experts else {}),
     }
+
+
+# The file of decisions ############################################################################
+
+_KEYS = ("strategy", "date", "version", "inputs", "plan")
+
+
+def say(message: str) -> None:
+    """Log at level WARNING, which DeepSpeed shows by default, since a strategy was chosen on the user's behalf."""
+    log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
+
+
+class Decisions:
+    """The decisions in a file, which one rank reads and writes. A damaged file is reported, but stops no run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def find(self, inputs: dict[str, Any]) -> str | None:
+        """Return the strategy that was chosen for the same inputs; None if there is none."""
+        entries = self._read()
+        for entry in entries:
+            if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
+                name = str(entry["strategy"])
+                say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {name}, as decided on {entry["date"]} ({self.path})')
+                return name
+        if entries:
+            say(f"{self.path} has no decision for this run: deciding anew")
+        return None
+
+    def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
+        """Rewrite the file, with this entry first."""
+        entry = {
+            "strategy": strategy,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "version": __version__,
+            "inputs": inputs,
+            "plan": plan,
+        }
+        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
+            aside.write_text(text + "\n")
+            aside.replace(self.path)
+        except (OSError, ValueError, TypeError) as error:
+            say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
+            with contextlib.suppress(OSError):
+                aside.unlink()
+
+    def _read(self, quietly: bool = False) -> list[dict[str, Any]]:
+        """Return all entries; none if there is no file, or it is not ours."""
+        try:
+            entries = json.loads(self.path.read_text())["decisions"]
+            # Every entry must be complete; otherwise the file is not ours.
+            return [{key: entry[key] for key in _KEYS} for entry in entries]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if not quietly:
+                say(f"{self.path} cannot be read ({type(error).__name__}: {error}): deciding anew")
+            return []

@@ -16,6 +16,7 @@ Note [Cost of parameters in host memory]
     compute meanwhile. Copies of an offloaded optimizer's gradients are not counted.
 """
 
+import operator
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
@@ -61,14 +62,8 @@ class Copies:
     in_step: bool = False
 
     def __add__(self, other: "Copies") -> "Copies":
-        return Copies(
-            self.use + other.use,
-            self.up + other.up,
-            self.down + other.down,
-            self.cached + other.cached,
-            self.windows + other.windows,
-            self.in_step or other.in_step,
-        )
+        use, up, down, cached, windows, in_step = map(operator.add, astuple(self), astuple(other))
+        return Copies(use, up, down, cached, windows, bool(in_step))
 
     @classmethod
     def of(
@@ -209,25 +204,25 @@ class Model:
         """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
         alone = [
             (
-                sizes.of_experts(one.size),
+                sizes.of_experts(family.size),
                 replace(
                     self,
-                    states=one.states,
-                    held=one.held,
-                    fetches=one.fetches,
+                    states=family.states,
+                    held=family.held,
+                    fetches=family.fetches,
                     largest_layer=0.0,
-                    matrices=one.matrices,
+                    matrices=family.matrices,
                     experts=(),
                 ),
             )
-            for one in self.experts
+            for family in self.experts
         ]
         return [(sizes, self), *alone]
 
     @property
     def all_matrices(self) -> float:
         """Return the bytes of the matrices that a rank has, experts' included."""
-        return self.matrices + sum(one.matrices for one in self.experts)
+        return self.matrices + sum(family.matrices for family in self.experts)
 
     @property
     def trainable(self) -> float:

@@ -39,10 +39,7 @@ DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device, if it has room, since its cache
 
 
 def measure(
-    topology: Topology,
-    dtype: torch.dtype = torch.float32,
-    reduce_scatter: bool = True,
-    pinned: bool | None = None,
+    topology: Topology, dtype: torch.dtype = torch.float32, reduce_scatter: bool = True, pinned: bool | None = None
 ) -> Rates:
     """Measure the rates of this topology's hops. Collective over all ranks.
 
@@ -83,16 +80,16 @@ def samples(hop: Hop, dtype: torch.dtype) -> list[tuple[float, float]]:
 
 def sampled(ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[], Any]]) -> list[tuple[float, float]]:
     """Measure as ``samples`` does; ``runner`` returns what a rank runs to receive so many elements from each other."""
-    found: list[tuple[float, float]] = []
+    times: list[tuple[float, float]] = []
     for size in SIZES:
         share = max(1, round(size / (ranks - 1) / dtype.itemsize))
         run = runner(share)
         run()  # opens connections
         seconds = _seconds(run)
-        found.append((float(share * (ranks - 1) * dtype.itemsize), seconds))
-        if seconds > LONG and len(found) > 2:
+        times.append((float(share * (ranks - 1) * dtype.itemsize), seconds))
+        if seconds > LONG and len(times) > 2:
             break
-    return found
+    return times
 
 
 def _rate(hop: Hop, dtype: torch.dtype) -> Rate:

@@ -25,14 +25,14 @@ def import_callable(text: str) -> Callable[..., Any]:
         raise ValueError(f"expected PACKAGE.MODULE:FUNCTION, got {text!r}.")
     sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[..., Any] = pkgutil.resolve_name(text)
+        function: Callable[..., Any] = pkgutil.resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{text!r} cannot be imported: {error}.") from error
 
-    @functools.wraps(found)
+    @functools.wraps(function)
     def given(*args: Any, **kwargs: Any) -> Any:
         try:
-            return found(*args, **kwargs)
+            return function(*args, **kwargs)
         except ValueError as error:
             raise RuntimeError(f"{text} has failed.") from error
 

@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> None:
     config = parse_section(section)
     model = import_callable(arguments.model)()
     settings, live = settings_and_live(config, model)
-    found = choose(model, settings)
-    print(choice_table(found, model, settings, live))
+    chosen = choose(model, settings)
+    print(choice_table(chosen, model, settings, live))
     if arguments.batch:
         measured = _measure(model, import_callable(arguments.batch), section)
         print("  measured on one rank: " + ", ".join(f"{key} {value:,}" for key, value in measured.items()))

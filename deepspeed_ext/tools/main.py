@@ -79,16 +79,13 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
         return comparing.run_command(arguments, script)
     if arguments.command == "plan":
         planning.run(arguments)
-        return 0
-    if arguments.command == reporting.NAME:
+    elif arguments.command == reporting.NAME:
         reporting.prepare(arguments, script, arguments.local_rank)
-        return 0
-    if arguments.command == "convert":
+    elif arguments.command == "convert":
         from deepspeed_ext.checkpoint.to_universal import convert
 
         convert(arguments)
-        return 0
-    if arguments.command == "zero-order":
+    elif arguments.command == "zero-order":
         from deepspeed_ext.checkpoint.folder import CheckpointError
         from deepspeed_ext.checkpoint.in_order import put_in_zeros_order
 
@@ -96,10 +93,10 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
             print(put_in_zeros_order(arguments.folder))
         except CheckpointError as error:
             raise ValueError(str(error)) from error
-        return 0
-    from deepspeed_ext.tools import leaf as leaf_command
+    else:
+        from deepspeed_ext.tools import leaf
 
-    leaf_command.run(arguments)
+        leaf.run(arguments)
     return 0
 
 
@@ -125,20 +122,20 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
     parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's; it sets LOCAL_RANK, too
     commands = parser.add_subparsers(dest="command", title="commands")
-    leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
-    add_leaf_arguments(leaves)
-    add_convert_arguments(commands.add_parser("convert", help="make a universal checkpoint of an ordinary one"))
-    add_zero_order_arguments(
-        commands.add_parser("zero-order", help="put a checkpoint's optimizer states into ZeRO's order")
-    )
-    planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
-    reporting.add_arguments(
-        commands.add_parser(reporting.NAME, help="run a script, and show where its steps' time goes")
-    )
-    examining.add_arguments(commands.add_parser("doctor", help="what is wrong with the nodes of a launch"))
-    comparing.add_arguments(
-        commands.add_parser(comparing.NAME, help="run a script under several configurations in turns: which is faster")
-    )
+    for name, add, text in (
+        ("leaf-modules", add_leaf_arguments, "what ZeRO-3 would fetch as one of a model"),
+        ("convert", add_convert_arguments, "make a universal checkpoint of an ordinary one"),
+        ("zero-order", add_zero_order_arguments, "put a checkpoint's optimizer states into ZeRO's order"),
+        ("plan", planning.add_arguments, "what each strategy would cost, and which to use"),
+        (reporting.NAME, reporting.add_arguments, "run a script, and show where its steps' time goes"),
+        ("doctor", examining.add_arguments, "what is wrong with the nodes of a launch"),
+        (
+            comparing.NAME,
+            comparing.add_arguments,
+            "run a script under several configurations in turns: which is faster",
+        ),
+    ):
+        add(commands.add_parser(name, help=text))
     ours, script = _split(sys.argv[1:])
     arguments = parser.parse_args(ours)
     given = arguments.report_ranks, arguments.report_group_size

@@ -55,9 +55,8 @@ def look_at(pages: Mapping[str, tuple[str, int]], look: str, folder: Path) -> tu
     frames = []
     for name, (text, width) in pages.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
-        frames.append(
-            f'<iframe name="{name}" src="{name}.html" style="width:{width}px;height:800px;border:0"></iframe>'
-        )
+        style = f"width:{width}px;height:800px;border:0"
+        frames.append(f'<iframe name="{name}" src="{name}.html" style="{style}"></iframe>')
     around = folder / "around.html"
     around.write_text(_AROUND.format(frames="".join(frames), look=look), encoding="utf-8")
     sandbox = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has none for root

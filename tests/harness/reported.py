@@ -30,22 +30,15 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "ZeRO-2": {"stage": 2},
     "ZeRO-3": {"stage": 3, **NOTHING_WHOLE},
 }
-TRAINED: dict[str, Any] = {
-    "steps": 10,
-    "accumulation": 2,
-    "sizes": (64, 96, 80, 48),
-    "empty": False,
-    "optimizer": "Adam",
-}
+TRAINED: dict[str, Any] = {"steps": 10, "accumulation": 2, "sizes": (64, 96, 80, 48)}
+TRAINED |= {"empty": False, "optimizer": "Adam"}
 
 
 def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links: Rates | None = LINKS) -> list[str]:
-    """Train with a section, without and with a report, which is left in a folder; return what is wrong on this rank.
+    """Train with a section, without and with a report in a folder; return what is wrong on this rank.
 
     Args:
-        folder: of the report.
-        section: keys of zero_optimization.
-        job: fields of a ``Job``.
+        folder, section, job: of the report, of zero_optimization, and of a ``Job``.
         links: rates of hops; None to measure them.
     """
     reporting = {**section, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}
@@ -115,17 +108,15 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     if not plain:
         yield from _other_amounts(report, name)
     recorded = Recorded.of(report)
-    again = WhatIf.of(recorded, recorded.described.cluster, recorded.described.model).now
+    again = WhatIf(recorded, recorded.described.cluster, recorded.described.model).now
     (now,) = (row for row in report["choices"] if row["now"])
-    if recorded.name != name or not (plain or math.isclose(again.prediction.busy["between"], now["between"])):
+    same = plain or math.isclose(again.prediction.busy["between"], now["between"])
+    if recorded.described.name != name or not same:
         yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()
-    if (
-        on_host
-        and name in ("IIG", "ZeRO-3")
-        and not any(row["module"].startswith("layers") for row in report["modules"])
-    ):
+    waits = any(row["module"].startswith("layers") for row in report["modules"])
+    if on_host and name in ("IIG", "ZeRO-3") and not waits:
         yield "no module waits"
     if [row["strategy"] for row in report["choices"] if row["now"]] != [name]:
         yield f"other choices: {report['choices']}"

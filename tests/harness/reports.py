@@ -23,10 +23,8 @@ Span = list[Any]
 
 def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
     """Return the spans of a rank: blocks nest in phases, waits in blocks, and transfers of a lane overlap."""
-    training: list[Span] = []
-    within: list[Span] = []
-    between: list[Span] = []
-    copies: list[Span] = []
+    lanes: dict[str, list[Span]] = {"training": [], "within": [], "between": [], "copies": []}
+    training, within, between, copies = lanes.values()
     now = 0.0
     for micro_step in range(_MICRO_STEPS):
         for kind, seconds in _SECONDS.items():
@@ -51,7 +49,6 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
     between.append([now, end, "inter_all_gather", "gather", _BLOCKS * _BYTES, None])
     if end < STEP:
         training.append([end, STEP, "wait", "wait", None, None])
-    lanes = {"training": training, "within": within, "between": between, "copies": copies}
     return [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
 
 
@@ -134,14 +131,9 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             for which, rank, host, speed in (("slowest", 0, "node0", 1.0), ("fastest", ranks - 1, "node1", 0.85))
         ],
         "choices": [
-            {
-                "strategy": name,
-                **dict(zip(("step", "within", "between"), (unit * one for one in row[:3]), strict=True)),
-                **dict(zip(("bytes_between", "gb"), row[3:], strict=True)),
-                "fits": name != "NIG + LoCo" or None,
-                "now": name == strategy,
-            }
-            for name, row in choices.items()
+            {"strategy": name, "step": unit * step, "within": unit * within, "between": unit * between}
+            | {"bytes_between": nbytes, "gb": gb, "fits": name != "NIG + LoCo" or None, "now": name == strategy}
+            for name, (step, within, between, nbytes, gb) in choices.items()
         ],
         KEY: described(strategy, ranks, group_size).as_dict(),
         "findings": findings,

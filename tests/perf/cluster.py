@@ -8,18 +8,15 @@
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
     python -m tests.perf.cluster --save             # saves, at once and beside the training
     python -m tests.perf.cluster --record           # a report of steps beside what is measured without
+    python -m tests.perf.cluster --what-if          # predictions from reports of other links
     python -m tests.perf.cluster --model gpt2       # GPT-2 with 124 M parameters, which takes 16 GB of free memory
     python -m tests.perf.cluster --model mixture    # a mixture of experts, with and without AutoEP
     python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
 
 A node is a network namespace with some CPU ranks (``scripts/emulation``); messages to other nodes go over a link of a
-limited rate and are counted by the link's own interface. All methods train the same model on the same data from the
-same seed, and take turns in rounds whose order alternates. A step's time is that of the slowest rank.
-
-For each method: seconds of a step; the bytes that a node has sent in it; of strategies also those of the planner's
-formula; bytes of model states on the rank that holds most; and the *floor*: the time of compute alone (forward and
-backward of all micro-batches on all ranks at once, and an update of 1/n of the parameters), and of the method's own
-bytes over the link. The modules of ``lib`` say what is particular to each.
+limited rate, which counts them. All methods train the same model on the same data from the same seed, and take turns.
+A step's time is that of the slowest rank. The *floor* is the time of compute alone (forward and backward of all
+micro-batches on all ranks at once, and an update of 1/n of the parameters), and of a method's bytes over the link.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting.
 
@@ -47,15 +44,23 @@ from tests.perf.lib.settings import UNLIMITED
 MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
     "overlap": "measurements.OverlapMeasurement",
-    "offload": "measurements.OffloadMeasurement",
+    "offload": "offload.OffloadMeasurement",
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
     "record": "recorded.RecordedMeasurement",
+    "what_if": "recorded.WhatIfMeasurement",
     "gpt2": "gpt2.Gpt2Measurement",
     "mixture": "mixture.MixtureMeasurement",
     "pipeline": "pipelines.PipelineMeasurement",
 }
-OPTIONS = ("overlap", "offload", "outer", "save", "record")
+OPTIONS = {
+    "--overlap": "what of communication hides under emulated compute",
+    "--offload": "parameters in host memory",
+    "--outer": "an outer optimizer between nodes",
+    "--save": "saves beside the training",
+    "--record": "what recording a report costs, and whether it agrees",
+    "--what-if": "predictions from reports of other links",
+}
 
 
 def measurement(name: str) -> type[Measurement]:
@@ -65,29 +70,20 @@ def measurement(name: str) -> type[Measurement]:
     return found
 
 
-def a_rate(given: str) -> float | None:
-    """Read a rate as tables name it."""
-    return None if given == UNLIMITED else float(given)
-
-
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse, and add what is measured as ``name``."""
     parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
     parser.add_argument("--model", choices=("blocks", "gpt2", "mixture", "pipeline"), default="blocks")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--overlap", action="store_true", help="what of communication hides under emulated compute")
-    kinds.add_argument("--offload", action="store_true", help="parameters in host memory")
-    kinds.add_argument("--outer", action="store_true", help="an outer optimizer between nodes")
-    kinds.add_argument("--save", action="store_true", help="saves beside the training")
-    kinds.add_argument("--record", action="store_true", help="what recording a report costs, and whether it agrees")
+    for option, text in OPTIONS.items():
+        kinds.add_argument(option, dest="name", action="store_const", const=option[2:].replace("-", "_"), help=text)
     parser.add_argument("--settings", nargs="+", metavar="NAME")
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
     parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
-    parser.add_argument("--mbit", nargs="+", type=a_rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
-    parser.add_argument(
-        "--ratios", nargs="+", type=float, help="of W to compute of a micro-batch: --overlap, --record"
-    )
+    rate = lambda given: None if given == UNLIMITED else float(given)  # noqa: E731
+    parser.add_argument("--mbit", nargs="+", type=rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
+    parser.add_argument("--ratios", nargs="+", type=float, help="of W to a micro-batch's compute: --overlap, --record")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
     parser.add_argument("--every", type=int, default=30, help="H, at least 15: --outer")
     parser.add_argument("--pause", type=float, default=0.08, help="seconds that a step sleeps: --outer")
@@ -97,9 +93,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setting", help=argparse.SUPPRESS)  # of a rank
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # a rank, and where it reports
     args = parser.parse_args(words)
-    args.name = next((name for name in OPTIONS if getattr(args, name)), args.model)
-    if args.name in OPTIONS and args.model != "blocks":
+    if args.name and args.model != "blocks":
         parser.error(f"--{args.name} is measured with --model blocks, got --model {args.model}")
+    args.name = args.name or args.model
     kind = measurement(args.name)
     for option, known in (("settings", kind.settings), ("methods", kind.methods)):
         if unknown := set(getattr(args, option) or ()) - set(known):
@@ -113,22 +109,16 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def work(args: argparse.Namespace) -> None:
-    """Measure as a rank, and report."""
-    first = start_rank()
-    kind = measurement(args.name)
-    rows = kind(kind.settings[args.setting], args).measure()
-    if first:
-        args.worker.write_text(json.dumps([asdict(row) for row in rows]))
-    dist.destroy_process_group()
-
-
 def main() -> int:
     args = parse_arguments()
-    if args.worker is not None:
-        work(args)
-        return 0
     kind, failed = measurement(args.name), False
+    if args.worker is not None:  # a rank
+        first = start_rank()
+        rows = kind(kind.settings[args.setting], args).measure()
+        if first:
+            args.worker.write_text(json.dumps([asdict(row) for row in rows]))
+        dist.destroy_process_group()
+        return 0
     for name in args.settings:
         setting = kind.settings[name]
         more = ["--setting", name]

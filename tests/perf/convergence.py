@@ -8,16 +8,13 @@
     python -m tests.perf.convergence long       # 3,000 steps of a GPT of 10.9 million parameters
 
 For each optimizer, seed and method of a study (``lib/studies.py``), from the same weights and on the same batches. The
-final loss is the mean over the last tenth of the steps, or, in the study of outer steps, that of outer weights on text
-that no run trains on. Bytes are read from the kernel's counters. A control sends what its reference sends, but starts
-from weights that noise has moved a little.
+final loss is the mean over the last tenth of the steps, or, with outer steps, that of outer weights on held-out text.
+A control sends what its reference sends, but starts from weights that noise has moved a little. This program adds two
+methods to the package: *direct* sends parameters themselves in few bits, rather than their differences from what
+receivers hold; *coarse* sends sums in blocks as large as those of differences, and adds their errors whole.
 
-The study of updates has two methods that the package does not have; this program puts them in. Direct: parameters
-themselves cross in few bits, in place of their differences from what receivers hold. Coarse: sums cross in blocks as
-large as those of differences, and their errors are added whole.
-
-A run leaves a file with the loss of every step in ``--runs`` as soon as it has ended, and is not repeated: so the
-program may be stopped between runs, and started again.
+A run leaves a file with the loss of every step in ``--runs``, and is not repeated: so the program may be stopped and
+started again.
 
 Exit status 0 if methods end within the bounds of the study, and those that are too coarse outside of them; 1 if not;
 2 if a run failed.
@@ -53,7 +50,7 @@ from scripts.emulation.launching import add_options, exit_on_signals, launch_wor
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
 from scripts.examples.steps import average, train_step
-from tests.perf.lib import records, studies, study_rows
+from tests.perf.lib import records, studies
 from tests.perf.lib.studies import OPTIMIZERS, STUDIES, Run, Study
 
 MODEL = {"dim": 64, "layers": 2, "heads": 4, "sequence_length": 64}
@@ -68,11 +65,9 @@ class DirectHop(QuantizedDifferences):
     """Sends parameters themselves, in few bits."""
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        """Code the differences of updates from zeros."""
         return super().encode([update._replace(held=torch.zeros_like(update.held)) for update in updates], agree)
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Forget what is held."""
         held.zero_()
         super().write(arrived, held)
 
@@ -290,8 +285,8 @@ def main() -> int:
 
 def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:
     """Print a table and verdicts, and append rows; return the exit status."""
-    rows = study_rows.rows_of(study, runs)
-    print(records.markdown(study_rows.table(study, rows)))
+    rows = studies.rows_of(study, runs)
+    print(records.markdown(studies.table(study, rows)))
     verdicts = [*studies.judged(study, runs), *studies.judged_norms(study, runs)]
     print("\n".join(line for _, line in verdicts))
     if args.csv is not None:

@@ -67,11 +67,10 @@ def make_engine(method: str, group_size: int) -> Any:
     process_groups._made_alone.clear()
     deepspeed.utils.groups._WORLD_GROUP = None
     name = method.removesuffix(LOCO)
-    placed: dict[str, Any] = {"paro_strategy": name, "paro_group_size": group_size}
+    loco = {} if name == method else {"zeropp_loco_param": {}}
+    placed: dict[str, Any] = {"paro_strategy": name, "paro_group_size": group_size, **loco}
     if method in STAGES:
         placed = {"stage": int(method)}
-    elif name != method:
-        placed["zeropp_loco_param"] = {}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -125,13 +124,11 @@ def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     logging.disable(logging.WARNING)
     for method in (methods[0], *[method for method in methods if method.endswith(LOCO)][:1]):
         measure_once(method, world, False, args.steps)  # imports, kernels
-    samples = [
-        {method: measure_once(method, world, False, args.steps) for method in methods} for _ in range(args.rounds)
-    ]
-    for method in methods:
-        row = {"ranks": ranks, "group_size": group_size, "method": method, **samples[0][method]}
+    samples = [[measure_once(method, world, False, args.steps) for method in methods] for _ in range(args.rounds)]
+    for method, rows in zip(methods, zip(*samples, strict=True), strict=True):
+        row = {"ranks": ranks, "group_size": group_size, "method": method, **rows[0]}
         for name in ("seconds_creation", "seconds_step"):
-            row[name] = round(statistics.median(sample[method][name] for sample in samples), 4)
+            row[name] = round(statistics.median(sample[name] for sample in rows), 4)
         row["mb"] = "" if args.no_memory else round(measure_once(method, world, True, args.steps)["mb"], 2)
         yield row
 
@@ -142,9 +139,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=METHODS, help="strategies, and stages 1, 2, 3")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3, help="of which the median is taken")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, help="that an engine makes; 0: only what is made is of use"
-    )
+    parser.add_argument("--steps", type=int, default=STEPS, help="that an engine makes; 0: none")
     parser.add_argument("--no-memory", action="store_true", help="leave out MB, for which a method runs once more")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="append a row per result")
     parser.add_argument("--json", action="store_true", help="measure the only world in this process, and print JSON")

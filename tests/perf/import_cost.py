@@ -33,6 +33,12 @@ OURS = (
 )
 
 
+def run(code: str, environment: dict[str, str]) -> str:
+    """Run code in a fresh process, and return what it prints."""
+    given = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+
+
 def milliseconds_of_torch(environment: dict[str, str]) -> float:
     """Return the user and system time (ms) of a process that imports torch."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -41,26 +47,14 @@ def milliseconds_of_torch(environment: dict[str, str]) -> float:
     return 1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
-def run(code: str, environment: dict[str, str]) -> str:
-    """Run code in a fresh process, and return what it prints."""
-    given = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
-
-
 def row(method: str, measured: str, found: Sequence[float]) -> dict[str, object]:
     """Return the row of a result, in ms."""
-    low, _, high = statistics.quantiles(found, n=4)
-    return {
-        "method": method,
-        "measured": measured,
-        "median_ms": round(statistics.median(found), 2),
-        "quartile_ms": round(low, 2),
-        "other_quartile_ms": round(high, 2),
-        "runs": len(found),
-    }
+    low, median, high = (round(value, 2) for value in statistics.quantiles(found, n=4))
+    result = {"method": method, "measured": measured, "median_ms": median}
+    return result | {"quartile_ms": low, "other_quartile_ms": high, "runs": len(found)}
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what the package costs a program that imports torch alone.")
     parser.add_argument("--runs", type=int, default=20, help="processes of each method")
     parser.add_argument("--csv", type=Path, help="append a row a result here")
@@ -72,10 +66,8 @@ def main() -> int:
             torch[method].append(milliseconds_of_torch(environment))
         ours.append(float(run(OURS, LEFT_OUT)))
     rows = [row(method, "importing torch", found) for method, found in torch.items()]
-    rows.append(row("with the package", "of that ours", ours))
-    records.report(rows, args.csv)
-    return 0
+    records.report([*rows, row("with the package", "of that ours", ours)], args.csv)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

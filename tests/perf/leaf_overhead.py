@@ -4,18 +4,15 @@
 
     python -m tests.perf.leaf_overhead
 
-Measured is a micro-step (forward and backward; no optimizer step ever comes) of a mixture of experts so small that
-hooks and books take most of the time, in fp32 on CPU ranks with gloo. Overhead is what it takes beyond plain PyTorch,
-of which as many processes run side by side without communication; with one rank it is the host's cost alone. No
-parameter persists, so all are gathered in each micro-step. A granularity threshold of 1 makes no module a leaf: in
-stock it happens to switch on a faster path for those that are set by hand.
+Measured is a micro-step (forward and backward) of a mixture of experts so small that hooks take most of the time, in
+fp32 on CPU ranks with gloo. Overhead is what it takes beyond as many processes of plain PyTorch; with one rank it is
+the host's cost alone. No parameter persists. A granularity threshold of 1 makes no module a leaf: in stock it happens
+to switch on a faster path for those that are set by hand.
 
 Each case has processes of its own, because DeepSpeed replaces functions of PyTorch for good; in those of the stock
-cases our package is switched off. All cases take turns, round for round, so that noise falls on all of them. Numbers
-are medians over the micro-steps of all rounds and ranks. A rank's losses must be plain PyTorch's.
-
-With ``--packed`` the experts of a layer are one parameter of three dimensions for each of their matrices, as in
-transformers 5, of which ours also fetches windows of an eighth of them. There are no aims then.
+cases our package is switched off. Cases take turns. Numbers are medians over the micro-steps of all rounds and ranks.
+A rank's losses must be plain PyTorch's. With ``--packed`` experts are 3-D parameters, as in transformers 5, of which
+ours also fetches windows of an eighth. There are no aims then.
 
 Exit status 0 if ours keeps its aims with one rank, 1 if not, 2 if a case could not run or computed something else.
 """
@@ -90,7 +87,10 @@ class MoE(nn.Module):
     def __init__(self, experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(HIDDEN, experts, bias=False)
-        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+        self.experts = self.make_experts(experts)
+
+    def make_experts(self, experts: int) -> nn.Module:
+        return nn.ModuleList(Expert() for _ in range(experts))
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1).split(1, -1)
@@ -107,7 +107,6 @@ class PackedExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.randn(experts, HIDDEN, HIDDEN) / HIDDEN)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """A loop over the experts that have tokens."""
         out = torch.zeros_like(hidden_states)
         for expert in top_k_index.unique().tolist():
             tokens, k = torch.where(top_k_index == expert)
@@ -117,13 +116,10 @@ class PackedExperts(nn.Module):
         return out
 
 
-class PackedMoE(nn.Module):
+class PackedMoE(MoE):
     """A router and packed experts, all of which are used."""
 
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.router = nn.Linear(HIDDEN, experts, bias=False)
-        self.experts = PackedExperts(experts)
+    make_experts = staticmethod(PackedExperts)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.router(x).softmax(-1)
@@ -232,13 +228,12 @@ def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
     for (ranks, name), reports in found.items():
         low, median, high = statistics.quantiles(times[ranks, name], n=4, method="inclusive")
         overhead, best = over[ranks, name], min(BY_HAND, key=lambda hand, ranks=ranks: over[ranks, hand])
-        row: dict[str, Any] = {"layers": args.layers, "experts": args.experts, "rounds": args.rounds}
-        case = f"{name}, packed" if args.packed else name
-        row |= {"steps": args.steps, "ranks": ranks, "case": case, "milliseconds_median": round(median, 3)}
-        row |= {"milliseconds_quartile_1": round(low, 3), "milliseconds_quartile_3": round(high, 3)}
-        row |= {"overhead_milliseconds": round(overhead, 3), "hooks": reports[0]["hooks"]}
-        row |= {"of_stock": round(overhead / over[ranks, STOCK], 4), "best_by_hand": best}
-        rows.append(row | {"of_best_by_hand": round(overhead / over[ranks, best], 4)})
+        row: dict[str, Any] = {key: getattr(args, key) for key in ("layers", "experts", "rounds", "steps")}
+        row |= {"ranks": ranks, "case": f"{name}, packed" if args.packed else name}
+        row |= {"milliseconds_median": median, "milliseconds_quartile_1": low, "milliseconds_quartile_3": high}
+        row |= {"overhead_milliseconds": overhead, "hooks": reports[0]["hooks"], "best_by_hand": best}
+        row |= {"of_stock": overhead / over[ranks, STOCK], "of_best_by_hand": overhead / over[ranks, best]}
+        rows.append({key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()})
     return rows
 
 

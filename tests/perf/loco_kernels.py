@@ -10,11 +10,8 @@ element, with gradients or parameters of g bytes, b bits on the wire and blocks 
     difference  2 g + b/8 + 2/n                     updated parameter, what is held of it, wire with its scales
     apply       b/8 + 2/n + 2 g                     wire with its scales, what is held, read and written
 
-What is held is given to ``apply`` as it is in training, a row for each rank from which a part has come.
-
-Beside each operator, in turn and in the same run, goes a copy that moves as many bytes (half of them read, half
-written), and the same arithmetic in plain PyTorch (``deepspeed_ext.loco.reference``), slow, so in fewer turns.
-Each number is the median of the repetitions. Nothing is judged: the exit status does not depend on time.
+Beside each operator, in turn, runs a copy that moves as many bytes, and the same arithmetic in plain PyTorch
+(``deepspeed_ext.loco.reference``), slow, so in fewer turns. Each number is the median of the repetitions.
 """
 
 import argparse
@@ -70,23 +67,12 @@ class Case:
         return own + wire + 2 * ERROR.row_bytes(numel) if self.operator == "compress" else PIECES * wire + own
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_BF16 = torch.bfloat16
+_GRADIENTS = (*((dtype, 4, False) for dtype in DTYPES), (_BF16, 8, False), (_BF16, 4, True))
 CASES = (
-    Case("compress", torch.float32, 4),
-    Case("compress", torch.bfloat16, 4),
-    Case("compress", torch.float16, 4),
-    Case("compress", torch.bfloat16, 8),
-    Case("compress", torch.bfloat16, 4, hadamard=True),
-    Case("decompress", torch.float32, 4),
-    Case("decompress", torch.bfloat16, 4),
-    Case("decompress", torch.float16, 4),
-    Case("decompress", torch.bfloat16, 8),
-    Case("decompress", torch.bfloat16, 4, hadamard=True),
-    *(
-        Case(operator, dtype, bits)
-        for operator in ("difference", "apply")
-        for bits in (4, 8)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-    ),
+    *(Case(operator, *options) for operator in ("compress", "decompress") for options in _GRADIENTS),
+    *(Case(name, dtype, bits) for name in ("difference", "apply") for bits in (4, 8) for dtype in DTYPES),
 )
 
 

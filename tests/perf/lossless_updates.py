@@ -6,8 +6,7 @@
 
 Trains the byte-level GPT of scripts/examples on one CPU, in bf16 with fp32 masters, by AdamW at several learning
 rates; the last case goes on from the weights of the first one, as fine-tuning does. After each step a weight's
-difference is counted in units of the last place: of the bf16 numbers between the weight and the one before, so that
-crossing zero takes thousands. Compared are the bits that a weight would take in four codes that a kernel could write:
+difference is counted in units of the last place. Compared are the bits of a weight in four codes for a kernel:
 
     nibble   4 bits for -7 to 7, and 16 bits more for an escape
     pairs    2 bits for -1 to 1, else 4 bits more for up to 8, else 16 bits more
@@ -19,7 +18,6 @@ and the entropy of the differences, which none of them passes. Rows are of the l
 
 import argparse
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,7 @@ ROWS = 8
 CORPUS_BYTES = 4_000_000
 WARM_UP, LAST = 20, 50  # steps in which the learning rate rises; steps at the end over which sizes are averaged
 SPAN = 2**16  # differences lie between -SPAN and SPAN
+Sizes = dict[str, float]
 
 
 def sizes(differences: Tensor) -> dict[str, float]:
@@ -106,7 +105,7 @@ def rows_of(rate: float, tuning: bool, found: list[dict[str, float]]) -> list[di
     ]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how small updated parameters can be sent without loss.")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of a case")
     parser.add_argument("--csv", type=Path, help="append a row a result here")
@@ -117,8 +116,7 @@ def main() -> int:
         masters, found = train(rate, args.steps, corpus, first if tuning else [])
         first = first or masters
         records.report(rows_of(rate, tuning, found), args.csv)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
-from tests.perf.lib import predictions, studies, study_rows, tabulated
+from tests.perf.lib import predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -50,19 +50,19 @@ def pipelines() -> Table:
 def kernels() -> Table:
     """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
     rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
-    lines = []
-    for name, row in rows.items():
-        times = [f"{float(row[key]) * 1e3:.1f}" for key in ("seconds", "copy_seconds")]
-        lines.append(
-            [name, *times, f"{float(row['of_copy_bandwidth']):.2f}", f"{float(row['times_faster_than_pytorch']):.0f}"]
-        )
+    columns = {"seconds": (1e3, ".1f"), "copy_seconds": (1e3, ".1f"), "of_copy_bandwidth": (1, ".2f")}
+    columns |= {"times_faster_than_pytorch": (1, ".0f")}
+    lines = [
+        [name, *(format(float(row[key]) * times, form) for key, (times, form) in columns.items())]
+        for name, row in rows.items()
+    ]
     return ["kernel", "ms", "a copy, ms", "of the copy's bandwidth", "times plain PyTorch"], lines
 
 
 def long_training() -> Table:
     """Return where runs of the long study ended, from their files."""
     study = studies.STUDIES["long"]
-    return study_rows.table(study, study_rows.rows_of(study, studies.read_runs(study)))
+    return studies.table(study, studies.rows_of(study, studies.read_runs(study)))
 
 
 def lossless() -> Table:
@@ -123,9 +123,9 @@ TABLES: dict[str, Callable[[], Table]] = {
     "mixture": lambda: tabulated.measured(read("mixture_cluster.csv")),
     "gpt2": lambda: tabulated.measured([r for r in read("gpt2_cluster.csv") if r.setting == "2x2-gpt2"], "ZeRO-1"),
     "saves": lambda: tabulated.saves(read("saves.csv")),
-    "outer": lambda: study_rows.stored("outer"),
-    "updates": lambda: study_rows.stored("updates", "AdamW"),
-    "updates-muon": lambda: study_rows.stored("updates", "Muon"),
+    "outer": lambda: studies.stored("outer"),
+    "updates": lambda: studies.stored("updates", "AdamW"),
+    "updates-muon": lambda: studies.stored("updates", "Muon"),
     "long-training": long_training,
     "kernels": kernels,
     "lossless": lossless,

@@ -4,17 +4,14 @@
 
     python -m tests.perf.timeline_accuracy
 
-For each row of ``emulated_cluster.csv`` and ``overlap.csv``, of strategies and of the plain stages that the planner
-knows, a step is predicted from what was known before: the link's rate less headers, the compute of a step without
-communication, and what a byte and a message cost the host's cores (Note [Host costs]). These costs are fitted once
-for each campaign (one version of the package, within hours): for strategies to the rows of ``CALIBRATED`` methods, for
-plain stages, whose collectives are gloo's own, to all rows of one setting. The tables leave out what was fitted to.
+For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner knows, a step is predicted from the
+link's rate less headers, the compute of a step without communication, and what a byte and a message cost the host's
+cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within hours):
+for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to all rows
+of one setting. The tables leave out what was fitted to. The form of the costs was chosen with all rows in sight.
 
-The form of the costs was chosen with all rows in sight; their values were not.
-
-Tables in Markdown: the share of rows whose prediction is within 10 % of the measured median; then how far rows'
-own steps are from their median, which no prediction can know; then the largest errors; then the most that the choice
-costs against the best measured strategy, over all memories, in settings that have all strategies.
+Tables: the share of rows whose prediction is within 10 % of the measured median, beside how far rows' own steps are
+from it; the largest errors; the most that the choice costs against the best measured strategy, over all memories.
 """
 
 import argparse
@@ -24,19 +21,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
 from deepspeed_ext.strategy import STRATEGIES
-from tests.perf.lib import tabulated
+from tests.perf.lib import tabulated, timeline
 from tests.perf.lib.records import markdown
-from tests.perf.lib.timeline import (
-    EMULATED,
-    OVERLAPPING,
-    SUMMED,
-    Case,
-    HostCosts,
-    cases,
-    compute_of_element,
-    fit,
-    kind,
-)
+from tests.perf.lib.timeline import EMULATED, OVERLAPPING, SUMMED, Case, HostCosts, cases, compute_of_element, fit
 
 NEAR = 0.1
 CALIBRATED = ("NNN", "NNG", "IIG", "GGG", "NIG + LoCo", "NIG + LoCo + updates")
@@ -108,11 +95,6 @@ def choices(seconds: Sequence[tuple[Case, float]]) -> str:
     return markdown((["choice", "settings and rates", "costs at most", "in the mean"], lines))
 
 
-def method_kind(case: Case) -> str:
-    """Return the kind of method that a row is of."""
-    return "plain stages" if case.plain else f"strategies{case.sent.label}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare predictions to what was measured.")
     parser.add_argument("--worst", type=int, default=20, help="rows of the largest errors that are printed")
@@ -131,11 +113,13 @@ def main() -> None:
     print(f"\nfitted to {used} rows, which are left out of what follows\n")
     seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in found]
     errors = [(case, one / case.row.median - 1) for case, one in seconds if not is_calibration(case)]
-    print(table("Mbit/s", kind, errors))
-    print(table("methods", lambda case: f"{method_kind(case)}, {kind(case)}", errors))
+    print(table("Mbit/s", timeline.kind, errors))
+    methods = lambda case: "plain stages" if case.plain else f"strategies{case.sent.label}"  # noqa: E731
+    print(table("methods", lambda case: f"{methods(case)}, {timeline.kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
     for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
-        print(f"{error:+.0%} {case.row.setting} {kind(case)} {case.row.method}: measured {case.row.median:.3f} s")
+        where = f"{case.row.setting} {timeline.kind(case)} {case.row.method}"
+        print(f"{error:+.0%} {where}: measured {case.row.median:.3f} s")
     print(f"\n{choices(seconds)}")
 
 

@@ -17,17 +17,8 @@ import hjson
 
 from deepspeed_ext.progress import bar
 from deepspeed_ext.tools.arguments import new_file, number
-from deepspeed_ext.tools.compare.launching import (
-    LAUNCHERS,
-    MODULE,
-    PLACEHOLDER,
-    Launcher,
-    RunFailed,
-    environment,
-    exit_on_signals,
-    run,
-    tail,
-)
+from deepspeed_ext.tools.compare import launching
+from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run
 from deepspeed_ext.tools.compare.turn import AUTO, UNFINISHED, VARIABLE, Turn
 from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
 
@@ -51,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     limit = "seconds that a turn may take (default: 3600)"
     turns.add_argument("--timeout", type=number(float), default=3600.0, metavar="S", help=limit)
     launch = parser.add_argument_group("how the script is launched")
-    launch.add_argument("--launcher", choices=LAUNCHERS, default=LAUNCHERS[0], help="(default: deepspeed)")
+    launchers = launching.LAUNCHERS
+    launch.add_argument("--launcher", choices=launchers, default=launchers[0], help="(default: deepspeed)")
     launch.add_argument("--ranks", type=some, dest="turn_ranks", help="on each node (default: one for each device)")
     hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
     launch.add_argument("--hostfile", metavar="FILE", help=hosts)
@@ -106,9 +98,9 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
     placeholder = any(PLACEHOLDER in word for word in script)
     if len(arguments.configs) not in range(2, len(string.ascii_uppercase) + 1):
         raise ValueError(f"expected two configurations or more, got {len(arguments.configs)}.")
-    if list(script) in ([], [MODULE]):
+    if list(script) in ([], [launching.MODULE]):
         raise ValueError(f"expected the script after {SEPARATOR}, such as {SEPARATOR} train.py --config {PLACEHOLDER}")
-    if arguments.launch is None and script[0] != MODULE and not Path(script[0]).is_file():
+    if arguments.launch is None and script[0] != launching.MODULE and not Path(script[0]).is_file():
         raise ValueError(
             f"there is no script {script[0]}. After {SEPARATOR} its path comes first, then its arguments."
         )
@@ -117,7 +109,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
     chosen = {"--ranks": arguments.turn_ranks, "--hostfile": arguments.hostfile}
     if arguments.launch is not None and any(chosen.values()):
         raise ValueError(f"--launch is the whole prefix; leave out {' and '.join(k for k, v in chosen.items() if v)}.")
-    if arguments.hostfile and arguments.launcher != LAUNCHERS[0]:
+    if arguments.hostfile and arguments.launcher != launching.LAUNCHERS[0]:
         raise ValueError("--hostfile is read by DeepSpeed's runner; with torchrun use --launch on each node.")
     contents = [_read(path) for path in arguments.configs]
     if not placeholder:
@@ -185,19 +177,21 @@ def _take_turn(
     command = launcher.command(script, arguments.configs[index].absolute())
     with environment(turn) as env:
         run(command, env, log, arguments.timeout)
-    if not report.is_file():
-        raise RunFailed(
-            f"{tail(log)}\n\nthe script ended without a report in {report}: no DeepSpeed engine was made where "
-            f"deepspeed_ext is active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the "
-            f"first node does not have that folder (--folder on a file system that all nodes share).\nwhole log: {log}"
+    written: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
+    problem, due = "", arguments.warm_up + arguments.steps
+    if not written:
+        problem = (
+            f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
+            f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does "
+            f"not have that folder (--folder on a file system that all nodes share)."
         )
-    found: dict[str, Any] = json.loads(report.read_text())
-    if UNFINISHED in found:
-        raise RunFailed(
-            f"{tail(log)}\n\nthe script ended after {found[UNFINISHED]} optimizer steps, expected --warm-up + --steps "
-            f"= {arguments.warm_up + arguments.steps}.\nwhole log: {log}"
+    elif UNFINISHED in written:
+        problem = (
+            f"the script ended after {written[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."
         )
-    return found
+    if problem:
+        raise RunFailed(f"{launching.tail(log)}\n\n{problem}\nwhole log: {log}")
+    return written
 
 
 def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]) -> int:
@@ -213,11 +207,11 @@ def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]
         f"{what['ranks']} rank(s) of {what['device']}, {what['dtype']}, DeepSpeed {what['versions']['deepspeed']}; "
         f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
     )
-    print(table(contestants, comparisons), "", *(found.sentence for found in comparisons), sep="\n")
+    print(table(contestants, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")
     if arguments.json:
         document = _document(arguments, contestants, comparisons)
         arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-    return int(any(found.problem for found in comparisons) and not arguments.ignore_losses)
+    return int(any(comparison.problem for comparison in comparisons) and not arguments.ignore_losses)
 
 
 def _document(
@@ -227,18 +221,18 @@ def _document(
     return {
         **options,
         "configs": [
-            {"letter": one.letter, "file": one.file, "turns": [_finite(report) for report in one.reports]}
-            for one in contestants
+            {"letter": config.letter, "file": config.file, "turns": [_finite(report) for report in config.reports]}
+            for config in contestants
         ],
-        "comparisons": [one.as_dict() for one in comparisons],
-        "losses_agree": not any(one.problem for one in comparisons),
+        "comparisons": [comparison.as_dict() for comparison in comparisons],
+        "losses_agree": not any(comparison.problem for comparison in comparisons),
     }
 
 
 def _finite(report: Mapping[str, Any]) -> dict[str, Any]:
     """Return a report with None for losses that are not finite, which JSON does not have."""
     losses = {
-        name: [None if one is None or not math.isfinite(one) else one for one in values]
+        name: [None if loss is None or not math.isfinite(loss) else loss for loss in values]
         for name, values in report.items()
         if name.startswith("losses")
     }

@@ -161,12 +161,12 @@ def _left(mark: str) -> list[int]:
     """Return the processes of a launch that still run on this machine; see Note [Ranks of a launch]."""
     import psutil  # type: ignore[import-untyped]
 
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(_LAUNCH) == mark:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def tail(log: Path) -> str:

@@ -15,6 +15,7 @@ import functools
 import itertools
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,46 +55,25 @@ class Measurement:
     def watch(self, engine: Engine) -> None:
         """Wrap the methods of an engine that is being made."""
         losses: Losses = [[]]
-        if engine.pipeline_parallelism:
-            engine.train_batch = self._noting_batch(engine, losses)
-        else:
-            engine.backward = self._noting_loss(engine, losses)
-            engine.step = self._noting_step(engine, losses)
+        step = 0
 
-    def _noting_batch(self, engine: Engine, losses: Losses) -> Any:
-        train_batch = engine.train_batch
-
-        @functools.wraps(train_batch)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            loss = train_batch(*args, **kwargs)
+        def after_batch(loss: Any) -> None:
             _keep(loss, losses)
             self._end_step(engine, losses)
-            return loss
 
-        return noting
+        def before_step(_: Any) -> None:
+            nonlocal step
+            step = engine.global_steps
 
-    def _noting_loss(self, engine: Engine, losses: Losses) -> Any:
-        backward = engine.backward
-
-        @functools.wraps(backward)
-        def noting(loss: Any, *args: Any, **kwargs: Any) -> Any:
-            _keep(loss, losses)
-            return backward(loss, *args, **kwargs)
-
-        return noting
-
-    def _noting_step(self, engine: Engine, losses: Losses) -> Any:
-        step = engine.step
-
-        @functools.wraps(step)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            before = engine.global_steps
-            found = step(*args, **kwargs)
-            if engine.global_steps != before:  # and not one of the micro-steps before
+        def after_step(_: Any) -> None:
+            if engine.global_steps != step:  # and not after one of the micro-steps before
                 self._end_step(engine, losses)
-            return found
 
-        return noting
+        if engine.pipeline_parallelism:
+            _wrap(engine, "train_batch", after=after_batch)
+        else:
+            _wrap(engine, "backward", before=lambda loss: _keep(loss, losses))
+            _wrap(engine, "step", before_step, after_step)
 
     def _end_step(self, engine: Engine, losses: Losses) -> None:
         self._engine = self._engine or engine
@@ -157,6 +137,25 @@ def watch(engine: Engine, turn: Turn) -> None:
     _measurement.watch(engine)
 
 
+def _wrap(
+    engine: Engine,
+    name: str,
+    before: Callable[[Any], None] = lambda _: None,
+    after: Callable[[Any], None] = lambda _: None,
+) -> None:
+    """Call functions before a method of an engine, with its first argument, and after it, with its result."""
+    method = getattr(engine, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before(args[0] if args else kwargs.get("loss"))
+        result = method(*args, **kwargs)
+        after(result)
+        return result
+
+    setattr(engine, name, wrapped)
+
+
 def _keep(loss: Any, losses: Losses) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         losses[-1].append(loss.detach().reshape(()).clone())  # its memory may be used again
@@ -187,9 +186,9 @@ def _memory(engine: Engine, before: int) -> dict[str, int]:
     """
     peak = get_accelerator().max_memory_allocated()
     states = held(engine)
-    found = [peak, max(peak, before), int(states.parameters), int(states.optimizer)]
+    values = [peak, max(peak, before), int(states.parameters), int(states.optimizer)]
     names = "peak_bytes", "peak_bytes_of_run", "parameter_bytes", "optimizer_bytes"
-    return dict(zip(names, map(int, all_reduce_max(torch.tensor(found)).tolist()), strict=True))
+    return dict(zip(names, map(int, all_reduce_max(torch.tensor(values)).tolist()), strict=True))
 
 
 def _losses(losses: Losses) -> dict[str, list[float | None]]:

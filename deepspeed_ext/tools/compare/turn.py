@@ -1,9 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What one launch is to measure, as the command tells its ranks by an environment variable.
+"""What one launch measures; the command sends it to its ranks by an environment variable.
 
-Only the command sets the variable. Without it, nothing of an engine is touched. Standard library only: every engine
-asks for it.
+Only the command sets the variable. Without it, no engine is changed. Standard library only: every engine asks for it.
 """
 
 import base64

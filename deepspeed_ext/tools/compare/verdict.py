@@ -84,13 +84,9 @@ def _medians(
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> float:
     """Return the largest relative difference of two runs' losses of the same steps; infinite if one is not finite."""
-    return max(_relative(one, other) for one, other in zip(losses, others, strict=True))
-
-
-def _relative(one: float, other: float) -> float:
-    if not (math.isfinite(one) and math.isfinite(other)):
+    if not all(map(math.isfinite, chain(losses, others))):
         return math.inf
-    return abs(one - other) / max(abs(one), abs(other)) if one != other else 0.0
+    return max(abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0 for a, b in zip(losses, others, strict=True))
 
 
 # Configurations ###################################################################################
@@ -128,7 +124,7 @@ class Contestant:
     @property
     def seconds_per_sample(self) -> list[list[float]]:
         """The same, over the samples of a step."""
-        return [[one / self.first["samples"] for one in some] for some in self.seconds]
+        return [[seconds / self.first["samples"] for seconds in steps] for steps in self.seconds]
 
     @property
     def median(self) -> float:
@@ -162,30 +158,26 @@ class Comparison:
     @property
     def sentence(self) -> str:
         """The verdict."""
-        of_losses = f"losses agree (largest difference {_shown(self.loss)}, bound {self.bound:g})"
-        if self.problem:
-            of_losses = f"but losses do not agree: {self.problem}"
-        return f"{self._of_speed()}; {of_losses}."
+        losses = f"losses agree (largest difference {_shown(self.loss)}, bound {self.bound:g})"
+        return f"{self._of_speed()}; {f'but losses do not agree: {self.problem}' if self.problem else losses}."
 
     def _of_speed(self) -> str:
-        same = self.first.first["samples"] == self.other.first["samples"]
-        seconds = [one.median if same else one.median / one.first["samples"] for one in (self.other, self.first)]
-        figures = f"{seconds[0]:.3g} s instead of {seconds[1]:.3g} s per {'step' if same else 'sample'}"
-        speed = self.speed
+        first, other, speed = self.first, self.other, self.speed
+        unit = "step" if first.first["samples"] == other.first["samples"] else "sample"
+        divisors = [1 if unit == "step" else config.first["samples"] for config in (other, first)]
+        figures = f"{other.median / divisors[0]:.3g} s instead of {first.median / divisors[1]:.3g} s per {unit}"
+        interval = f"{LEVEL:.0%} interval {{:.3g}} to {{:.3g}}"
         if not speed.shows_a_difference:
             return (
-                f"No difference in speed is shown between {self.other.name} and {self.first.name}: {speed.value:.3g} "
-                f"times as fast, {_interval(speed.low, speed.high)}, {figures}"
+                f"No difference in speed is shown between {other.name} and {first.name}: {speed.value:.3g} times as "
+                f"fast, {interval.format(speed.low, speed.high)}, {figures}"
             )
         if speed.value > 1:
-            how, times, interval = "is {} times as fast as", speed.value, _interval(speed.low, speed.high)
+            verdict, interval = f"is {speed.value:.3g} times as fast as", interval.format(speed.low, speed.high)
         else:
-            how, times, interval = (
-                "takes {} times as long as",
-                1 / speed.value,
-                _interval(1 / speed.high, 1 / speed.low),
-            )
-        return f"{self.other.name} {how.format(f'{times:.3g}')} {self.first.name}: {figures}, {interval}"
+            verdict = f"takes {1 / speed.value:.3g} times as long as"
+            interval = interval.format(1 / speed.high, 1 / speed.low)
+        return f"{other.name} {verdict} {first.name}: {figures}, {interval}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values; a difference that is not finite is None."""
@@ -225,53 +217,44 @@ def compare(first: Contestant, other: Contestant, bound: float | None = None) ->
 
 def _incomparable(first: Contestant, other: Contestant) -> str:
     """Return why losses cannot be compared; empty if they can."""
-    for one in (first, other):
-        if any(None in report["losses"] for report in one.reports):
-            return f"{one.letter} gave none to engine.backward"
-    if first.first["samples"] != other.first["samples"]:
-        return (
-            f"a step of {first.letter} has {first.first['samples']} samples, one of {other.letter} "
-            f"{other.first['samples']}"
-        )
-    return ""
+    for config in (first, other):
+        if any(None in report["losses"] for report in config.reports):
+            return f"{config.letter} gave none to engine.backward"
+    samples, others = first.first["samples"], other.first["samples"]
+    same = samples == others
+    return "" if same else f"a step of {first.letter} has {samples} samples, one of {other.letter} {others}"
 
 
 def _spread_of_own(first: Contestant, other: Contestant, bound: float) -> str:
     """Return a clause about a configuration whose own rounds differ: no verdict on the other one."""
-    for one in (first, other):
-        own = max(difference(one.first["losses"], report["losses"]) for report in one.reports)
+    for config in (first, other):
+        own = max(difference(config.first["losses"], report["losses"]) for report in config.reports)
         if own > bound:
-            return f", and two runs of {one.letter} differ by {own:.1e}: set the same seed in each run"
+            return f", and two runs of {config.letter} differ by {own:.1e}: set the same seed in each run"
     return ""
 
 
 def table(contestants: Sequence[Contestant], comparisons: Sequence[Comparison]) -> str:
     """Return a row for each configuration; memory is that of the rank with the most."""
     rows: list[tuple[str, ...]] = [_TITLES]
-    for one, found in zip(contestants, [None, *comparisons], strict=True):
-        every = list(chain(*one.seconds))
-        relative = ("1", "") if found is None else (_with_interval(found.speed), _shown(found.loss))
+    for config, found in zip(contestants, [None, *comparisons], strict=True):
+        every, relative = list(chain(*config.seconds)), ("1", "")
+        if found is not None:
+            speed = found.speed
+            relative = f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})", _shown(found.loss)
         rows.append(
             (
-                f"{one.letter} {one.file}",
-                one.first["strategy"],
-                f"{one.median:.4g}",
+                f"{config.letter} {config.file}",
+                config.first["strategy"],
+                f"{config.median:.4g}",
                 f"{min(every):.4g}..{max(every):.4g}",
-                f"{one.first['samples'] / one.median:.4g}",
+                f"{config.first['samples'] / config.median:.4g}",
                 *relative,
-                *(f"{one.most(key):.3g}" for key in ("peak_bytes", "parameter_bytes", "optimizer_bytes")),
+                *(f"{config.most(key):.3g}" for key in ("peak_bytes", "parameter_bytes", "optimizer_bytes")),
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _interval(low: float, high: float) -> str:
-    return f"{LEVEL:.0%} interval {low:.3g} to {high:.3g}"
-
-
-def _with_interval(speed: Ratio) -> str:
-    return f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})"
 
 
 def _shown(loss: float | None) -> str:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of each rank by itself: versions, the order of ranks, memory and disks, copies to a device, compilers."""
 
+import math
 import os
 import platform
 import re
@@ -10,7 +11,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, parse_strategy
-from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch, Options
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, judged, ranks_text, rate_text
+from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch, Options
 from deepspeed_ext.version import __version__
 
 _SHOWN = 4  # groups, hosts, or problems that are listed
 _DRIVER = Path("/proc/driver/nvidia/version")
-_HARMLESS = ("python", "driver", "device")  # may differ, which only makes ranks wait for the slowest one
+_MUST_AGREE = (Level.WRONG, "Install the same version on every node.")
+_MAY_DIFFER = (Level.LOOK, "Ranks wait for the slowest one: better have the same everywhere.")
+_JUDGED = dict.fromkeys(("python", "driver", "device"), _MAY_DIFFER)
 
 
 def _examine_versions(launch: Launch) -> dict[str, Any]:
@@ -47,22 +50,20 @@ def _examine_versions(launch: Launch) -> dict[str, Any]:
 def _judge_versions(answers: Answers, launch: Launch) -> list[Finding]:
     findings = []
     for name in dict.fromkeys(name for answer in answers.values() for name in answer["versions"]):
-        values = by_value({rank: answer["versions"].get(name, "none") for rank, answer in answers.items()})
+        values = by_value({rank: row.get(name, "none") for rank, row in _column(answers, "versions").items()})
         text = "; ".join(f"{value}: {ranks_text(ranks)}" for value, ranks in values.items() if len(values) > 1)
-        level, advice = Level.WRONG, "Install the same version on every node."
-        if name in _HARMLESS:
-            level, advice = Level.LOOK, "Ranks wait for the slowest one: better have the same everywhere."
+        level, advice = _JUDGED.get(name, _MUST_AGREE)
         findings.append(judged(name, text, advice, next(iter(values)), level))
     for problems, ranks in by_value({rank: tuple(answer["patches"]) for rank, answer in answers.items()}).items():
-        more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        text = f"{ranks_text(ranks)}: {'; '.join(problems[:_SHOWN])}{more}" if problems else ""
-        advice = "Our keys are refused there. See python -m deepspeed_ext on that host."
         if problems or len(ranks) == len(answers):
+            more = f", and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+            text = f"{ranks_text(ranks)}: {'; '.join(problems[:_SHOWN])}{more}" if problems else ""
+            advice = "Our keys are refused there. See python -m deepspeed_ext on that host."
             findings.append(judged("patches", text, advice, "as expected", Level.WRONG))
     return findings
 
 
-VERSIONS = Check("versions", _examine_versions, _judge_versions)
+VERSIONS = Check(_examine_versions, _judge_versions)
 
 _FILL = "Have the launcher fill one host after the other (srun --distribution=block, mpirun --map-by slot)."
 
@@ -70,31 +71,28 @@ _FILL = "Have the launcher fill one host after the other (srun --distribution=bl
 def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     """Judge the order of ranks on hosts, and the groups that would be formed."""
     hosts = launch.ranks_of_hosts()
-    findings = [_hosts_finding(hosts)]
+    usual = statistics.mode(len(ranks) for ranks in hosts.values())
+    uneven = _hosts_text({host: ranks for host, ranks in hosts.items() if len(ranks) != usual})
+    uneven = uneven and f"most hosts hold {usual} rank(s), but others another number: {uneven}"
+    advice = "Start as many ranks on every node, or set paro_group_size to a divisor of all these numbers."
+    findings = [judged("hosts", uneven, advice, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")]
     scattered = {host: ranks for host, ranks in hosts.items() if ranks != list(range(ranks[0], ranks[-1] + 1))}
     if scattered:
         findings.append(Finding("order of ranks", Level.WRONG, f"not consecutive: {_hosts_text(scattered)}", _FILL))
-    per_node = by_value({rank: answer["per_node"] for rank, answer in answers.items()})
+    per_node = by_value(_column(answers, "per_node"))
     size = launch.options.group_size or (next(iter(per_node)) if len(per_node) == 1 else None)
     if launch.world == 1:
         return [*findings, Finding("groups", Level.OK, "one rank: nothing to group")]
     if size is None:
-        values = "; ".join(f"{value or 'nothing'} on {ranks_text(ranks)}" for value, ranks in per_node.items())
-        text = f"the launcher says in {' or '.join(LOCAL_SIZE_VARIABLES)} how many ranks share a node: {values}"
+        text = f"the launcher says in {' or '.join(LOCAL_SIZE_VARIABLES)} how many ranks share a node: "
+        text += "; ".join(f"{value or 'nothing'} on {ranks_text(ranks)}" for value, ranks in per_node.items())
         advice = "Set zero_optimization.paro_group_size, and --group-size."
         return [*findings, Finding("groups", Level.WRONG, text, advice)]
     try:
-        return [*findings, _groups_finding(GroupSizes(launch.world, size), list(hosts), launch)]
+        sizes = GroupSizes(launch.world, size)
     except ValueError as error:
         return [*findings, Finding("groups", Level.WRONG, str(error))]
-
-
-def _hosts_finding(hosts: Mapping[str, list[int]]) -> Finding:
-    usual = statistics.mode(len(ranks) for ranks in hosts.values())
-    others = {host: ranks for host, ranks in hosts.items() if len(ranks) != usual}
-    text = f"most hosts hold {usual} rank(s), but others another number: {_hosts_text(others)}" if others else ""
-    advice = "Start as many ranks on every node, or set paro_group_size to a divisor of all these numbers."
-    return judged("hosts", text, advice, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")
+    return [*findings, _groups_finding(sizes, list(hosts), launch)]
 
 
 def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Finding:
@@ -106,16 +104,17 @@ def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Find
     if spanning:
         where = "; ".join(launch.located(group) for group in spanning[:_SHOWN])
         text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {where}"
-    if crossings(ranks, m, [hosts.index(host) for host in launch.hosts]):
-        return Finding("groups", Level.WRONG, text, _FILL)
-    if spanning:
-        advice = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
-        return Finding("groups", Level.LOOK, text, advice)
-    if m == 1:
-        text += ": I means N, so NIG and IIG are ZeRO-1"
-        return Finding("groups", Level.LOOK, text, 'See "groups of one rank" in troubleshooting.md.')
-    text += ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3" if sizes.groups == 1 else ""
-    return Finding("groups", Level.OK, text)
+    divide = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
+    alone, see = ": I means N, so NIG and IIG are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
+    one_group = ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3"
+    cases: tuple[tuple[object, Level, str, str], ...] = (
+        (crossings(ranks, m, [hosts.index(host) for host in launch.hosts]), Level.WRONG, "", _FILL),
+        (spanning, Level.LOOK, "", divide),
+        (m == 1, Level.LOOK, alone, see),
+        (True, Level.OK, one_group if sizes.groups == 1 else "", ""),
+    )
+    _, level, meaning, advice = next(case for case in cases if case[0])
+    return Finding("groups", level, text + meaning, advice)
 
 
 def _hosts_text(hosts: Mapping[str, list[int]]) -> str:
@@ -123,7 +122,7 @@ def _hosts_text(hosts: Mapping[str, list[int]]) -> str:
     return text + (", ..." if len(hosts) > _SHOWN else "")
 
 
-GROUPS = Check("groups", lambda launch: {"per_node": ranks_per_node(launch.environment)}, _judge_groups)
+GROUPS = Check(lambda launch: {"per_node": ranks_per_node(launch.environment)}, _judge_groups)
 
 _SHARED = 66 * 2**20  # bytes of /dev/shm for each rank in DeepSpeed's all-reduce on a host; NCCL takes less
 _LOCKED = 64 * 2**20  # bytes of the buffers of a few InfiniBand connections
@@ -179,73 +178,63 @@ def needed_bytes(options: Options, sizes: GroupSizes) -> tuple[float, float]:
 
 
 def _judge_memory(answers: Answers, launch: Launch) -> list[Finding]:
-    options, sizes = launch.options, launch.group_sizes()
-    on_device, on_host = needed_bytes(options, sizes) if sizes and options.params is not None else (None, None)
-    findings = [_states_finding(answers, launch, on_device)]
-    if on_device is not None and on_host is not None and options.offload_optimizer:
-        on_devices = all(answer["device"] is not None for answer in answers.values())
-        findings.append(_host_finding(answers, launch, on_host, on_host if on_devices else on_host + on_device))
-    return [*findings, _shared_finding(answers, launch), _locked_finding(answers), _disk_finding(answers)]
-
-
-def _states_finding(answers: Answers, launch: Launch, need: float | None) -> Finding:
-    """Judge whether the model fits the devices; ranks that compute on the host divide its memory."""
-    free = {
-        rank: answer["host"] / launch.hosts.count(launch.hosts[rank]) if answer["device"] is None else answer["device"]
-        for rank, answer in answers.items()
-    }
-    least, options = min(free.values()), launch.options
-    text = f"{least / 1e9:.1f} to {max(free.values()) / 1e9:.1f} GB free for each rank"
-    if options.params is None:
-        text += ", not compared with a model: give --params and --strategy"
-        return Finding("for model states", Level.OK, text)
-    if need is None:
-        return Finding("for model states", Level.LOOK, text, "The groups have to be right first.")
-    text = f"{options.strategy} of {options.params / 1e9:.3g} B parameters needs {need / 1e9:.1f} GB a rank; free"
-    short = [rank for rank, nbytes in free.items() if nbytes < need]
-    if short:
-        text += f": {min(free[rank] for rank in short) / 1e9:.1f} GB ({ranks_text(short)})"
-        advice = "Shard more finely (python -m deepspeed_ext plan --memory-gb), use more ranks, or end what else runs."
-        return Finding("for model states", Level.WRONG, text, advice)
-    scarcest = [rank for rank, nbytes in free.items() if nbytes <= 1.05 * least]
-    text += f" at least: {least / 1e9:.1f} GB ({ranks_text(scarcest)})"
-    advice = f"Less than {_RESERVE:.0%} is left for activations."
-    return judged("for model states", text if need > (1 - _RESERVE) * least else "", advice, text)
-
-
-def _host_finding(answers: Answers, launch: Launch, offloaded: float, need: float) -> Finding:
-    """Judge whether the bytes that each rank needs on its host, among them the offloaded ones, fit."""
-    for host, ranks in launch.ranks_of_hosts().items():
-        total = need * len(ranks)
-        free = min((answers[rank]["host"] for rank in ranks if rank in answers), default=total)
-        if free < total:
-            text = f"{host} has {free / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {total / 1e9:.1f} GB"
-            advice = "Use more nodes, or keep optimizer states on the devices."
-            return Finding("host memory", Level.WRONG, text, advice)
-    return Finding("host memory", Level.OK, f"optimizer states take {offloaded / 1e9:.1f} GB a rank")
-
-
-def _shared_finding(answers: Answers, launch: Launch) -> Finding:
-    free = {rank: answer["shm"] for rank, answer in answers.items()}
-    counts = {rank: launch.hosts.count(launch.hosts[rank]) for rank in free}
-    short = [rank for rank, nbytes in free.items() if counts[rank] > 1 and nbytes < _SHARED * counts[rank]]
+    findings = _states_findings(answers, launch)
+    free, ranks_here = _column(answers, "shm"), {rank: launch.hosts.count(launch.hosts[rank]) for rank in answers}
+    short = [rank for rank, count in ranks_here.items() if count > 1 and free[rank] < _SHARED * count]
     hosts = {launch.hosts[rank]: bytes_text(free[rank]) for rank in short}
     text = ", ".join(f"{host} has {nbytes} free" for host, nbytes in list(hosts.items())[:_SHOWN])
     text += ": NCCL, workers of data loaders, and DeepSpeed on a CPU put what ranks of a host share there"
     advice = "Make it larger (docker run --shm-size=16g, or mount -o remount,size=)."
-    return judged("/dev/shm", text if short else "", advice, f"{bytes_text(min(free.values()))} free at least")
-
-
-def _locked_finding(answers: Answers) -> Finding:
+    fine = f"{bytes_text(min(free.values()))} free at least"
+    findings.append(judged("/dev/shm", text if short else "", advice, fine))
     limits = {rank: answer["locked"] for rank, answer in answers.items() if answer["device"] is not None}
-    short = {rank: limit for rank, limit in limits.items() if 0 <= limit < _LOCKED}
-    text = f"RLIMIT_MEMLOCK is {bytes_text(min(short.values(), default=0))} on {ranks_text(short)}: "
+    low = {rank: limit for rank, limit in limits.items() if 0 <= limit < _LOCKED}
+    text = f"RLIMIT_MEMLOCK is {bytes_text(min(low.values(), default=0))} on {ranks_text(low)}: "
     text += "InfiniBand registers memory under it, and fails beyond"
     advice = "Raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)."
-    return judged("locked memory", text if short else "", advice, "RLIMIT_MEMLOCK is high enough")
+    findings.append(judged("locked memory", text if low else "", advice, "RLIMIT_MEMLOCK is high enough"))
+    return [*findings, _build_finding(answers)]
 
 
-def _disk_finding(answers: Answers) -> Finding:
+def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
+    """Judge whether the model fits the devices; ranks that compute on the host divide its memory."""
+    device, host = _column(answers, "device"), _column(answers, "host")
+    free = {
+        rank: host[rank] / launch.hosts.count(launch.hosts[rank]) if nbytes is None else nbytes
+        for rank, nbytes in device.items()
+    }
+    least, most, options, sizes = min(free.values()), max(free.values()), launch.options, launch.group_sizes()
+    subject, text = "for model states", f"{least / 1e9:.1f} to {most / 1e9:.1f} GB free for each rank"
+    if options.params is None:
+        return [Finding(subject, Level.OK, f"{text}, not compared with a model: give --params and --strategy")]
+    if sizes is None:
+        return [Finding(subject, Level.LOOK, text, "The groups have to be right first.")]
+    need, offloaded = needed_bytes(options, sizes)
+    text = f"{options.strategy} of {options.params / 1e9:.3g} B parameters needs {need / 1e9:.1f} GB a rank; free"
+    short = [rank for rank, nbytes in free.items() if nbytes < need]
+    if short:
+        text += f": {least / 1e9:.1f} GB ({ranks_text(short)})"
+        advice = "Shard more finely (python -m deepspeed_ext plan --memory-gb), use more ranks, or end what else runs."
+        findings = [Finding(subject, Level.WRONG, text, advice)]
+    else:
+        scarcest = [rank for rank, nbytes in free.items() if nbytes <= 1.05 * least]
+        text += f" at least: {least / 1e9:.1f} GB ({ranks_text(scarcest)})"
+        advice = f"Less than {_RESERVE:.0%} is left for activations."
+        findings = [judged(subject, text if need > (1 - _RESERVE) * least else "", advice, text)]
+    if options.offload_optimizer:
+        each = offloaded + (need if None in device.values() else 0.0)
+        texts = [
+            f"{name} has {here / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {each * len(ranks) / 1e9:.1f} GB"
+            for name, ranks in launch.ranks_of_hosts().items()
+            if (here := min((host[rank] for rank in ranks if rank in host), default=math.inf)) < each * len(ranks)
+        ]
+        advice = "Use more nodes, or keep optimizer states on the devices."
+        fine = f"optimizer states take {offloaded / 1e9:.1f} GB a rank"
+        findings.append(judged("host memory", (texts or [""])[0], advice, fine, Level.WRONG))
+    return findings
+
+
+def _build_finding(answers: Answers) -> Finding:
     closed = [rank for rank, answer in answers.items() if not answer["writable"]]
     if closed:
         text = f"{ranks_text(closed)} may not write to {answers[closed[0]]['build']}, where operators are compiled"
@@ -258,7 +247,11 @@ def _disk_finding(answers: Answers) -> Finding:
     return judged("build folder", text if answer["disk"] < _BUILD else "", advice, fine, level)
 
 
-MEMORY = Check("memory and disks", _examine_memory, _judge_memory)
+def _column(answers: Answers, name: str) -> dict[int, Any]:
+    return {rank: answer[name] for rank, answer in answers.items()}
+
+
+MEMORY = Check(_examine_memory, _judge_memory)
 
 _COPIED = 256 * 2**20  # bytes
 _REPEATS = 5
@@ -274,18 +267,17 @@ def _examine_pinned(launch: Launch) -> dict[str, float] | None:
     if device.is_synchronized_device():
         return None
     host = device.pin_memory(torch.ones(_COPIED // 4))
-    on_device = torch.empty_like(host, device=device.current_device_name())
-
-    def seconds(copy: Callable[[], Any]) -> float:
-        device.synchronize()
-        begin = time.perf_counter()
-        copy()
-        device.synchronize()
-        return time.perf_counter() - begin
-
-    copies = {"to the device": lambda: on_device.copy_(host, non_blocking=True)}
-    copies["from the device"] = lambda: host.copy_(on_device, non_blocking=True)
-    return {way: _COPIED / min(seconds(copy) for _ in range(_REPEATS)) for way, copy in copies.items()}
+    on_device, rates = torch.empty_like(host, device=device.current_device_name()), {}
+    for way, target, source in (("to the device", on_device, host), ("from the device", host, on_device)):
+        seconds = []
+        for _ in range(_REPEATS):
+            device.synchronize()
+            begin = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            device.synchronize()
+            seconds.append(time.perf_counter() - begin)
+        rates[way] = _COPIED / min(seconds)
+    return rates
 
 
 def _judge_pinned(answers: Answers, launch: Launch) -> list[Finding]:
@@ -304,7 +296,7 @@ def _judge_pinned(answers: Answers, launch: Launch) -> list[Finding]:
     return findings
 
 
-PINNED = Check("pinned memory", _examine_pinned, _judge_pinned)
+PINNED = Check(_examine_pinned, _judge_pinned)
 
 _WITHOUT = (
     "LoCo's operators run in plain PyTorch, more slowly, and DeepSpeed's own (FusedAdam, CPUAdam) cannot be built; "
@@ -356,4 +348,4 @@ def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
     return findings
 
 
-COMPILER = Check("compiler", _examine_compiler, _judge_compiler)
+COMPILER = Check(_examine_compiler, _judge_compiler)

@@ -10,12 +10,11 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from deepspeed_ext.strategy import GroupSizes
-from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
+from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
 _SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
 # Launchers set the first one per rank, and interfaces may have different names on different hosts.
@@ -85,8 +84,9 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     variables = {rank: answer["variables"] for rank, answer in answers.items()}
     findings = [*_harmful(variables, len(launch.ranks_of_hosts())), *_differences(variables)]
     if not findings:
-        findings.append(Finding("variables", Level.OK, "none that hurts, and the same on all ranks"))
-    findings += _threads(answers, launch)
+        findings = [Finding("variables", Level.OK, "none that hurts, and the same on all ranks")]
+    if launch.options.offload_optimizer or any(answer["on_host"] for answer in answers.values()):
+        findings.append(_threads(answers, launch))
     first = answers[min(answers)]
     return [*findings, *nccl_findings(first["nccl"], first["variables"], launch)] if first["nccl"] else findings
 
@@ -109,28 +109,24 @@ def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding
             yield Finding(name, Level.LOOK, f"differs: {text}", advice)
 
 
-def _threads(answers: Answers, launch: Launch) -> list[Finding]:
-    """Return the first host with too many or too few threads, if ranks compute on their hosts."""
-    if not (launch.options.offload_optimizer or any(answer["on_host"] for answer in answers.values())):
-        return []
-    findings = []
+def _threads(answers: Answers, launch: Launch) -> Finding:
+    """Judge the first host with too many or too few threads; for ranks that compute on their hosts."""
+    problems = []
     for host, ranks in launch.ranks_of_hosts().items():
         given = [answers[rank] for rank in ranks if rank in answers]
         cores = max((answer["cores"] for answer in given), default=0)
         threads = sum(answer["threads"] for answer in given)
         text = f"{threads} threads of {len(ranks)} rank(s) on {cores} core(s) of {host}, where ranks compute"
-        if len(ranks) > 1 and threads > 2 * cores:
-            text += ": each waits for the others"
-        elif given and 2 * threads <= cores:
-            text += ": most cores idle (torchrun sets OMP_NUM_THREADS=1)"
-        else:
-            continue
         advice = f"Set OMP_NUM_THREADS={max(1, cores // len(ranks))}."
-        findings.append(Finding("OMP_NUM_THREADS", Level.LOOK, text, advice))
-    if not findings:
-        return [Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")]
-    more = f" (and {len(findings) - 1} more host(s) like it)" if len(findings) > 1 else ""
-    return [replace(findings[0], found=findings[0].found + more)]
+        if len(ranks) > 1 and threads > 2 * cores:
+            problems.append((f"{text}: each waits for the others", advice))
+        elif given and 2 * threads <= cores:
+            problems.append((f"{text}: most cores idle (torchrun sets OMP_NUM_THREADS=1)", advice))
+    if not problems:
+        return Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")
+    (text, advice), *others = problems
+    more = f" (and {len(others)} more host(s) like it)" if others else ""
+    return Finding("OMP_NUM_THREADS", Level.LOOK, text + more, advice)
 
 
 _FEW = "efficiency: hops that overlap with compute take as few SMs as their rate allows"
@@ -147,6 +143,7 @@ _POLICIES = {
     **dict.fromkeys(("1", "EFFICIENCY"), (Level.OK, _FEW)),
     **dict.fromkeys(("2", "ZERO"), (Level.LOOK, _ZERO)),
 }
+_PORT_FAILOVER = "NCCL_IB_RESILIENCY_PORT_FAILOVER"
 _FAILOVER = {
     True: "on: after a port fails, the hop between groups continues over another one, and is as slow as that; see "
     "whether a node is slow below",
@@ -168,23 +165,28 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
         variables: of one rank.
         launch: has the hosts and the groups.
     """
-    sizes, ignores = launch.group_sizes(), f"NCCL {'.'.join(map(str, version))} ignores it; "
-    several_hosts = len(launch.ranks_of_hosts()) > 1
+    sizes, several_hosts = launch.group_sizes(), len(launch.ranks_of_hosts()) > 1
     findings = []
-    policy = variables.get("NCCL_CTA_POLICY", "").upper()
-    if policy and version < [2, 27]:
-        findings.append(Finding("NCCL_CTA_POLICY", Level.LOOK, f"{ignores}2.27 and later have it"))
-    elif policy in _POLICIES and version >= [2, 27] and launch.world > 1:
-        findings.append(Finding("NCCL_CTA_POLICY", *_POLICIES[policy]))
+
+    def add(subject: str, since: list[int], given: object, applies: bool, finding: tuple[Level, str] | None) -> None:
+        if given and version < since:
+            text = f"NCCL {_dotted(version)} ignores it; {_dotted(since)} and later have it"
+            findings.append(Finding(subject, Level.LOOK, text))
+        elif applies and version >= since and finding:
+            findings.append(Finding(subject, *finding))
+
+    policy, failover = (variables.get(name, "").upper() for name in ("NCCL_CTA_POLICY", _PORT_FAILOVER))
+    add("NCCL_CTA_POLICY", [2, 27], policy, launch.world > 1, _POLICIES.get(policy))
     if several_hosts and sizes and not variables.get("NCCL_ALGO"):
         findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
-    failover = variables.get("NCCL_IB_RESILIENCY_PORT_FAILOVER", "0") == "1"
-    if failover and version < [2, 29]:
-        findings.append(Finding("port failover", Level.LOOK, f"{ignores}2.29 and later have it"))
-    elif several_hosts and version >= [2, 29]:
-        findings.append(Finding("port failover", Level.OK, _FAILOVER[failover]))
+    add("port failover", [2, 29], failover == "1", several_hosts, (Level.OK, _FAILOVER[failover == "1"]))
     rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
-    return [*findings, Finding("NCCL_CROSS_NIC", Level.OK, rails)] if several_hosts and rails else findings
+    add("NCCL_CROSS_NIC", [], "", several_hosts, None if rails is None else (Level.OK, rails))
+    return findings
+
+
+def _dotted(version: list[int]) -> str:
+    return ".".join(map(str, version))
 
 
 def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[str]) -> Iterator[Finding]:
@@ -207,4 +209,4 @@ def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[st
         yield Finding("PAT", Level.OK, f"possible between groups, with one rank per node: {steps}{flat}")
 
 
-ENVIRONMENT = Check("environment", _examine, judge)
+ENVIRONMENT = Check(_examine, judge)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of the checks, and the report that shows them. Pure."""
+"""Findings of the checks, and the text of a report. Pure."""
 
 import textwrap
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -31,15 +31,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report.
-
-    Attributes:
-        subject: the thing that was examined.
-        level: severity.
-        found: the observation.
-        advice: what the user should do; empty if nothing.
-        details: further lines, such as a plot.
-    """
+    """A line of the report: the subject, its level, the observation, advice, and further lines such as a plot."""
 
     subject: str
     level: Level
@@ -50,13 +42,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """The findings of one check.
-
-    Attributes:
-        title: name of the check.
-        findings: in the order in which they are printed.
-        measured: the answer of each rank, as plain values.
-    """
+    """The findings of one check, in the order of the report, and the answer of each rank as plain values."""
 
     title: str
     findings: tuple[Finding, ...]
@@ -65,12 +51,11 @@ class Section:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         findings = [asdict(finding) | {"level": finding.level.word} for finding in self.findings]
-        measured = {str(rank): answer for rank, answer in self.measured.items()}
-        return {"title": self.title, "findings": findings, "measured": measured}
+        return {"title": self.title, "findings": findings, "measured": {str(k): v for k, v in self.measured.items()}}
 
 
 def judged(subject: str, problem: str, advice: str, fine: str, level: Level = Level.LOOK) -> Finding:
-    """Return a finding of this level if there is a problem; else that of what is fine."""
+    """Return a finding of this level if there is a problem; otherwise that all is fine."""
     return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, fine)
 
 
@@ -80,38 +65,33 @@ def worst(sections: Iterable[Section]) -> Level:
 
 
 def report_text(sections: Sequence[Section], color: bool = False, width: int = WIDTH) -> str:
-    """Return the report.
-
-    Args:
-        sections: all findings.
-        color: whether to color the levels, for a terminal.
-        width: columns of a line.
-    """
-    findings = [finding for section in sections for finding in section.findings]
-    columns = max((len(finding.subject) for finding in findings), default=0)
+    """Return the report, of so many columns; with colored levels for a terminal."""
+    levels = [finding.level for section in sections for finding in section.findings]
+    columns = max((len(finding.subject) for section in sections for finding in section.findings), default=0)
     lines: list[str] = []
     for section in sections:
-        lines += ["", section.title]
-        for finding in section.findings:
-            lines += _finding_lines(finding, columns, color, width)
-    counts = ", ".join(f"{sum(finding.level == level for finding in findings)} {level.word}" for level in Level)
-    lines += ["", f"{_level_text(worst(sections), color).strip()}: {counts}"]
-    return "\n".join(lines[1:])
+        lines.append(section.title)
+        lines += [line for finding in section.findings for line in _lines(finding, columns, color, width)] + [""]
+    counts = ", ".join(f"{levels.count(level)} {level.word}" for level in Level)
+    return "\n".join([*lines, f"{_level_text(worst(sections), color).strip()}: {counts}"])
 
 
-def _finding_lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
-    indent = 2 + _WORD + columns + 2
-    first, *rest = textwrap.wrap(finding.found, width - indent, break_on_hyphens=False) or [""]
-    lines = [f"  {_level_text(finding.level, color)}{finding.subject.ljust(columns)}  {first}".rstrip()]
-    lines += [" " * indent + line for line in (*rest, *finding.details)]
-    advice = textwrap.wrap(finding.advice, width - indent - 3, break_on_hyphens=False)
-    return lines + [f"{' ' * indent}{'   ' if number else '-> '}{line}" for number, line in enumerate(advice)]
+def _lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
+    indent = " " * (2 + _WORD + columns + 2)
+
+    def wrapped(text: str, first: str = "", others: str = "") -> list[str]:
+        first, others = indent + first, indent + others
+        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+
+    head = f"  {_level_text(finding.level, color)}{finding.subject.ljust(columns)}  "
+    first, *others = wrapped(finding.found) or [indent]
+    details = [indent + line for line in finding.details]
+    return [(head + first[len(indent) :]).rstrip(), *others, *details, *wrapped(finding.advice, "-> ", "   ")]
 
 
 def _level_text(level: Level, color: bool) -> str:
-    color_code = (32, 33, 31)[level]  # green, yellow, red
-    word = level.word.ljust(_WORD)
-    return f"\033[{color_code}m{word}\033[0m" if color else word
+    word, code = level.word.ljust(_WORD), (32, 33, 31)[level]  # green, yellow, red
+    return f"\033[{code}m{word}\033[0m" if color else word
 
 
 def bar(value: float, largest: float) -> str:

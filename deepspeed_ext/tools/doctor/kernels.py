@@ -11,8 +11,8 @@ from torch import Tensor
 
 from deepspeed_ext.loco import lossless, ops, reference
 from deepspeed_ext.loco.reference import Packing
-from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
+from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
 _WIDTH = 4133  # no multiple of a block or of a vector
 _BUILD_SECONDS = 600.0  # a compile at first use
@@ -27,11 +27,8 @@ def _examine(launch: Launch) -> dict[str, Any]:
     device = "cpu" if get_accelerator().is_synchronized_device() else get_accelerator().current_device_name()
     ops.load_kernels()
     present = ops.has_kernels(device.partition(":")[0].upper())
-    return {
-        "device": device,
-        "kernels": present,
-        "wrong": differing(torch.ops.deepspeed_paro, device) if present else [],
-    }
+    wrong = differing(torch.ops.deepspeed_paro, device) if present else []
+    return {"device": device, "kernels": present, "wrong": wrong}
 
 
 def differing(operators: Any, device: str) -> list[str]:
@@ -49,8 +46,8 @@ def differing(operators: Any, device: str) -> list[str]:
         )
         oracle(*expected)
         getattr(operators, name)(*actual)
-        for position, value in enumerate(expected):
-            if isinstance(value, Tensor) and not _same_bits(value, actual[position]):
+        for position, pair in enumerate(zip(expected, actual, strict=True)):
+            if isinstance(pair[0], Tensor) and not torch.equal(*map(_bits, pair)):
                 wrong.setdefault(name + _PARTS.get((name, position), ""), case)
     return [f"{name} ({case})" for name, case in wrong.items()]
 
@@ -102,13 +99,11 @@ def _numbers(dtype: torch.dtype, seed: int) -> Tensor:
     return numbers.to(dtype)
 
 
-def _same_bits(expected: Tensor, actual: Tensor) -> bool:
-    """Return whether all bits are the same; NaNs, of which torch has several, count as one."""
-    one_nan = [
-        torch.where(tensor.isnan(), torch.nan, tensor) if tensor.dtype.is_floating_point else tensor
-        for tensor in (expected, actual.cpu())
-    ]
-    return torch.equal(*(tensor.contiguous().view(torch.uint8) for tensor in one_nan))
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor on the CPU; NaNs, of which torch has several, count as one."""
+    if tensor.dtype.is_floating_point:
+        tensor = torch.where(tensor.isnan(), torch.nan, tensor)
+    return tensor.cpu().contiguous().view(torch.uint8)
 
 
 def judge(answers: Answers, launch: Launch) -> list[Finding]:
@@ -135,4 +130,4 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     return findings
 
 
-KERNELS = Check("LoCo's kernels", _examine, judge, least_seconds=_BUILD_SECONDS)
+KERNELS = Check(_examine, judge, least_seconds=_BUILD_SECONDS)

@@ -11,11 +11,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, distributed
 
 from deepspeed_ext.planner.rates import fit
-from deepspeed_ext.tools.doctor.cluster import Answers, Check, Launch
-from deepspeed_ext.tools.doctor.findings import Finding, Level, bar, bytes_text, rate_text
+from deepspeed_ext.tools.doctor.findings import Finding, Level, bar, bytes_text, judged, rate_text
+from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 from deepspeed_ext.tools.doctor.outliers import LEAST, Outliers, Pair, between, find_outliers, inside, tournament
 
 _WATCHDOG = 60.0  # seconds after the check's limit at which NCCL's watchdog may end the process
@@ -52,8 +53,6 @@ def _examine_groups(launch: Launch) -> dict[str, Any]:
 
 
 def _form_world(launch: Launch) -> None:
-    from deepspeed.accelerator import get_accelerator
-
     device = get_accelerator()
     # Bound to its device as DeepSpeed binds it, which decides how groups are made.
     bound = torch.device(device.current_device_name()) if device.device_name() == "cuda" and launch.world > 1 else None
@@ -78,7 +77,7 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     return [Finding(first["backend"], Level.OK, f"formed in {slowest:.1f} s")]
 
 
-PROCESS_GROUPS = Check("process groups", _examine_groups, _judge_groups, together=True)
+PROCESS_GROUPS = Check(_examine_groups, _judge_groups, together=True)
 
 _SUBJECTS = {"intra": "inside groups", "inter": "between groups"}
 _ALIKE = 1.5  # ratio of rates below which strategies have little to gain
@@ -122,7 +121,7 @@ def judge_links(answers: Answers, launch: Launch) -> list[Finding]:
     return findings or [Finding("hops", Level.OK, "one rank: nothing is sent")]
 
 
-LINKS = Check("links", _examine_links, judge_links, together=True, least_seconds=_MOST_LINK_SECONDS)
+LINKS = Check(_examine_links, judge_links, together=True, least_seconds=_MOST_LINK_SECONDS)
 
 MOST_ROUNDS = 16  # of each kind; see Note [Rounds] in outliers.py
 SIZES = (2**20, 2**24, 2**26)  # bytes each way, each one measured if the one before took less than ENOUGH
@@ -207,8 +206,6 @@ def _ping(partner: int) -> tuple[float, float]:
 
     Of several round trips the quickest one counts. As in NTP, the partner's time is that of the middle of a trip.
     """
-    from deepspeed.accelerator import get_accelerator
-
     note, best = _zeros(1, torch.int64), (float("inf"), 0.0)
     for _ in range(_PINGS):
         clock, begin = time.time(), time.perf_counter()
@@ -226,28 +223,22 @@ def _ping(partner: int) -> tuple[float, float]:
 
 def _exchange_seconds(partner: int, payload: Tensor, received: Tensor) -> float:
     """Send and receive the same number of bytes at the same time. Returns the seconds of the slower of the two."""
-    number, theirs = _zeros(1, torch.int64), _zeros(1, torch.int64)
-    _exchange(partner, number, theirs)  # both have arrived
+    own, theirs = _zeros(1, torch.int64), _zeros(1, torch.int64)
+    _exchange(partner, own, theirs)  # both have arrived
     begin = time.perf_counter()
     _exchange(partner, payload, received)
-    seconds = time.perf_counter() - begin
-    _exchange(partner, number.fill_(round(seconds * 1e9)), theirs)
-    return max(seconds, theirs.item() / 1e9)
+    _exchange(partner, own.fill_(round((time.perf_counter() - begin) * 1e9)), theirs)
+    return max(own.item(), theirs.item()) / 1e9
 
 
 def _exchange(partner: int, sent: Tensor, received: Tensor) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    receive = distributed.P2POp(distributed.irecv, received, partner)
-    send = distributed.P2POp(distributed.isend, sent, partner)
-    for work in distributed.batch_isend_irecv([receive, send]):
+    messages = (distributed.irecv, received), (distributed.isend, sent)
+    for work in distributed.batch_isend_irecv([distributed.P2POp(kind, data, partner) for kind, data in messages]):
         work.wait()
     get_accelerator().synchronize()
 
 
 def _zeros(count: int, dtype: torch.dtype) -> Tensor:
-    from deepspeed.accelerator import get_accelerator
-
     return torch.zeros(count, dtype=dtype, device=get_accelerator().current_device_name())
 
 
@@ -318,7 +309,7 @@ def _outlier_findings(
     return findings or [Finding(subject, Level.OK, text)]
 
 
-PAIRS = Check("nodes and links", _examine_pairs, judge_pairs, together=True, least_seconds=_MOST_PAIR_SECONDS)
+PAIRS = Check(_examine_pairs, judge_pairs, together=True, least_seconds=_MOST_PAIR_SECONDS)
 
 _APART = 1.0  # seconds
 
@@ -336,12 +327,12 @@ def judge_clocks(answers: Answers, launch: Launch) -> list[Finding]:
     """Return hosts whose clocks differ from that of rank 0."""
     offsets: dict[str, float] = answers[0]
     apart = {int(rank): seconds for rank, seconds in offsets.items() if abs(seconds) > _APART}
-    if apart:
-        text = ", ".join(f"{launch.hosts[rank]} (rank {rank}) {seconds:+.1f} s" for rank, seconds in apart.items())
-        advice = "Run an NTP client. Logs do not line up, and files that are newer seem older on shared disks."
-        return [Finding("clocks", Level.LOOK, f"compared with {launch.hosts[0]}: {text}", advice)]
-    most = max((abs(seconds) for seconds in offsets.values()), default=0.0)
-    return [Finding("clocks", Level.OK, f"of {len(offsets) + 1} node(s), at most {most * 1e3:.1f} ms apart")]
+    text = ", ".join(f"{launch.hosts[rank]} (rank {rank}) {seconds:+.1f} s" for rank, seconds in apart.items())
+    text = text and f"compared with {launch.hosts[0]}: {text}"
+    advice = "Run an NTP client. Logs do not line up, and files that are newer seem older on shared disks."
+    most = max(map(abs, offsets.values()), default=0.0)
+    fine = f"of {len(offsets) + 1} node(s), at most {most * 1e3:.1f} ms apart"
+    return [judged("clocks", text, advice, fine)]
 
 
-CLOCKS = Check("clocks", _examine_clocks, judge_clocks, together=True)
+CLOCKS = Check(_examine_clocks, judge_clocks, together=True)

@@ -24,6 +24,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 from typing import TypeVar
 
 Pair = tuple[int, int]
@@ -44,9 +45,8 @@ def tournament(teams: int, most: int | None = None) -> list[list[Pair]]:
         rounds.append([(min(pair), max(pair)) for pair in facing if max(pair) < teams])
         circle = [circle[0], circle[-1], *circle[1:-1]]
     rounds = [pairs for pairs in rounds if pairs]
-    if most is None or len(rounds) <= most:
-        return rounds
-    return [rounds[number * len(rounds) // most] for number in range(most)]
+    chosen = min(len(rounds), most or len(rounds))
+    return [rounds[number * len(rounds) // chosen] for number in range(chosen)]
 
 
 def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
@@ -59,12 +59,8 @@ def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
 
 def inside(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
     """Return rounds within teams, in all of them at the same time."""
-    rounds: list[list[Pair]] = []
-    for team in teams:
-        for number, pairs in enumerate(tournament(len(team), most)):
-            rounds += [[]] if number == len(rounds) else []
-            rounds[number] += [(team[a], team[b]) for a, b in pairs]
-    return rounds
+    of_teams = ([[(team[a], team[b]) for a, b in pairs] for pairs in tournament(len(team), most)] for team in teams)
+    return [list(chain(*together)) for together in zip_longest(*of_teams, fillvalue=[])]
 
 
 @dataclass(frozen=True)

@@ -8,29 +8,29 @@ Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rate
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
-from deepspeed_ext.config.settings import LocoSettings, OuterSettings, UpdateSettings
+from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import FORMS
 from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes, Placement
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import page, report
-from deepspeed_ext.tools.plan.outer import OuterPlan, plan_outer
+from deepspeed_ext.tools.plan.outer import plan_outer
+from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
 from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 from deepspeed_ext.tools.plan.what_if import WhatIf
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward
 TERMINAL = Path("-")  # as a file
-FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
 # Options, those that each needs, and why.
 NEEDED = (
     ("trainable", "params", "of a --model those count that require a gradient"),
@@ -64,76 +64,77 @@ _REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps
 WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
 
 
+_SOME, _RANKS, _AMOUNT, _REST = number(count), number(int), number(float), number(float, zero=True)
+_SWITCH: Mapping[str, Any] = {"action": "store_true"}
+_Adder = Callable[..., argparse.Action]
+
+
+def _adder(group: argparse._ActionsContainer) -> _Adder:
+    """Return a function that adds an option: its flag, metavar, help, type if it has a value, and the rest."""
+
+    def add(
+        flag: str, metavar: Any, text: str | None, kind: Callable[[str], Any] | None = None, **rest: Any
+    ) -> argparse.Action:
+        given = _SWITCH if kind is None else {"type": kind, "metavar": metavar}
+        return group.add_argument(flag, help=text, **{**given, **rest})
+
+    return add
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
-    some, ranks, amount, rest = number(count), number(int), number(float), number(float, zero=True)
-    what = parser.add_argument_group("the model")
-    either = what.add_mutually_exclusive_group(required=True)
-    either.add_argument("--model", metavar="PKG:FN", help="makes the model; on the meta device it is free")
-    either.add_argument("--params", type=some, metavar="N", help="its number of parameters instead, such as 7e9 or 7B")
-    calculator = "write a calculator that needs no installation, with inputs of its own, as one HTML file"
-    either.add_argument("--page", type=new_file, metavar="FILE", help=calculator)
-    script = "report.json of paro_report, of your own script: predict it under other links, nodes and strategies"
-    either.add_argument("--from", type=Path, metavar="FILE", help=script)
-    what.add_argument("--trainable", type=number(count, zero=True), metavar="N", help="of these (default: all)")
-    layer = "parameters of the largest module, with --params"
-    what.add_argument("--largest-layer", type=number(count, zero=True), metavar="N", help=layer)
-    apart = "of these in experts, with --params and --expert-parallel"
-    what.add_argument("--expert-params", type=some, metavar="N", help=apart)
-    together = "expert-parallel size: ranks that have all experts together"
-    what.add_argument("--expert-parallel", type=ranks, metavar="E", help=together)
-    what.add_argument("--dtype", choices=BYTES, help="of parameters and gradients (default: bf16)")
-    what.add_argument("--accumulation", type=ranks, metavar="S", help="micro-steps of a step (default: 1)")
-    hides = "seconds of forward and backward of a micro-step without communication (default: 0)"
-    what.add_argument("--micro-step-seconds", type=rest, metavar="S", help=hides)
-    batch = "of a micro-batch on a rank, for S: 6 FLOPs for each token and parameter, 4 for a frozen one"
-    what.add_argument("--tokens", type=some, metavar="N", help=batch)
-    what.add_argument("--tflops", type=amount, metavar="T", help="10^12 FLOPs/s that a rank reaches, with --tokens")
-    overlap = "paro_overlap_updates: with p = N, updated parameters come under the next forward"
-    what.add_argument("--overlap-updates", action="store_true", help=overlap)
-    muon = (
-        "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters); S: seconds "
-        "that one rank would take to orthogonalize them all (default: 0)"
-    )
-    what.add_argument("--muon", type=rest, nargs="?", const=0.0, metavar="S", help=muon)
-    outer = (
-        "with paro_outer_optimizer, for strategies with os = I: its steps, and other sub-keys, such as 30 bits=4 "
-        "fragments=5 delay=2"
-    )
-    steps, shape = partial(sub_key, alone="steps"), ("H", "KEY=VALUE")
-    what.add_argument("--outer", type=steps, nargs="+", metavar=shape, help=outer)
-    offload = "offload_param: parameters in pinned host memory (p = I and G)"
-    what.add_argument("--offload-param", action="store_true", help=offload)
-    cache = "paro_parameter_cache_bytes, in 10^9 bytes: of them on each device as well"
-    what.add_argument("--parameter-cache-gb", type=rest, metavar="G", help=cache)
-    what.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
-    where = parser.add_argument_group("the cluster; under a launcher it is that of the launch")
-    where.add_argument("--nodes", type=ranks)
-    where.add_argument("--ranks-per-node", type=ranks)
-    where.add_argument("--group-size", type=ranks, help="paro_group_size (default: ranks per node)")
-    where.add_argument("--intra-gbps", type=amount, metavar="G", help="Gbit/s that a rank receives inside its node")
-    where.add_argument("--inter-gbps", type=amount, metavar="G", help="Gbit/s that a node receives from others")
-    copies = "10^9 bytes/s that a rank copies from host memory to its device, and back, while all of its node do"
-    where.add_argument("--host-gbps", type=amount, metavar="G", help=copies)
-    latency = "of a message between groups; 0 within (default: as NCCL estimates them, for rings and for PAT)"
-    where.add_argument("--latency-us", type=rest, metavar="U", help=latency)
-    where.add_argument("--memory-gb", type=amount, metavar="G", help="10^9 bytes of a rank for model states")
-    saves = parser.add_argument_group("how often to save, if --mtbf-hours is given")
-    failures = (
-        "mean hours between failures of the whole job: those of one node, divided by the number of nodes; needs "
-        "--disk-gbps, and --micro-step-seconds or --tokens"
-    )
-    saves.add_argument("--mtbf-hours", type=amount, metavar="H", help=failures)
-    saves.add_argument("--disk-gbps", type=amount, metavar="G", help="10^9 bytes/s that a node writes to storage")
-    shared = "10^9 bytes/s that the storage takes from all nodes together (default: no limit)"
-    saves.add_argument("--shared-disk-gbps", type=amount, metavar="G", help=shared)
-    restart = "seconds from a failure until training goes on, with the load (default: 0)"
-    saves.add_argument("--restart-seconds", type=rest, metavar="S", help=restart)
-    later = "checkpoint.async_save: training goes on while files are written"
-    saves.add_argument("--async-save", action="store_true", help=later)
-    output = parser.add_argument_group("output")
-    terminal = "write the plans; - for the terminal, instead of the table"
-    output.add_argument("--json", type=new_file, metavar="FILE", help=terminal)
+    model = parser.add_argument_group("the model")
+    either = _adder(model.add_mutually_exclusive_group(required=True))
+    either("--model", "PKG:FN", "makes the model; on the meta device it is free", str)
+    either("--params", "N", "its number of parameters instead, such as 7e9 or 7B", _SOME)
+    either("--page", "FILE", "write a calculator as one HTML file, which needs no installation or options", new_file)
+    either("--from", "FILE", "report.json of your own script: predict it on other links, nodes, strategies", Path)
+    _add_model(_adder(model))
+    _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher it is that of the launch")))
+    add = _adder(parser.add_argument_group("how often to save, if --mtbf-hours is given"))
+    failures = "mean hours between failures of the whole job: those of one node, divided by the number of nodes"
+    add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _AMOUNT)
+    add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _AMOUNT)
+    add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _AMOUNT)
+    add("--restart-seconds", "S", "from a failure until training goes on, with the load (default: 0)", _REST)
+    add("--async-save", None, "checkpoint.async_save: training goes on while files are written")
+    add = _adder(parser.add_argument_group("output"))
+    add("--json", "FILE", "write the plans; - for the terminal, instead of the table", new_file)
+
+
+def _add_model(add: _Adder) -> None:
+    whole = number(count, zero=True)
+    add("--trainable", "N", "of these (default: all)", whole)
+    add("--largest-layer", "N", "parameters of the largest module, with --params", whole)
+    add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _SOME)
+    add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _RANKS)
+    add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
+    add("--accumulation", "S", "micro-steps of a step (default: 1)", _RANKS)
+    add("--micro-step-seconds", "S", "of forward and backward, without communication (default: 0)", _REST)
+    flops = "6 FLOPs for each token and parameter, 4 for a frozen one"
+    add("--tokens", "N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _SOME)
+    add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _AMOUNT)
+    add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates under the next forward")
+    muon = "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters)"
+    seconds = "seconds that one rank would take to orthogonalize them all (default: 0)"
+    add("--muon", "S", f"{muon}; S: {seconds}", _REST, nargs="?", const=0.0)
+    outer = "with paro_outer_optimizer, for strategies with os = I: its steps, and other sub-keys"
+    example, steps = "such as 30 bits=4 fragments=5 delay=2", partial(sub_key, alone="steps")
+    add("--outer", ("H", "KEY=VALUE"), f"{outer}, {example}", steps, nargs="+")
+    add("--offload-param", None, "offload_param: parameters in pinned host memory (p = I and G)")
+    add("--parameter-cache-gb", "G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _REST)
+    add("--offload-optimizer", None, "optimizer states in host memory")
+
+
+def _add_cluster(add: _Adder) -> None:
+    add("--nodes", None, None, _RANKS)
+    add("--ranks-per-node", None, None, _RANKS)
+    add("--group-size", None, "paro_group_size (default: ranks per node)", _RANKS)
+    add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _AMOUNT)
+    add("--inter-gbps", "G", "Gbit/s that a node receives from others", _AMOUNT)
+    add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _AMOUNT)
+    add("--latency-us", "U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _REST)
+    add("--memory-gb", "G", "10^9 bytes of a rank for model states", _AMOUNT)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -143,12 +144,14 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: an argument is missing, out of bounds, or contradicts another.
     """
     _check(arguments)
+    first_rank = not int(os.environ.get("RANK", "0"))
     if arguments.page:
-        if not int(os.environ.get("RANK", "0")):
+        if first_rank:
             arguments.page.write_text(page.render(), encoding="utf-8")
         return
     if vars(arguments)["from"] is not None:
-        _write_what_if(WhatIf.of_arguments(arguments), arguments.json)
+        what_if = _what_if(arguments)
+        _write(arguments.json, what_if.as_dict(), what_if.table)
         return
     settings = _outer(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
@@ -156,7 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
     model, saves = _model(arguments), _saves(arguments, per_node)
     rates = _rates(arguments, sizes, per_node, launched)
-    if launched and int(os.environ.get("RANK", "0")):
+    if not first_rank and launched:
         return
     if arguments.inter_gbps is None:
         from deepspeed.accelerator import get_accelerator
@@ -164,41 +167,55 @@ def run(arguments: argparse.Namespace) -> None:
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
-    plans = [plan(sizes, model, rates, budget, [sent], allowed) for sent in FORMS]
+    plans = [plan(sizes, model, rates, budget, [form], allowed) for form in FORMS]
     if saves is not None:
-        plans = [plan_saves(one, saves, sent) for one, sent in zip(plans, FORMS, strict=True)]
-    outer = None if settings is None else plan_outer(sizes, model, rates, settings, budget)
-    _write(arguments, plans, saves, outer)
+        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, FORMS, strict=True)]
+    by_name = zip(("exact", "loco", "both"), plans, strict=True)
+    document = {name: _document(planned, saves) for name, planned in by_name}
+    table: Callable[[], str] = partial(report.table, plans, saves)
+    if settings is not None:
+        outer = plan_outer(sizes, model, rates, settings, budget)
+        document["outer"] = outer.as_dict()
+        _add_key(document["outer"]["predictions"])
+        table = lambda: f"{report.table(plans, saves)}\n\n{report.outer_table(outer)}"  # noqa: E731
+    _write(arguments.json, document, table)
 
 
-def _write_what_if(found: WhatIf, file: Path | None) -> None:
-    text = json.dumps(found.as_dict(), indent=2, allow_nan=False)
-    print(text if file == TERMINAL else found.table())
+def _write(file: Path | None, document: Mapping[str, Any], table: Callable[[], str]) -> None:
+    """Print the table and write the document, or print the document instead."""
+    text = json.dumps(document, indent=2, allow_nan=False)
+    print(text if file == TERMINAL else table())
     if file not in (None, TERMINAL):
         file.write_text(text + "\n")
 
 
-def _write(arguments: argparse.Namespace, plans: Sequence[Plan], saves: Saves | None, outer: OuterPlan | None) -> None:
-    document: dict[str, Any] = {
-        name: _document(found, saves) for name, found in zip(("exact", "loco", "both"), plans, strict=True)
-    }
-    if outer is not None:
-        document["outer"] = outer.as_dict()
-        _add_key(document["outer"]["predictions"])
-    text = json.dumps(document, indent=2, allow_nan=False)
-    if arguments.json == TERMINAL:
-        print(text)
-        return
-    print(report.table(plans, saves))
-    if outer is not None:
-        print(f"\n{report.outer_table(outer)}")
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
+def _what_if(arguments: argparse.Namespace) -> WhatIf:
+    """Return predictions of a recorded training, with the cluster and the memory of the arguments.
+
+    Raises:
+        ValueError: the report cannot be used.
+    """
+    recorded = Recorded.read(vars(arguments)["from"])
+    old, model = recorded.described.cluster, recorded.described.model
+    per_node = arguments.ranks_per_node or old.ranks_per_node
+    ranks = old.sizes.ranks
+    if arguments.nodes or arguments.ranks_per_node:
+        ranks = (arguments.nodes or old.nodes) * per_node
+    group_size = old.sizes.group_size if per_node == old.ranks_per_node else per_node
+    latency = None if arguments.latency_us is None else arguments.latency_us * MICRO
+    sizes = GroupSizes(ranks, arguments.group_size or group_size)
+    model = replace(
+        model,
+        accumulation=arguments.accumulation or model.accumulation,
+        overlap_updates=arguments.overlap_updates or model.overlap_updates,
+    )
+    cluster = Cluster(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latency)
+    return WhatIf(recorded, cluster, model, None if arguments.memory_gb is None else arguments.memory_gb * GIGA)
 
 
-def _document(found: Plan, saves: Saves | None) -> dict[str, Any]:
+def _document(planned: Plan, saves: Saves | None) -> dict[str, Any]:
     """Return a plan as plain values; ``saves`` is None where they are not predicted."""
-    document = found.as_dict() | {"reason": report.reason(found)}
+    document = planned.as_dict() | {"reason": report.reason(planned)}
     document["saves"] = None if saves is None else saves.as_dict()
     _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
     return document
@@ -279,13 +296,13 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
         )
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
-    found = ranks // per_node, per_node
-    if any(value not in (None, have) for value, have in zip(given, found, strict=True)):
+    actual = ranks // per_node, per_node
+    if any(value not in (None, have) for value, have in zip(given, actual, strict=True)):
         raise ValueError(
-            f"the launcher started {found[0]} node(s) of {found[1]} rank(s), got --nodes {given[0]} --ranks-per-node "
-            f"{given[1]}: leave them out."
+            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {given[0]} "
+            f"--ranks-per-node {given[1]}: leave them out."
         )
-    return found
+    return actual
 
 
 def _model(arguments: argparse.Namespace) -> Model:
@@ -333,7 +350,7 @@ def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
     return replace(
         model,
         held=replace(model.states, **none),
-        experts=tuple(replace(one, held=replace(one.states, **none)) for one in model.experts),
+        experts=tuple(replace(family, held=replace(family.states, **none)) for family in model.experts),
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 

@@ -80,12 +80,12 @@ class OuterPlan:
     budget: float | None
     predictions: tuple[OuterPrediction, ...]
 
-    def fits(self, one: OuterPrediction) -> bool:
-        return self.budget is None or one.average.total_memory <= self.budget
+    def fits(self, row: OuterPrediction) -> bool:
+        return self.budget is None or row.average.total_memory <= self.budget
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        rows = [one.as_dict() | {"fits": self.fits(one)} for one in self.predictions]
+        rows = [row.as_dict() | {"fits": self.fits(row)} for row in self.predictions]
         return {"settings": self.settings.as_dict(), "budget": self.budget, "predictions": rows}
 
 
@@ -172,6 +172,6 @@ def plan_outer(
         sizes, model, rates, settings: see ``predict_outer``, and for what it raises.
         budget: bytes on each rank; None for no limit.
     """
-    found = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in WITH_OUTER]
-    found.sort(key=lambda one: (one.average.total_seconds, one.average.total_memory))
-    return OuterPlan(settings, budget, tuple(found))
+    rows = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in WITH_OUTER]
+    rows.sort(key=lambda row: (row.average.total_seconds, row.average.total_memory))
+    return OuterPlan(settings, budget, tuple(rows))

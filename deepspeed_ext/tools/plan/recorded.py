@@ -34,7 +34,6 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
@@ -46,7 +45,7 @@ KEY = "planner"  # of a report
 
 @dataclass(frozen=True)
 class FlatRates:
-    """Rates of collectives over all ranks, in bytes that a rank receives: those of plain stages.
+    """Rates of the collectives of plain stages, over all ranks, in bytes that a rank receives.
 
     Attributes:
         gather: all-gather.
@@ -89,12 +88,12 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Described:
-    """The part of a report that it has for the planner alone.
+    """The part of a report that only the planner reads.
 
     Attributes:
         strategy: the three letters of what runs; of a plain stage those in ``PLAIN``.
         plain: whether that is a plain stage.
-        sent: what crosses in few bits.
+        sent: what is sent in few bits.
         cluster: where it runs.
         backend: "nccl" or "gloo".
         model: what is trained, with the compute of a micro-batch as recorded.
@@ -111,17 +110,22 @@ class Described:
     rates: Rates
     flat: FlatRates
 
+    @property
+    def name(self) -> str:
+        """Return what runs: three letters, or a plain stage."""
+        return PLAIN[self.strategy] if self.plain else self.strategy
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, with "inf" for infinity, which JSON does not have."""
-        found: dict[str, Any] = _with_text(TypeAdapter(Described).dump_python(self))
-        return found
+        values: dict[str, Any] = _with_text(TypeAdapter(Described).dump_python(self))
+        return values
 
 
 def _with_text(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _with_text(one) for key, one in value.items()}
+        return {key: _with_text(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_with_text(one) for one in value]
+        return [_with_text(item) for item in value]
     return "inf" if value == inf else value
 
 
@@ -149,8 +153,7 @@ class Recorded:
             ValueError: it cannot be read, is no report, or lacks what the planner needs.
         """
         try:
-            report = json.loads(path.read_text(encoding="utf-8"))
-            return cls.of(report)
+            return cls.of(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ValueError(f"--from {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
@@ -174,16 +177,26 @@ class Recorded:
                 "with an outer optimizer, or of a pipeline. Record again, without these."
             )
         try:
-            given, sent = report[KEY], report[KEY]["sent"]
-            loco, updates = sent["loco"], sent["updates"]
-            parsed = Compression(
-                None if loco is None else LocoSettings.parse(loco),
-                None if updates is None else UpdateSettings.parse(updates),
-            )
-            described = TypeAdapter(Described).validate_python({**given, "sent": parsed})
+            sent = Compression.parse(*(report[KEY]["sent"][name] for name in ("loco", "updates")))
+            described = TypeAdapter(Described).validate_python({**report[KEY], "sent": sent})
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{KEY!r} in the report is of another version ({error}). Record again.") from error
         return cls(described, step, update, other)
+
+    @cached_property
+    def predicted(self) -> float:
+        """Return the predicted seconds of the step that was recorded, P + H."""
+        return self._explained + self.unexplained
+
+    @property
+    def unexplained(self) -> float:
+        """Return H."""
+        return max(0.0, min(self.other, self.step - self._explained))
+
+    @cached_property
+    def _explained(self) -> float:
+        described = self.described
+        return self.predict(described.name, described.cluster, described.model, described.sent).total_seconds
 
     def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = AS_IT_IS) -> Prediction:
         """Predict a strategy, or a plain stage; see Note [Prediction from a record].
@@ -192,7 +205,7 @@ class Recorded:
             name: three letters, or a plain stage.
             cluster: where.
             model: what is trained there.
-            sent: what crosses in few bits.
+            sent: what is sent in few bits.
 
         Raises:
             ValueError: a rate that is needed was neither recorded nor given.
@@ -201,29 +214,18 @@ class Recorded:
         if name in STRATEGIES:
             return predict(STRATEGIES[name], cluster.sizes, model, rates, sent)
         letters = next(letters for letters, stage in PLAIN.items() if stage == name)
-        return predict_plain_stage(letters, cluster.sizes, model, self._flat(letters, rates, cluster))
-
-    @cached_property
-    def unexplained(self) -> float:
-        """Return H."""
-        one = self.described
-        explained = self.predict(self.name, one.cluster, one.model, one.sent).total_seconds
-        return max(0.0, min(self.other, self.step - explained))
-
-    @property
-    def name(self) -> str:
-        """Return what runs: three letters, or a plain stage."""
-        return PLAIN[self.described.strategy] if self.described.plain else self.described.strategy
+        flat, probed = self.described.flat, self.described.rates
+        reduction = flat.reduce if letters in ("NNG", "NGG") else flat.scatter
+        gather = self._flat_hops(flat.gather, probed.gather, rates.gather, cluster)
+        reduce = self._flat_hops(reduction, probed.reduce, rates.reduce, cluster)
+        return predict_plain_stage(letters, cluster.sizes, model, replace(rates, gather=gather, reduce=reduce))
 
     @property
     def _memory(self) -> float:
         """Return the bytes per second at which the recorded update works in memory; infinite if it takes no time."""
-        one = self.described
-        held = one.model.held or one.model.states
-        experts = [(family.size, family.held or family.states) for family in one.model.experts]
-        sizes, placement = one.cluster.sizes, STRATEGIES[one.strategy].os
-        nbytes = held.optimizer / sizes.shards(placement)
-        nbytes += sum(states.optimizer / sizes.of_experts(size).shards(placement) for size, states in experts)
+        model, placement = self.described.model, STRATEGIES[self.described.strategy].os
+        families = model.families(self.described.cluster.sizes)
+        nbytes = sum((part.held or part.states).optimizer / sizes.shards(placement) for sizes, part in families)
         return UPDATE_TOUCHES * nbytes / self.update if nbytes and self.update > 0 else inf
 
     def _rates(self, cluster: Cluster) -> Rates:
@@ -231,53 +233,46 @@ class Recorded:
         rates = self.described.rates
         if cluster == self.described.cluster:
             return rates
-        gather, reduce = (self._hops(kind, cluster) for kind in (rates.gather, rates.reduce))
-        return replace(rates, gather=gather, reduce=reduce)
+        return replace(rates, gather=self._hops(rates.gather, cluster), reduce=self._hops(rates.reduce, cluster))
 
-    def _hops(self, kind: HopRates, cluster: Cluster) -> HopRates:
-        was, backend = self.described.cluster, self.described.backend
-        if was.sizes.group_size > was.ranks_per_node and None in (cluster.intra_gbps, cluster.inter_gbps):
+    def _hops(self, probed: HopRates, cluster: Cluster) -> HopRates:
+        old, backend = self.described.cluster, self.described.backend
+        if old.sizes.group_size > old.ranks_per_node and None in (cluster.intra_gbps, cluster.inter_gbps):
             raise ValueError("groups span nodes in the report: give both --intra-gbps and --inter-gbps.")
-        intra = cluster.intra_gbps or kind.intra.bandwidth * BITS / GIGA
-        inter = cluster.inter_gbps or kind.inter.bandwidth * was.flows * BITS / GIGA
-        for flag, value, members in (
-            ("--intra-gbps", intra, cluster.sizes.group_size),
-            ("--inter-gbps", inter, cluster.sizes.groups),
-        ):
-            if value == inf and members > 1:
+        intra = cluster.intra_gbps or probed.intra.bandwidth * BITS / GIGA
+        inter = cluster.inter_gbps or probed.inter.bandwidth * old.flows * BITS / GIGA
+        members = {"--intra-gbps": (intra, cluster.sizes.group_size), "--inter-gbps": (inter, cluster.sizes.groups)}
+        for flag, (rate, ranks) in members.items():
+            if rate == inf and ranks > 1:
                 raise ValueError(f"the report has no such link, since it is of fewer ranks: give {flag}.")
-        before, after = (Latencies.of(one.sizes, one.ranks_per_node, backend=backend) for one in (was, cluster))
-        between = _grown(kind.inter.latency, before.inter, after.inter)
-        latencies = Latencies(
-            _grown(kind.intra.latency, before.intra, after.intra),
-            between if cluster.latency is None else cluster.latency,
-        )
+        before, after = (Latencies.of(c.sizes, c.ranks_per_node, backend=backend) for c in (old, cluster))
+        within = _scaled(probed.intra.latency, before.intra, after.intra)
+        between = _scaled(probed.inter.latency, before.inter, after.inter)
+        latencies = Latencies(within, between if cluster.latency is None else cluster.latency)
         return Rates.of_links(cluster.sizes, cluster.ranks_per_node, intra, inter, latencies).gather
 
-    def _flat(self, letters: str, rates: Rates, cluster: Cluster) -> Rates:
-        """Return the rates of a plain stage's collectives on a cluster, as those of two hops at once."""
-        one = self.described
-        reduction = one.flat.reduce if letters in ("NNG", "NGG") else one.flat.scatter
-        gather = self._flat_hops(one.flat.gather, one.rates.gather, rates.gather, cluster)
-        return replace(
-            rates, gather=gather, reduce=self._flat_hops(reduction, one.rates.reduce, rates.reduce, cluster)
-        )
+    def _flat_hops(self, flat: Rate, probed: HopRates, hops: HopRates, cluster: Cluster) -> HopRates:
+        """Return the rates of a collective over all ranks, as those of two hops that run at once.
 
-    def _flat_hops(self, flat: Rate, was: HopRates, hops: HopRates, cluster: Cluster) -> HopRates:
-        """Return the rates of a collective, of which ``flat`` and the hops (``was``) were probed."""
+        Args:
+            flat: of the collective, as probed.
+            probed: of the hops, as probed.
+            hops: of the hops on the cluster.
+            cluster: where.
+        """
         old, n, k = self.described.cluster, cluster.sizes.ranks, cluster.sizes.groups
-        backend = self.described.backend
-        before, after = (hop_latency(c.sizes.ranks, c.nodes, backend=backend) for c in (old, cluster))
-        latency = _grown(flat.latency, before, after) if cluster.latency is None else cluster.latency
+        before, after = (hop_latency(c.sizes.ranks, c.nodes, backend=self.described.backend) for c in (old, cluster))
+        latency = _scaled(flat.latency, before, after) if cluster.latency is None else cluster.latency
         if k == 1:
-            share = 1.0 if was.intra.bandwidth == inf else flat.bandwidth / was.intra.bandwidth
-            within = hops.intra.bandwidth * (share if old.sizes.groups == 1 else 1.0)
-            return HopRates(Rate(latency, within), hops.inter)
-        times = was.inter.bandwidth * old.flows / flat.bandwidth if old.sizes.groups > 1 else 1.0
+            share = 1.0
+            if old.sizes.groups == 1 and probed.intra.bandwidth != inf:
+                share = flat.bandwidth / probed.intra.bandwidth
+            return HopRates(Rate(latency, hops.intra.bandwidth * share), hops.inter)
+        times = probed.inter.bandwidth * old.flows / flat.bandwidth if old.sizes.groups > 1 else 1.0
         link = hops.inter.bandwidth * cluster.flows / times
         return HopRates(replace(hops.intra, latency=0.0), Rate(latency, link * (k - 1) / (n - 1)))
 
 
-def _grown(latency: float, before: float, after: float) -> float:
+def _scaled(latency: float, before: float, after: float) -> float:
     """Return a probed latency on another cluster, by the formula's latencies on both."""
     return latency * after / before if before else latency or after

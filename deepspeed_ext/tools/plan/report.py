@@ -1,40 +1,70 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A plan as a table."""
+"""A plan as a table. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
 
 from deepspeed_ext.planner.choice import Plan
-from deepspeed_ext.planner.closed_form import HOST, PARTS
+from deepspeed_ext.planner.closed_form import BETWEEN, COMPUTE, HOST, UPDATE, WITHIN
 from deepspeed_ext.planner.costs import Prediction
-from deepspeed_ext.planner.rates import Rate
+from deepspeed_ext.planner.rates import GIGA, Rate
 from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.tools.plan.outer import OuterPlan
 from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, figure
 
 EXACT = "exact"
+_INFINITE = float("inf")
 _TOO_LARGE = "  (too large)"
-_COLUMNS = (
-    ("GB: p", 8),
-    ("g", 8),
-    ("os", 8),
-    ("besides", 9),
-    ("sum", 8),
-    ("GB in group", 13),
-    ("between", 9),
-    ("s: compute", 12),
-    ("in group", 10),
-    ("between", 9),
-    ("update", 10),
-    ("sum", 8),
-    ("busy: in group", 16),
-    ("between", 9),
+_Column = tuple[str, int, Callable[[Any], str]]  # title, width, and the cell of a row
+
+
+def _gb(name: str) -> Callable[[Any], str]:
+    read = attrgetter(name)
+    return lambda row: f"{read(row) / GIGA:.2f}"
+
+
+def _seconds(name: str, part: str | None = None) -> Callable[[Any], str]:
+    read = attrgetter(name)
+    return lambda row: f"{read(row) if part is None else read(row)[part]:.3g}"
+
+
+_COLUMNS: Sequence[_Column] = (
+    ("GB: p", 8, _gb("memory.parameters")),
+    ("g", 8, _gb("memory.gradients")),
+    ("os", 8, _gb("memory.optimizer")),
+    ("besides", 9, _gb("transient")),
+    ("sum", 8, _gb("total_memory")),
+    ("GB in group", 13, _gb("volume.intra")),
+    ("between", 9, _gb("volume.inter")),
+    ("s: compute", 12, _seconds("seconds", COMPUTE)),
+    ("in group", 10, _seconds("seconds", WITHIN)),
+    ("between", 9, _seconds("seconds", BETWEEN)),
+    ("update", 10, _seconds("seconds", UPDATE)),
+    ("sum", 8, _seconds("total_seconds")),
+    ("busy: in group", 16, _seconds("busy", WITHIN)),
+    ("between", 9, _seconds("busy", BETWEEN)),
 )
-_HOST_COLUMNS = (("host: GB", 11), ("s: copies", 11), ("busy", 8))
-_SAVE_COLUMNS = (("save, s: sync", 15), ("async", 8), ("every: s", 11), ("steps", 9), ("lost %", 8))
-_OUTER_COLUMNS = (("outer: GB held", 16), ("on its way", 12), ("between", 9), ("s: exposed", 12), ("busy", 8))
-# Titles and widths, and what returns a row's figures.
-_Columns = tuple[Sequence[tuple[str, int]], Callable[[Prediction], Sequence[str]]]
+_HOST_COLUMNS: Sequence[_Column] = (
+    ("host: GB", 11, _gb("host")),
+    ("s: copies", 11, _seconds("seconds", HOST)),
+    ("busy", 8, _seconds("busy", HOST)),
+)
+_SAVE_COLUMNS: Sequence[_Column] = (
+    ("save, s: sync", 15, lambda row: figure(row.saves.synchronous.held)),
+    ("async", 8, lambda row: figure(row.saves.asynchronous.held)),
+    ("every: s", 11, lambda row: figure(row.saves.schedule.seconds)),
+    ("steps", 9, lambda row: str(row.saves.schedule.steps)),
+    ("lost %", 8, lambda row: f"{100 * row.saves.schedule.lost:.2f}"),
+)
+_OUTER_COLUMNS: Sequence[_Column] = (
+    ("outer: GB held", 16, _gb("held")),
+    ("on its way", 12, _gb("transfer")),
+    ("between", 9, _gb("received")),
+    ("s: exposed", 12, _seconds("exposed")),
+    ("busy", 8, _seconds("busy")),
+)
 CHANGES_TRAINING = (
     "An outer optimizer changes the training, so none of these is a choice: "
     "see deepspeed_ext/zero/README.md#an-outer-optimizer"
@@ -54,26 +84,14 @@ def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
         saves: where and how a run saves; the predictions then include it.
     """
     first = plans[0]
-    rows = [(one, plan) for plan in plans for one in plan.predictions] + [(one, first) for one in first.plain]
+    rows = [(row, plan) for plan in plans for row in plan.predictions] + [(row, first) for row in first.plain]
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
-    width = max(len(one.name) for one, _ in rows)
-    n, m, k = first.sizes.ranks, first.sizes.group_size, first.sizes.groups
-    further: list[_Columns] = [(_HOST_COLUMNS, _of_host)] if any(one.host for one, _ in rows) else []
-    further += [] if saves is None else [(_SAVE_COLUMNS, _of_saves)]
-    limit = "no limit" if first.budget is None else f"{first.budget / 1e9:g} GB"
-    lines = [
-        f"{n} ranks in {k} group(s) of {m}, {first.model.accumulation} micro-step(s) a step, a rank's memory: {limit}",
-        *_hidden(first),
-        *_copied(first, saves),
-        *_saved(saves),
-        *(f"  {line}" for line in rates(first)),
-        "",
-        _titles(width, (*_COLUMNS, *(column for columns, _ in further for column in columns))),
-    ]
-    lines += [
-        _line(one, _mark(one, plan), width, "".join(_cells(cells(one), columns) for columns, cells in further))
-        for one, plan in rows
-    ]
+    width = max(len(row.name) for row, _ in rows)
+    columns = [*(_HOST_COLUMNS if any(row.host for row, _ in rows) else ()), *(_SAVE_COLUMNS if saves else ())]
+    lines = [*_notes(first, saves), *(f"  {line}" for line in rates(first)), "", _titles(width, columns)]
+    for row, plan in rows:
+        mark = "  <-- choice" if row is plan.choice else "" if plan.fits(row) else _TOO_LARGE
+        lines.append(_line(row, width, _cells(row, columns), mark))
     lines += ["", *(f"{_form(plan)}, {reason(plan)}" if _form(plan) != EXACT else reason(plan) for plan in plans)]
     return "\n".join(lines)
 
@@ -90,7 +108,7 @@ def outer_table(plan: OuterPlan) -> str:
     A row has what ``table`` shows, of a step in the mean; then bytes that the outer optimizer holds, those of what is
     on its way, those received between groups in an outer step, and the seconds that this adds and takes.
     """
-    settings, width = plan.settings, max(len(one.average.name) for one in plan.predictions)
+    settings, width = plan.settings, max(len(row.average.name) for row in plan.predictions)
     parts = "" if settings.fragments == 1 else f", in {settings.fragments} fragments"
     hidden = f", with a delay of {settings.delay}" if settings.delay else ""
     kept = ", kept on the host" if settings.offload == "cpu" else ""
@@ -99,54 +117,36 @@ def outer_table(plan: OuterPlan) -> str:
         f"steps of a warm-up",
         CHANGES_TRAINING,
         "",
-        _titles(width, (*_COLUMNS, *_OUTER_COLUMNS)),
+        _titles(width, _OUTER_COLUMNS),
     ]
-    for one in plan.predictions:
-        figures = [f"{part / 1e9:.2f}" for part in (one.held, one.transfer, one.received)]
-        outer = _cells([*figures, f"{one.exposed:.3g}", f"{one.busy:.3g}"], _OUTER_COLUMNS)
-        lines.append(_line(one.average, "" if plan.fits(one) else _TOO_LARGE, width, outer))
+    for row in plan.predictions:
+        lines.append(_line(row.average, width, _cells(row, _OUTER_COLUMNS), "" if plan.fits(row) else _TOO_LARGE))
     return "\n".join(lines)
 
 
 def _form(plan: Plan) -> str:
-    """Return a clause that says what crosses in few bits."""
-    one = plan.predictions[0]
-    few_bits = [name for name, on in (("LoCo", one.loco), ("updates in few bits", one.updates)) if on]
+    """Return a clause on what is sent in few bits."""
+    first = plan.predictions[0]
+    few_bits = [name for name, on in (("LoCo", first.loco), ("updates in few bits", first.updates)) if on]
     return f"with {' and '.join(few_bits)}" if few_bits else EXACT
 
 
-def _hidden(plan: Plan) -> list[str]:
-    if plan.model.compute:
-        return []
-    return ["compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"]
-
-
-def _copied(plan: Plan, saves: Saves | None) -> list[str]:
-    if (plan.model.host is None and saves is None) or plan.rates.host != float("inf"):
-        return []
-    return ["copies from and to the host are taken as 0 s: give --host-gbps"]
-
-
-def _saved(saves: Saves | None) -> list[str]:
-    if saves is None:
-        return []
-    together = "" if saves.shared == float("inf") else f", and all nodes together {saves.shared / 1e9:.3g}"
-    kind = "asynchronous" if saves.asynchronous else "synchronous"
-    return [
-        f"{kind} saves; the job fails every {saves.mtbf / 3600:.3g} h and takes {saves.restart:.3g} s to restart; a "
-        f"node writes {saves.disk / 1e9:.3g} GB/s{together}"
-    ]
-
-
-def _of_host(one: Prediction) -> list[str]:
-    return [f"{one.host / 1e9:.2f}", f"{one.seconds[HOST]:.3g}", f"{one.busy[HOST]:.3g}"]
-
-
-def _of_saves(one: Prediction) -> list[str]:
-    assert isinstance(one, SavedPrediction)
-    held = (one.saves.synchronous.held, one.saves.asynchronous.held)
-    asked = one.saves.schedule
-    return [*map(figure, (*held, asked.seconds)), str(asked.steps), f"{100 * asked.lost:.2f}"]
+def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
+    """Yield the cluster, and what was assumed."""
+    n, m, k = plan.sizes.ranks, plan.sizes.group_size, plan.sizes.groups
+    limit = "no limit" if plan.budget is None else f"{plan.budget / GIGA:g} GB"
+    yield f"{n} ranks in {k} group(s) of {m}, {plan.model.accumulation} micro-step(s) a step, a rank's memory: {limit}"
+    if not plan.model.compute:
+        yield "compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"
+    if (plan.model.host is not None or saves is not None) and plan.rates.host == _INFINITE:
+        yield "copies from and to the host are taken as 0 s: give --host-gbps"
+    if saves is not None:
+        together = "" if saves.shared == _INFINITE else f", and all nodes together {saves.shared / GIGA:.3g}"
+        kind = "asynchronous" if saves.asynchronous else "synchronous"
+        yield (
+            f"{kind} saves; the job fails every {saves.mtbf / 3600:.3g} h and takes {saves.restart:.3g} s to restart; "
+            f"a node writes {saves.disk / GIGA:.3g} GB/s{together}"
+        )
 
 
 def rates(plan: Plan) -> list[str]:
@@ -154,40 +154,29 @@ def rates(plan: Plan) -> list[str]:
     lines = []
     for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):
         lines.append(f"{kind:<15}within groups {_rate(hops.intra)}, between groups {_rate(hops.inter)}")
-    if plan.rates.memory != float("inf"):
-        lines.append(f"{'memory':<15}{plan.rates.memory / 1e9:.3g} GB/s")
-    if plan.rates.host != float("inf"):
-        lines.append(f"{'from/to host':<15}{plan.rates.host / 1e9:.3g} GB/s a rank, in each direction")
+    if plan.rates.memory != _INFINITE:
+        lines.append(f"{'memory':<15}{plan.rates.memory / GIGA:.3g} GB/s")
+    if plan.rates.host != _INFINITE:
+        lines.append(f"{'from/to host':<15}{plan.rates.host / GIGA:.3g} GB/s a rank, in each direction")
     return lines
 
 
 def _rate(rate: Rate) -> str:
-    if rate.bandwidth == float("inf"):
+    if rate.bandwidth == _INFINITE:
         return "nothing to move"
-    return f"{rate.bandwidth / 1e9:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
+    return f"{rate.bandwidth / GIGA:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
 
 
-def _titles(width: int, columns: Sequence[tuple[str, int]]) -> str:
-    return f"{'':<{width}}{_cells([title for title, _ in columns], columns)}  known as"
+def _titles(width: int, more: Sequence[_Column]) -> str:
+    titles = "".join(f"{title:>{wide}}" for title, wide, _ in (*_COLUMNS, *more))
+    return f"{'':<{width}}{titles}  known as"
 
 
-def _cells(figures: Sequence[str], columns: Sequence[tuple[str, int]]) -> str:
-    return "".join(f"{figure:>{wide}}" for figure, (_, wide) in zip(figures, columns, strict=True))
+def _cells(row: Any, columns: Sequence[_Column]) -> str:
+    return "".join(f"{cell(row):>{wide}}" for _, wide, cell in columns)
 
 
-def _mark(one: Prediction, plan: Plan) -> str:
-    if one is plan.choice:
-        return "  <-- choice"
-    return "" if plan.fits(one) else _TOO_LARGE
-
-
-def _line(one: Prediction, mark: str, width: int, more: str = "") -> str:
-    """Return a row; ``more``: cells at its end."""
-    memory = one.memory
-    figures = [f"{part / 1e9:.2f}" for part in (memory.parameters, memory.gradients, memory.optimizer, one.transient)]
-    figures += [f"{part / 1e9:.2f}" for part in (one.total_memory, one.volume.intra, one.volume.inter)]
-    parts = (one.seconds[part] for part in PARTS if part != HOST)
-    figures += [f"{part:.3g}" for part in (*parts, one.total_seconds)]
-    figures += [f"{one.busy[part]:.3g}" for part in ("within", "between")]
-    known_as = "plain" if one.plain else STRATEGIES[one.strategy].known_as
-    return f"{one.name:<{width}}{_cells(figures, _COLUMNS)}{more}  {known_as}{mark}"
+def _line(row: Prediction, width: int, more: str, mark: str) -> str:
+    """Return a row; ``more``: further cells."""
+    known_as = "plain" if row.plain else STRATEGIES[row.strategy].known_as
+    return f"{row.name:<{width}}{_cells(row, _COLUMNS)}{more}  {known_as}{mark}"

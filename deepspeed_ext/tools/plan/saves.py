@@ -24,6 +24,41 @@ Note [Cost of a save]
 
     Left out: copies within the host (of an offloaded optimizer), buffers and padding, an outer optimizer's states,
     agreements between ranks and the two renames, and that a writer takes a core, and links, from training.
+
+Note [When to save]
+    A run trains for T seconds between two saves. A save holds training up for C seconds, its critical path, and is
+    *good* L >= C seconds after it has begun: it is written and committed then. A synchronous save has L = C; during
+    the L - C seconds of an asynchronous one, training goes on. Failures of the job come independently of each other,
+    M seconds apart in the mean, and may come during a restart, which takes R seconds. Then the run continues from the
+    last good save.
+
+    *Time of a period.* From one good save to the next T + C seconds pass, in which T seconds are trained. If the job
+    fails, it has also lost what it had trained while the last good save was being written. So each further attempt
+    takes R + (L - C) + (T + C) = R + L + T seconds. An attempt of S seconds that is repeated until it succeeds takes
+    M (e^(S/M) - 1) seconds in the mean. The first attempt takes only T + C seconds, so that in the mean a period takes
+
+        E = M (1 - q) + (1 - q) M (e^((R + L + T)/M) - 1) = M e^((R + L - C)/M) (e^((T + C)/M) - 1),
+
+    with q = e^(-(T + C)/M). The share of the time that is lost to saves, to work done again, and to restarts is
+    1 - T/E. Source: overhead C and latency L are those of N. H. Vaidya, "Impact of checkpoint latency on overhead
+    ratio of a checkpointing scheme", IEEE Transactions on Computers 46(8), 1997, pp. 942-947. With L = C this is the
+    complete cost function of Daly's paper, below.
+
+    *Best interval.* E/T is least where (1 - T/M) e^((T + C)/M) = 1. Neither R nor L is in that: the interval goes by
+    what holds training up alone. Two approximations of T:
+
+        Young   sqrt(2 C M)
+        Daly    sqrt(2 C M) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C     if C < 2M;     M otherwise
+
+    J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17(9),
+    1974, pp. 530-531. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
+    Future Generation Computer Systems 22(3), 2006, pp. 303-312, equation 37.
+
+    *Asynchronous saves.* The next save waits until the last one is good, so T + C >= L. E/T only rises beyond its
+    minimum, hence the best interval that is possible is max(Daly, L - C). If nothing holds training up (C = 0), a run
+    saves all the time: T = L.
+
+    Left out: that training may be slower while files are written.
 """
 
 import math
@@ -38,7 +73,39 @@ from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Placement, Strategy, Volume
-from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
+
+
+def young(held: float, mtbf: float) -> float:
+    """Return Young's interval; see Note [When to save].
+
+    Args:
+        held: C, seconds for which a save holds training up.
+        mtbf: M, mean seconds between failures of the job.
+    """
+    return math.sqrt(2 * held * mtbf)
+
+
+def daly(held: float, mtbf: float) -> float:
+    """Return Daly's interval; see Note [When to save]. Arguments as of ``young``."""
+    ratio = held / (2 * mtbf)
+    if ratio >= 1:
+        return mtbf
+    return young(held, mtbf) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - held
+
+
+def share_lost(interval: float, held: float, lasts: float, mtbf: float, restart: float = 0.0) -> float:
+    """Return the share of the time in which nothing is trained that lasts; see Note [When to save].
+
+    Args:
+        interval: T, seconds of training between two saves; above 0.
+        held: C, seconds for which a save holds training up.
+        lasts: L, seconds from the beginning of a save until it is good, at most ``interval + held``.
+        mtbf: M, mean seconds between failures of the job.
+        restart: R, seconds from a failure until training goes on.
+    """
+    # As E with all exponents negative, so that none is too large for a float.
+    succeeds = math.exp(-(restart + lasts + interval) / mtbf)
+    return 1 - interval / mtbf * succeeds / -math.expm1(-(interval + held) / mtbf)
 
 
 @dataclass(frozen=True)
@@ -79,8 +146,8 @@ class Saves:
 
     def writing(self, files: Sequence["Files"]) -> float:
         """Return the seconds until the last node has written its files."""
-        of_first = sum(min(one.ranks, self.ranks_per_node) * one.each for one in files)
-        return max(of_first / self.disk, sum(one.total for one in files) / self.shared)
+        of_first = sum(min(file.ranks, self.ranks_per_node) * file.each for file in files)
+        return max(of_first / self.disk, sum(file.total for file in files) / self.shared)
 
 
 class Family(NamedTuple):
@@ -123,19 +190,19 @@ class Contents(NamedTuple):
             families: the dense one first.
         """
         ranks = families[0].sizes.ranks
-        together = [ranks // one.sizes.ranks for one in families]  # ranks that have all parameters of a family
+        together = [ranks // family.sizes.ranks for family in families]  # ranks that have all parameters of a family
         writers = ranks
         if strategy.os != Placement.G:
             writers = math.lcm(families[0].sizes.shards(strategy.os), *together)
-        states = sum(one.states.optimizer / one.sizes.shards(strategy.os) for one in families)
-        frozen = [one.states.parameters - one.states.updated for one in families]
+        states = sum(family.states.optimizer / family.sizes.shards(strategy.os) for family in families)
+        frozen = [family.states.parameters - family.states.updated for family in families]
         if strategy.p == Placement.N:
-            whole = (one.states.parameters + extra for one, extra in zip(families, frozen, strict=True))
-            weights = tuple(Files(*one) for one in zip(together, whole, strict=True))
+            whole = (family.states.parameters + extra for family, extra in zip(families, frozen, strict=True))
+            weights = tuple(Files(*pair) for pair in zip(together, whole, strict=True))
         else:
-            slices = (extra / one.sizes.shards(strategy.p) for one, extra in zip(families, frozen, strict=True))
+            slices = (extra / family.sizes.shards(strategy.p) for family, extra in zip(families, frozen, strict=True))
             weights = (Files(writers, sum(slices)),)
-        return cls(weights, Files(writers, states), Files(ranks, sum(one.errors for one in families)))
+        return cls(weights, Files(writers, states), Files(ranks, sum(family.errors for family in families)))
 
 
 @dataclass(frozen=True)
@@ -199,7 +266,7 @@ class SavePrediction:
         """Return a clause on how often to save, and what that costs in either way."""
         now = self.schedule
         others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
-        other, then = next((name, one) for name, one in others.items() if name != self.kind)
+        other, then = next((name, schedule) for name, schedule in others.items() if name != self.kind)
         return (
             f"save every {now.steps} steps ({figure(now.seconds)} s): {self.kind} saves hold training up for "
             f"{figure(now.held)} s and take {figure(now.lasts)} s, and {now.lost:.2%} of the time is lost; {other} "
@@ -221,8 +288,8 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
         ValueError: see ``Schedule.of``.
     """
 
-    def of(one: Prediction) -> SavedPrediction:
-        return predict_saves(saves, one, plan.sizes, plan.model, plan.rates, AS_IT_IS if one.plain else sent)
+    def of(row: Prediction) -> SavedPrediction:
+        return predict_saves(saves, row, plan.sizes, plan.model, plan.rates, AS_IT_IS if row.plain else sent)
 
     predictions = tuple(map(of, plan.predictions))
     choice = None if plan.choice is None else predictions[plan.predictions.index(plan.choice)]
@@ -230,19 +297,19 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
 
 
 def predict_saves(
-    saves: Saves, one: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
+    saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> SavedPrediction:
     """Add what saves cost to a prediction; see Note [Cost of a save].
 
     Args:
         saves: where and how.
-        one: of a strategy or a plain stage, whose partitions are in DeepSpeed's order.
+        row: of a strategy or a plain stage, whose partitions are in DeepSpeed's order.
         sizes, model, rates, sent: what it was predicted from.
 
     Raises:
         ValueError: see ``Schedule.of``.
     """
-    strategy, step = STRATEGIES[one.strategy], one.total_seconds
+    strategy, step = STRATEGIES[row.strategy], row.total_seconds
     families = [
         Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable))
         for ranks, part in model.families(sizes)
@@ -252,8 +319,8 @@ def predict_saves(
     of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
-    at_once = (0.0 if one.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
-    beside = min(of_states, step - one.seconds[UPDATE])
+    at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    beside = min(of_states, step - row.seconds[UPDATE])
     held = waits + of_states - beside
     found = SavePrediction(
         of_first,
@@ -263,8 +330,8 @@ def predict_saves(
         Schedule.of(at_once, at_once, step, saves),
         Schedule.of(held, held + beside + writing, step, saves),
     )
-    given = {field.name: getattr(one, field.name) for field in fields(one)}
-    return SavedPrediction(**given | {"host": one.host + found.pinned}, saves=found)
+    given = {field.name: getattr(row, field.name) for field in fields(row)}
+    return SavedPrediction(**given | {"host": row.host + found.pinned}, saves=found)
 
 
 def figure(value: float) -> str:
@@ -276,5 +343,5 @@ def _crossing(strategy: Strategy, families: Sequence[Family], rates: Rates) -> f
     """Return the seconds in which partitions with stripes go back to DeepSpeed's order."""
     if strategy.p != Placement.N or strategy.os == Placement.N:
         return 0.0
-    there_and_back = sum((strategy.exchange(one.sizes, one.states.optimizer) for one in families), Volume())
+    there_and_back = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())
     return rates.gather.seconds(there_and_back * 0.5)

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``plan --from``: what strategies would take of a recorded training, as a table and a sentence."""
+"""``plan --from``: predictions of a recorded training elsewhere, as a table and a sentence. Pure."""
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
@@ -12,13 +12,13 @@ from deepspeed_ext.planner.choice import TIE, best
 from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.memory import Model
-from deepspeed_ext.planner.rates import GIGA, MICRO
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes
+from deepspeed_ext.planner.rates import GIGA
+from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
 
-Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, that cross between groups
+Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all
 ALL: Bits = (None, None)
-FORMS = (
+_FORMS = (
     AS_IT_IS,
     *(Compression(LocoSettings(bits=bits)) for bits in (8, 4)),
     *(Compression(LocoSettings(bits=bits), UpdateSettings(bits=bits)) for bits in (8, 4)),
@@ -27,7 +27,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction, and seconds of a step with those that nothing explains; ``bits``: of gradients and updates."""
+    """A prediction, and the seconds of a step with those that nothing explains."""
 
     prediction: Prediction
     seconds: float
@@ -36,82 +36,54 @@ class Row:
     @property
     def name(self) -> str:
         """Return the strategy, and what it sends in few bits."""
-        loco, updates = self.bits
-        few = [f"{kind} in {bits} bits" for kind, bits in (("gradients", loco), ("updates", updates)) if bits]
-        name = self.prediction.strategy if few else self.prediction.name
-        return ", ".join(filter(None, [name, " and ".join(few)]))
+        kinds = zip(("gradients", "updates"), self.bits, strict=True)
+        few = " and ".join(f"{kind} in {bits} bits" for kind, bits in kinds if bits)
+        return f"{self.prediction.strategy}, {few}" if few else self.prediction.name
+
+    @property
+    def figures(self) -> str:
+        """Return a clause with the seconds and the memory."""
+        memory = self.prediction.total_memory / GIGA
+        return f"{self.name} would take {self.seconds:.3g} s a step ({memory:.3g} GB on each rank)"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
-        loco, updates = self.bits
-        bits = {"gradient_bits": loco, "update_bits": updates}
+        bits = dict(zip(("gradient_bits", "update_bits"), self.bits, strict=True))
         return {"name": self.name, "seconds": self.seconds, **bits} | self.prediction.as_dict()
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What each strategy would take.
+    """Predictions of a recorded training.
 
     Attributes:
         recorded: the training.
         cluster, model: where, and what is trained there.
         budget: bytes that a rank has for model states; None for no limit.
-        rows: all, the fastest first.
-        now: what runs, on that cluster.
-        checked: what runs, where it was recorded.
     """
 
     recorded: Recorded
     cluster: Cluster
     model: Model
-    budget: float | None
-    rows: Sequence[Row]
-    now: Row
-    checked: Row
+    budget: float | None = None
 
-    @classmethod
-    def of(cls, recorded: Recorded, cluster: Cluster, model: Model, budget: float | None = None) -> "WhatIf":
-        """Predict all strategies in all forms, and the plain stages; arguments as the attributes."""
+    @cached_property
+    def rows(self) -> list[Row]:
+        """Return predictions of all strategies in all forms, and of the plain stages; the fastest first."""
+        running = self.recorded.described.sent
+        forms = [form for form in _FORMS if _bits(form) != _bits(running)] + [running]
+        rows = [self._row(name, form) for form in forms for name, row in STRATEGIES.items() if form.allows(row)]
+        rows += [] if self.model.all_matrices else [self._row(stage) for stage in PLAIN.values()]
+        return sorted(rows, key=lambda row: row.seconds)
 
-        def row(name: str, sent: Compression, where: Cluster, what: Model) -> Row:
-            found = recorded.predict(name, where, what, sent)
-            return Row(found, found.total_seconds + recorded.unexplained, _bits(sent))
+    @cached_property
+    def now(self) -> Row:
+        """Return the prediction of what runs, on this cluster."""
+        return self._row(self.recorded.described.name, self.recorded.described.sent)
 
-        one = recorded.described
-        kinds = [sent for sent in FORMS if _bits(sent) != _bits(one.sent)] + [one.sent]
-        found = [
-            row(name, sent, cluster, model) for sent in kinds for name in STRATEGIES if sent.allows(STRATEGIES[name])
-        ]
-        plain = [] if model.all_matrices else [row(name, AS_IT_IS, cluster, model) for name in PLAIN.values()]
-        now = row(recorded.name, one.sent, cluster, model)
-        rows = sorted([*found, *plain], key=lambda one: one.seconds)
-        return cls(recorded, cluster, model, budget, rows, now, row(recorded.name, one.sent, one.cluster, one.model))
-
-    @classmethod
-    def of_arguments(cls, arguments: argparse.Namespace) -> "WhatIf":
-        """Return predictions of the report that ``plan`` was given, with the cluster and memory of its arguments.
-
-        Raises:
-            ValueError: the report cannot be used, or a rate that is needed was neither recorded nor given.
-        """
-        recorded = Recorded.read(vars(arguments)["from"])
-        was, model = recorded.described.cluster, recorded.described.model
-        per_node = arguments.ranks_per_node or was.ranks_per_node
-        moved = arguments.nodes or arguments.ranks_per_node
-        ranks = (arguments.nodes or was.nodes) * per_node if moved else was.sizes.ranks
-        kept = was.sizes.group_size if per_node == was.ranks_per_node else per_node
-        cluster = Cluster(
-            GroupSizes(ranks, arguments.group_size or kept),
-            per_node,
-            arguments.intra_gbps,
-            arguments.inter_gbps,
-            None if arguments.latency_us is None else arguments.latency_us * MICRO,
-        )
-        accumulation = arguments.accumulation or model.accumulation
-        overlap = arguments.overlap_updates or model.overlap_updates
-        model = replace(model, accumulation=accumulation, overlap_updates=overlap)
-        budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
-        return cls.of(recorded, cluster, model, budget)
+    def _row(self, name: str, sent: Compression = AS_IT_IS) -> Row:
+        prediction = self.recorded.predict(name, self.cluster, self.model, sent)
+        return Row(prediction, prediction.total_seconds + self.recorded.unexplained, _bits(sent))
 
     def fits(self, row: Row) -> bool:
         """Return whether a rank has the memory."""
@@ -123,7 +95,7 @@ class WhatIf:
             "ranks": self.cluster.sizes.ranks,
             "group_size": self.cluster.sizes.group_size,
             "accumulation": self.model.accumulation,
-            "recorded": {"seconds": self.recorded.step, "predicted": self.checked.seconds},
+            "recorded": {"seconds": self.recorded.step, "predicted": self.recorded.predicted},
             "unexplained": self.recorded.unexplained,
             "now": self.now.as_dict(),
             "rows": [row.as_dict() | {"fits": self.fits(row)} for row in self.rows],
@@ -133,33 +105,33 @@ class WhatIf:
     @property
     def sentence(self) -> str:
         """Return what would be fastest, and what runs now takes."""
-        name, took = self.now.name, f"{self.recorded.step:.3g} s (predicted: {self.checked.seconds:.3g} s)"
-        same = (self.cluster, self.model) == (self.recorded.described.cluster, self.recorded.described.model)
+        name, described = self.now.name, self.recorded.described
+        took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted:.3g} s)"
         now = f"now {name} takes {took}"
-        if not same:
+        if (self.cluster, self.model) != (described.cluster, described.model):
             now = f"{name}, as now, would take {self.now.seconds:.3g} s; where it was recorded, it takes {took}"
         fitting = [row for row in self.rows if self.fits(row)]
         if not fitting:
             return f"On this script, no strategy fits; {now}."
         exact = self._best([row for row in fitting if row.bits == ALL])
         few = self._best(fitting)
-        said = f"On this script, {_figures(exact)}"
+        gain = exact.figures
         if exact.seconds >= (1 - TIE) * self.now.seconds:
-            said = f"On this script, no strategy that sends all bits would be faster than {self.now.name}"
+            gain = f"no strategy that sends all bits would be faster than {name}"
         if few.seconds < (1 - TIE) * min(exact.seconds, self.now.seconds):
-            said += f", and {_figures(few)}"
-        return f"{said}; {now}."
+            gain += f", and {few.figures}"
+        return f"On this script, {gain}; {now}."
 
-    def _best(self, some: Sequence[Row]) -> Row:
-        return best(some or [self.now], lambda row: row.seconds, lambda row: row.prediction.total_memory)
+    def _best(self, rows: Sequence[Row]) -> Row:
+        return best(rows or [self.now], lambda row: row.seconds, lambda row: row.prediction.total_memory)
 
     def table(self) -> str:
         """Return the seconds of a step of each strategy by bits, and what an exact one holds and receives."""
         sizes, model = self.cluster.sizes, self.model
-        columns = sorted({row.bits for row in self.rows}, key=_order)
+        columns = sorted({row.bits for row in self.rows}, key=lambda bits: ([bool(kind) for kind in bits], str(bits)))
         by_name: dict[str, dict[Bits, Row]] = {}
         for row in self.rows:
-            by_name.setdefault(row.prediction.strategy if row.bits != ALL else row.name, {})[row.bits] = row
+            by_name.setdefault(row.name if row.bits == ALL else row.prediction.strategy, {})[row.bits] = row
         lines = [
             f"{sizes.ranks} ranks in {sizes.groups} group(s) of {sizes.group_size}; as in the report, "
             f"{model.accumulation} micro-batch(es) of {model.compute:.3g} s of compute in a step,",
@@ -171,27 +143,16 @@ class WhatIf:
         ]
         return "\n".join([*lines, *(self._line(name, by_name[name], columns) for name in by_name), "", self.sentence])
 
-    def _line(self, name: str, found: dict[Bits, Row], columns: Sequence[Bits]) -> str:
-        row = found.get(ALL, next(iter(found.values())))
-        cells = [f"{found[bits].seconds:.3g}" if bits in found else "" for bits in columns]
-        cells += [f"{part / GIGA:.3g}" for part in (row.prediction.total_memory, row.prediction.volume.inter)]
-        now = "  <-- now" if name == self.recorded.name else ""
+    def _line(self, name: str, rows: Mapping[Bits, Row], columns: Sequence[Bits]) -> str:
+        row = rows.get(ALL, next(iter(rows.values())))
+        cells = [f"{rows[bits].seconds:.3g}" if bits in rows else "" for bits in columns]
+        cells += [f"{nbytes / GIGA:.3g}" for nbytes in (row.prediction.total_memory, row.prediction.volume.inter)]
+        now = "  <-- now" if name == self.recorded.described.name else ""
         return f"{name:<11}{''.join(f'{cell:>10}' for cell in cells)}{now}{'' if self.fits(row) else '  (too large)'}"
 
 
-def _figures(row: Row) -> str:
-    return (
-        f"{row.name} would take {row.seconds:.3g} s a step ({row.prediction.total_memory / GIGA:.3g} GB on each rank)"
-    )
-
-
 def _bits(sent: Compression) -> Bits:
-    loco, updates = (None if one is None else one.bits for one in (sent.loco, sent.updates))
-    return loco, updates
-
-
-def _order(bits: Bits) -> tuple[bool, bool, str]:
-    return bits[0] is not None, bits[1] is not None, str(bits)
+    return sent.loco.bits if sent.loco else None, sent.updates.bits if sent.updates else None
 
 
 def _title(bits: Bits) -> str:

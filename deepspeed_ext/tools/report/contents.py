@@ -4,6 +4,7 @@
 
 import contextlib
 import json
+import math
 import platform
 import socket
 import sys
@@ -26,19 +27,12 @@ from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_
 from deepspeed_ext.config.keys import OUTER
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE
 from deepspeed_ext.config.section import active_strategy
-from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
-from deepspeed_ext.planner.costs import PLAIN, Prediction
-from deepspeed_ext.planner.described import (
-    compression_of,
-    describe_engine,
-    dtype_of,
-    measured_rates,
-    same_everywhere,
-)
+from deepspeed_ext.planner.compression import FORMS, Compression
+from deepspeed_ext.planner.costs import Prediction
+from deepspeed_ext.planner.described import compression_of, describe_engine, dtype_of, measured_rates, same_everywhere
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes
@@ -49,7 +43,6 @@ from deepspeed_ext.version import __version__
 
 FORMAT = 1
 _STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-_FORMS = (AS_IT_IS, Compression(LocoSettings(), None), Compression(LocoSettings(), UpdateSettings()))
 _SAME = 1e-6  # of predicted seconds
 
 
@@ -77,12 +70,22 @@ def make(
     if dist.get_rank() != 0:
         return None
     now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
+    usual = median(undisturbed) if undisturbed else None
+    predicted = {} if now is None else {**now.seconds, measures.OTHER: now.seconds["host"]}
     report = {
         "format": FORMAT,
         "made": _origin(ranks),
         "training": _training(engine, sizes),
-        "steps": _steps(steps[0].number, measured["seconds"], undisturbed),
-        "parts": _parts(measured["parts"], now),
+        "steps": {
+            "first": steps[0].number,
+            "seconds": measured["seconds"],
+            "undisturbed": usual,
+            "overhead": median(measured["seconds"]) / usual - 1 if usual else None,
+        },
+        "parts": [
+            {"part": part, "seconds": measured["parts"][part], "predicted": predicted.get(part)}
+            for part in measures.PARTS
+        ],
         "hops": [{**row, **_predicted_of_hop(row["hop"], predictions)} for row in measured["hops"]],
         "operations": measured["operations"],
         "modules": measured["modules"],
@@ -161,24 +164,10 @@ def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
     }
 
 
-def _steps(first: int, seconds: Sequence[float], undisturbed: Sequence[float]) -> dict[str, Any]:
-    usual = median(undisturbed) if undisturbed else None
-    overhead = median(seconds) / usual - 1 if usual else None
-    return {"first": first, "seconds": list(seconds), "undisturbed": usual, "overhead": overhead}
-
-
-def _parts(measured: dict[str, float], now: Prediction | None) -> list[dict[str, Any]]:
-    predicted = {} if now is None else {**now.seconds, "other": now.seconds["host"]}
-    return [{"part": part, "seconds": measured[part], "predicted": predicted.get(part)} for part in measures.PARTS]
-
-
 def _memory(held: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
     formulas = [None] * 3 if now is None else [now.memory.parameters, now.memory.gradients, now.memory.optimizer]
-    names = ("parameters", "gradients", "optimizer states")
-    return [
-        {"state": name, "bytes": nbytes, "formula": formula}
-        for name, nbytes, formula in zip(names, held, formulas, strict=True)
-    ]
+    rows = zip(("parameters", "gradients", "optimizer states"), held, formulas, strict=True)
+    return [{"state": name, "bytes": nbytes, "formula": formula} for name, nbytes, formula in rows]
 
 
 # Predictions ######################################################################################
@@ -237,16 +226,6 @@ def _predicted_of_hop(hop: str, predictions: Predictions | None) -> dict[str, fl
     return row
 
 
-def _topology(engine: Engine) -> Topology:
-    """Return the groups of all ranks: the strategy's of an engine, or those that one would have. Collective.
-
-    Raises:
-        ValueError: on all ranks; nodes have different numbers of ranks, or it is not known how many.
-    """
-    topology: Topology | None = getattr(engine.optimizer, "topology", None)
-    return get_topology(groups._get_sequence_data_parallel_group()) if topology is None else topology.whole
-
-
 def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, Predictions | None, list[str]]:
     """Measure the links, and predict. Collective; takes some seconds.
 
@@ -259,21 +238,29 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         The groups, the predictions, and why there are none.
     """
     try:
-        topology = _topology(engine)
+        own: Topology | None = getattr(engine.optimizer, "topology", None)
+        topology = get_topology(groups._get_sequence_data_parallel_group()) if own is None else own.whole
         if not probes:
             return topology.sizes, None, []
         model = same_everywhere(describe_engine(engine, engine.module))
         model = replace(model, compute=compute / model.accumulation)
         rates = measured_rates(engine._config, topology, model)
         sent = compression_of(engine._config)
-        forms = [form for form in _FORMS if _few_bits(form) != _few_bits(sent)]
+        forms = [form for form in FORMS if form.label != sent.label]
         planned = plan(topology.sizes, model, rates, None, [*forms, sent])
     except ValueError as error:
         return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
-    every = sorted([*planned.predictions, *planned.plain], key=lambda one: (one.total_seconds, one.total_memory))
+    # Where a group is all ranks, strategies are plain stages' twins in all that is predicted.
+    twins = {row.strategy: row.total_seconds for row in planned.plain}
+    rows = [
+        row
+        for row in planned.predictions
+        if not math.isclose(row.total_seconds, twins.get(row.name, math.nan), rel_tol=_SAME)
+    ]
+    rows = sorted([*rows, *planned.plain], key=lambda row: (row.total_seconds, row.total_memory))
     now = _running(engine, planned, sent)
     described = _described(engine, now, topology.sizes, model, rates, sent)
-    return topology.sizes, Predictions(rates, now, _without_twins(every), described), []
+    return topology.sizes, Predictions(rates, now, rows, described), []
 
 
 def _described(
@@ -289,10 +276,6 @@ def _described(
     return recorded.Described(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
-def _few_bits(sent: Compression) -> tuple[bool, bool]:
-    return sent.loco is not None, sent.updates is not None
-
-
 def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
     """Return the prediction of what runs."""
     if getattr(engine._config.zero_config, OUTER, None) is not None:
@@ -301,22 +284,7 @@ def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | N
     if strategy is None:
         name = STRATEGY_OF_STAGE.get(int(engine._config.zero_config.stage), "NNN")
         return next((one for one in planned.plain if one.strategy == name), None)
-    wanted = (strategy.name, *_few_bits(sent))
-    return next((one for one in planned.predictions if (one.strategy, one.loco, one.updates) == wanted), None)
-
-
-def _without_twins(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Omit strategies that are a plain stage's twin in all that is predicted, where a group is all ranks."""
-    plain = {one.strategy: one.total_seconds for one in predictions if one.plain}
-    return [
-        one
-        for one in predictions
-        if one.plain
-        or one.strategy not in PLAIN
-        or one.loco
-        or one.updates
-        or abs(one.total_seconds - plain[one.strategy]) > _SAME * one.total_seconds
-    ]
+    return next((one for one in planned.predictions if one.name == strategy.name + sent.label), None)
 
 
 # Files ############################################################################################

@@ -31,9 +31,8 @@ def measure(config: Config, dtype: torch.dtype) -> FlatRates:
         return FlatRates(probe.FREE, probe.FREE, probe.FREE)
     owners = zero.reduce_scatter and not zero.use_multi_rank_bucket_allreduce
     kinds = (_gather, _scatter if zero.reduce_scatter else _all_reduce, _reduce_to_owners if owners else _all_reduce)
-    return FlatRates(
-        *(fit(probe.sampled(ranks, dtype, partial(_runner, kind, ranks, group, dtype))) for kind in kinds)
-    )
+    runners = (partial(_runner, kind, ranks, group, dtype) for kind in kinds)
+    return FlatRates(*(fit(probe.sampled(ranks, dtype, runner)) for runner in runners))
 
 
 def _runner(kind: Callable[..., Any], ranks: int, group: Any, dtype: torch.dtype, share: int) -> Callable[[], Any]:
@@ -55,9 +54,7 @@ def _all_reduce(flat: Tensor, shard: Tensor, group: Any) -> None:
 
 
 def _reduce_to_owners(flat: Tensor, shard: Tensor, group: Any) -> None:
-    parts = enumerate(flat.split(shard.numel()))
-    handles = [
-        dist.reduce(part, dist.get_global_rank(group, rank), group=group, async_op=True) for rank, part in parts
-    ]
-    for handle in handles:
+    owners = (dist.get_global_rank(group, rank) for rank in range(dist.get_world_size(group)))
+    parts = zip(owners, flat.split(shard.numel()), strict=True)
+    for handle in [dist.reduce(part, owner, group=group, async_op=True) for owner, part in parts]:
         handle.wait()

@@ -278,15 +278,10 @@ def timeline(step: Step) -> list[dict[str, Any]]:
             training.append(span(wait, name, "wait", None, wait.module or None))
     lanes = [{"lane": "training", "spans": sorted(training, key=lambda row: (row[0], -row[1]))}]
     for hop in HOPS:
-        spans = [
-            span(sent, sent.name, _drawn_as(sent.name), sent.nbytes, None)
-            for sent in step.communications
-            if sent.hop == hop
-        ]
+        spans = []
+        for sent in (sent for sent in step.communications if sent.hop == hop):
+            kind = next((kind for part, kind in _DRAWN_AS.items() if part in sent.name), "reduce")
+            spans.append(span(sent, sent.name, kind, sent.nbytes, None))
         if spans:
             lanes.append({"lane": hop, "spans": spans})
     return lanes
-
-
-def _drawn_as(name: str) -> str:
-    return next((kind for part, kind in _DRAWN_AS.items() if part in name), "reduce")

@@ -52,8 +52,7 @@ def paragraph(report: Report) -> str:
 
 def findings(report: Report) -> list[str]:
     """Return what stands out, the most important first; each is a sentence that says what to do about it."""
-    judges = (_faster, _slow_hops, _other, _uneven, _memory, _bytes, _overhead)
-    return [sentence for judge in judges for sentence in judge(report)]
+    return [*_faster(report), *_slow_hops(report), *_step_findings(report), *_amounts(report)]
 
 
 def _step(report: Report) -> float:
@@ -104,37 +103,29 @@ def _slow_hops(report: Report) -> Iterator[str]:
             yield f"The step waits for {share:.0%} of its time for what crosses {_HOPS[hop['hop']]}."
 
 
-def _other(report: Report) -> Iterator[str]:
+def _step_findings(report: Report) -> Iterator[str]:
     share = _parts(report)[OTHER] / _step(report)
     if share > 2 * _WORTH:
         yield (
             f"{share:.0%} of the step is neither compute, update nor an exposed hop: copies into and out of buckets, "
             f"the data loader, the script, or ranks that wait for one another."
         )
-
-
-def _uneven(report: Report) -> Iterator[str]:
-    if len(report["ranks"]) < 2:
-        return
-    usual = median(row["compute"] for row in report["ranks"])
-    worst = max(report["ranks"], key=lambda row: row["compute"])
-    if usual and worst["compute"] > (1 + _UNEVEN) * usual:
+    usual = median([row["compute"] for row in report["ranks"]] or [0.0])
+    worst = max(report["ranks"], key=lambda row: float(row["compute"]), default={"compute": 0.0})
+    if usual and worst["compute"] > (1 + _UNEVEN) * usual:  # not of one rank
         yield (
             f"Rank {worst['rank']} on {worst['host']} computes {worst['compute'] / usual:.2g} times as long as the "
             f"median rank, and the others wait for it."
         )
 
 
-def _memory(report: Report) -> Iterator[str]:
+def _amounts(report: Report) -> Iterator[str]:
     for row in report["memory"]:
         if row["formula"] and row["bytes"] > (1 + _LARGER) * row["formula"]:
             yield (
                 f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}, where the strategy needs "
                 f"{row['formula'] / 1e9:.3g}."
             )
-
-
-def _bytes(report: Report) -> Iterator[str]:
     for hop in report["hops"]:
         formula = hop["formula_bytes"]
         # Fewer are gathered where modules are kept, and what a thread sends may count for the step after its own.
@@ -144,9 +135,6 @@ def _bytes(report: Report) -> Iterator[str]:
                 f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step, where the formula has "
                 f"{formula / 1e6:.3g}."
             )
-
-
-def _overhead(report: Report) -> Iterator[str]:
     share = report["steps"]["overhead"]
     if share is not None and share > _OVERHEAD:
         yield f"Recorded steps took {share:.1%} longer than those around them, so their parts are a little too long."

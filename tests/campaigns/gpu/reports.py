@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of experiment T12: steps that are recorded by a GPU's clock, and the doctor."""
 
+import argparse
 import json
 import logging
 import os
@@ -21,9 +22,7 @@ from deepspeed.utils import logger
 
 from deepspeed_ext.__main__ import patch_problems
 from deepspeed_ext.clocks import DeviceClock, make_clock
-from deepspeed_ext.tools.doctor.cli import TITLES
-from deepspeed_ext.tools.doctor.cluster import Options
-from deepspeed_ext.tools.doctor.command import examine
+from deepspeed_ext.tools.doctor.cli import CHECKS, add_arguments, run
 from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
@@ -182,7 +181,9 @@ def _doctor(place: Any) -> None:
     level = logger.level
     with shared_folder() as folder:
         document = Path(folder, "doctor.json")
-        status = examine(Options(group_size=GROUP, skip=skipped), document, patch_problems)
+        add_arguments(parser := argparse.ArgumentParser())
+        words = [f"--group-size={GROUP}", f"--json={document}", *(f"--skip={title}" for title in skipped)]
+        status = run(parser.parse_args(words), patch_problems)
         logger.setLevel(level if level else logging.WARNING)
         place.report.check("nothing is wrong", status == 0)
         if dist.get_rank() == 0:
@@ -201,7 +202,7 @@ def _command(place: Any) -> None:
 
 def _kernels(place: Any) -> None:
     """Have the doctor compare the kernels with their reference; it builds them, unless that was done before."""
-    found = _said_by_command(place, [title for title in TITLES if title != KERNELS])
+    found = _said_by_command(place, [title for title in CHECKS if title != KERNELS])
     if found is None:
         return
     _judge(place, found, [KERNELS])

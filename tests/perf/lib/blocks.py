@@ -81,13 +81,12 @@ class SleepingBlock(nn.Module):
         return outputs
 
 
-class AdaptedBlock(nn.Module):
+class AdaptedBlock(ShortcutBlock):
     """Two frozen layers with a shortcut, each with a LoRA adapter beside it."""
 
     def __init__(self, width: int, hidden: int, rank: int) -> None:
-        super().__init__()
-        self.rise = nn.Linear(width, hidden, bias=False).requires_grad_(False)
-        self.fall = nn.Linear(hidden, width, bias=False).requires_grad_(False)
+        super().__init__(width, hidden, None)
+        self.requires_grad_(False)
         self.rise_adapter, self.fall_adapter = _adapter(width, rank, hidden), _adapter(hidden, rank, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -115,28 +114,25 @@ class Blocks(nn.Module):
         return (inputs - targets).square().mean()
 
 
+# Each of these returns the same model on every call and every rank.
+
+
 def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = None) -> Blocks:
-    """Return the same model on every call and every rank."""
     torch.manual_seed(0)
     return Blocks(ShortcutBlock(width, hidden, pauses) for _ in range(count))
 
 
 def make_rounded_blocks(count: int, width: int, hidden: int, dtype: torch.dtype) -> Blocks:
-    """Return the same fp32 model on every call and every rank, with weights that this dtype represents exactly.
-
-    DeepSpeed makes its fp32 masters from weights that it has rounded, PyTorch from those that it is given.
-    """
+    """In fp32, with weights that this dtype represents exactly: DeepSpeed makes its masters from rounded weights."""
     blocks: Blocks = make_blocks(count, width, hidden).to(dtype).float()
     return blocks
 
 
 def make_sleeping_blocks(count: int, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> Blocks:
-    """Return the same model on every call and every rank: blocks that sleep in the place of all compute."""
     torch.manual_seed(0)
     return Blocks(SleepingBlock(width, hidden, pauses, dtype) for _ in range(count))
 
 
 def make_adapted_blocks(count: int, width: int, hidden: int, rank: int) -> Blocks:
-    """Return the same model on every call and every rank: frozen layers, and adapters of this rank."""
     torch.manual_seed(0)
     return Blocks(AdaptedBlock(width, hidden, rank) for _ in range(count))

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
 
-What this rank receives is right in shape and dtype only: gathers have its own part in each place, and sums are its
-own. Nothing that is counted here depends on values.
+Results are right in shape and dtype only. Nothing that is counted here depends on values.
 """
 
 import functools
@@ -48,19 +47,19 @@ class FakeWorld:
         distributed.init_process_group("fake", rank=0, world_size=ranks, store=fake_pg.FakeStore())
         # Never undone: this process does nothing else, and DeepSpeed keeps some of these functions.
         for name in (*_WHOLE, *_MADE):
-            count = self._count_group if name in _MADE else self._count_collective
-            original = getattr(distributed, name)
-            mock.patch.object(distributed, name, self._counted(name, original, count)).start()
+            mock.patch.object(distributed, name, self._counted(name, getattr(distributed, name))).start()
 
     def reset(self) -> None:
         """Count from zero."""
         for counter in (self.messages, self.received, self.made):
             counter.clear()
 
-    def _counted(self, name: str, original: Callable[..., Any], count: Callable[..., None]) -> Callable[..., Any]:
+    def _counted(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            count(name, args, kwargs)
+            self.made[name] += name in _MADE
+            if name not in _MADE:
+                self._count(name, args, kwargs)
             if name == "reduce_scatter_tensor":  # torch 2.10 leaves NaNs, for which steps are skipped
                 out, whole = args[:2]
                 out.copy_(whole.flatten()[: out.numel()].view_as(out))
@@ -68,12 +67,10 @@ class FakeWorld:
 
         return counted
 
-    def _count_group(self, name: str, args: Any, kwargs: Any) -> None:
-        self.made[name] += 1
-
-    def _count_collective(self, name: str, args: Any, kwargs: Any) -> None:
+    def _count(self, name: str, args: Any, kwargs: Any) -> None:
         place, times = _WHOLE[name]
-        whole = args[place] if len(args) > place else next(one for one in kwargs.values() if _is_data(one))
+        data = (one for one in kwargs.values() if isinstance(one, (torch.Tensor, list)))
+        whole = args[place] if len(args) > place else next(data)
         tensors = whole if isinstance(whole, (list, tuple)) else [whole]
         size = distributed.get_world_size(kwargs.get("group"))
         nbytes = sum(one.numel() * one.element_size() for one in tensors)
@@ -88,7 +85,3 @@ class FakeWorld:
         step = first_two[1] - first_two[0] if size > 1 else 0
         known = {(self.group_size, 1): "intra", (self.ranks // self.group_size, self.group_size): "inter"}
         return known.get((size, step), "other")
-
-
-def _is_data(one: Any) -> bool:
-    return isinstance(one, torch.Tensor) or (isinstance(one, list) and bool(one))

@@ -4,7 +4,7 @@
 
 A method is made for its turn, takes its first steps over links without a limit, is timed at each rate, and is closed.
 Every step has the same tokens, so that losses fall within a few steps; those of exact methods must agree. Weights
-cannot be compared: a layer norm's 1.0 is the largest, and bf16 knows it only to more than a step changes it.
+cannot be compared: bf16 knows a layer norm's 1.0 only to more than a step changes it.
 """
 
 import gc
@@ -63,10 +63,7 @@ class Gpt2(nn.Module):
 
 
 def make_gpt2(shape: Mapping[str, Any], note: Callable[[Tensor], None] = lambda loss: None) -> Gpt2:
-    """Return the same fp32 model on every call and every rank, with weights that bf16 represents exactly.
-
-    DeepSpeed makes its fp32 masters from weights that it has rounded, PyTorch from those that it is given.
-    """
+    """Return the same fp32 model on every call and every rank, with weights that bf16 represents exactly."""
     torch.manual_seed(0)
     model: Gpt2 = Gpt2(shape, note).to(torch.bfloat16).float()
     return model
@@ -158,8 +155,7 @@ class Gpt2Measurement(Measurement):
                 self.complete(row, None)
         steps = WARM_UP_STEPS + self.args.steps * len(self.rows[name])
         method.close()
-        self.made = {}
-        del method
+        self.made, method = {}, None
         gc.collect()  # engines are in cycles
         return self._means()[:steps]  # a step may have been repeated
 
@@ -176,10 +172,7 @@ class Gpt2Measurement(Measurement):
 
 
 def apart(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest difference of two methods' losses in a step, of how far those of the second one fall.
-
-    Infinite if these do not fall: then it says nothing of training.
-    """
+    """Return the largest difference of two methods' losses in a step, of how far those of the second one fall."""
     fall = others[0] - min(others)
     most = max(abs(one - other) for one, other in zip(losses, others, strict=True))
     return most / fall if fall > 0 else float("inf")

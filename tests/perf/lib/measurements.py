@@ -7,7 +7,6 @@ import math
 import random
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -21,26 +20,12 @@ from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, Direction, Placement
+from deepspeed_ext.strategy import STRATEGIES, Direction
 from tests.perf.lib import settings, tabulated
-from tests.perf.lib.blocks import Pauses, make_adapted_blocks, make_blocks, make_rounded_blocks
-from tests.perf.lib.pcie import Pcie
+from tests.perf.lib.blocks import Pauses, make_blocks, make_rounded_blocks
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
-from tests.perf.lib.settings import (
-    BF16,
-    BOTH,
-    FP32,
-    HSDP_REDUCTIONS,
-    LOCO,
-    MUON,
-    NATIVE,
-    RATIOS,
-    SHIPPED,
-    SIZES,
-    WIDE,
-    Setting,
-)
+from tests.perf.lib.settings import BF16, BOTH, FP32, LOCO, MUON, NATIVE, SHIPPED, SIZES, WIDE, Setting
 from tests.perf.lib.turns import WARM_UP_STEPS, Compute, Turn, Turns, differences, methods, over_ranks
 
 ROWS = 8  # of a micro-batch
@@ -53,10 +38,8 @@ class Measurement:
 
     Attributes:
         file: of the rows, in the folder of results.
-        settings: by name.
-        usual: names of those that are measured by default; empty: all.
-        methods: all of them.
-        rounds, steps: by default.
+        settings, usual: by name; names of those that are measured by default (empty: all).
+        methods, rounds, steps: all methods; turns and steps by default.
         probes: whether the planner is asked for seconds, with the links' rates.
         short, most: steps of a turn that take less than this together go on, up to this number of them.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
@@ -201,12 +184,10 @@ class Measurement:
     @classmethod
     def other_bytes(cls, row: Row) -> list[str]:
         """Return what shows that a method sent other bytes than the formula has."""
-        if not row.formula_bytes or NATIVE in row.method:
-            return []
-        error = row.bytes_between / row.formula_bytes - 1
-        if abs(error) <= BYTES_BOUND + cls.slack / row.formula_bytes:
-            return []
-        return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"]
+        due = 0.0 if NATIVE in row.method else row.formula_bytes or 0.0
+        error = row.bytes_between / due - 1 if due else 0.0
+        apart = due and abs(error) > BYTES_BOUND + cls.slack / due
+        return [f"{row.method}: bytes between nodes differ by {error:+.1%} from the formula"] if apart else []
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
@@ -248,9 +229,9 @@ class BlocksMeasurement(Measurement):
         if setting.dtype == BF16:
             stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
             ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH))
-            return ["DDP", "FSDP2", *HSDP_REDUCTIONS, *stages, *ours]
+            return ["DDP", "FSDP2", *settings.HSDP_REDUCTIONS, *stages, *ours]
         if setting.optimizer != MUON:
-            return [name for name in cls.methods if name not in HSDP_REDUCTIONS and not name.endswith(WIDE)]
+            return [name for name in cls.methods if name not in settings.HSDP_REDUCTIONS and not name.endswith(WIDE)]
         few_bits = (name + suffix for name in ("NIG", "NII", "III", "IIG") for suffix in (LOCO, BOTH))
         return ["ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 defaults", *STRATEGIES, *few_bits]
 
@@ -258,13 +239,12 @@ class BlocksMeasurement(Measurement):
 class OverlapMeasurement(Measurement):
     """Communication between nodes that hides under compute, which is emulated: blocks sleep.
 
-    With W the seconds in which a link carries two hops of the whole model, they sleep so long that W is ``ratio``
-    times the compute of a micro-batch. A turn is some steps in a row, of which the first one is not timed.
+    W, the seconds in which a link carries two hops of the model, is ``ratio`` times the compute of a micro-batch.
     """
 
     file = "overlap.csv"
     settings = settings.OVERLAP
-    methods = (*(name for name in PEERS if name not in (*HSDP_REDUCTIONS, SHIPPED)), *STRATEGIES)
+    methods = (*(name for name in PEERS if name not in (*settings.HSDP_REDUCTIONS, SHIPPED)), *STRATEGIES)
     rounds, steps = 2, 2
     keys: ClassVar = {"paro_overlap_updates": True}
     described: ClassVar = {"streams": False, "overlap": True, "overlap_updates": True}
@@ -276,7 +256,7 @@ class OverlapMeasurement(Measurement):
         return Workload.overlapping(self.setting.accumulation, self.setting.ranks_per_node, model, 2 * width * hidden)
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        ratios = self.args.ratios or RATIOS
+        ratios = self.args.ratios or settings.RATIOS
         return [(mbit, {"wire_of_compute": ratio}) for mbit in self.setting.mbit for ratio in ratios]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
@@ -310,75 +290,10 @@ class OverlapMeasurement(Measurement):
         return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
 
 
-class OffloadMeasurement(Measurement):
-    """Parameters in host memory: each copy between host and device makes its rank sleep, as over PCIe."""
-
-    file = "host_parameters.csv"
-    settings = settings.OFFLOAD
-    methods = ("ZeRO-3", "GGG", "GNG", "ING", "IIG")
-    rounds = 2
-    least: ClassVar = {
-        name: dict.fromkeys(("ING", "IIG"), 50.0 if setting.lora else 5.0) for name, setting in settings.items()
-    }
-    slack = 4000.0  # of norms, for example
-    short, most = 5.0, 9
-    copied_bound = 0.01
-
-    def measure(self) -> list[Row]:
-        self._pcie = Pcie()
-        with ExitStack() as self._links:
-            return super().measure()
-
-    def make_workload(self) -> Workload:
-        setting, size = self.setting, SIZES[self.setting.size]
-        model = partial(make_adapted_blocks, *size, 1) if setting.lora else partial(make_blocks, *size)
-        zero = {"offload_param": {"device": "cpu"}}
-        return Workload(setting.accumulation, setting.ranks_per_node, model, zero=zero)
-
-    def compare(self) -> dict[str, float]:
-        self._links.enter_context(self._pcie.between())  # engines want DeepSpeed's own functions as they are made
-        self._copied = {}
-        for name, method in self.made.items():
-            before = self._pcie.nbytes
-            self.turns.take(method, 1)
-            (self._copied[name],) = over_ranks([self._pcie.nbytes - before], dist.ReduceOp.MAX)
-        found = super().compare()
-        self._pcie.gigabytes = self.args.pcie
-        self._meetings = self.turns.a_step(self.compute).sent
-        return found
-
-    def complete(self, row: Row, rates: Rates | None) -> None:
-        super().complete(row, rates)
-        row.link_bytes -= self._meetings  # of ranks that begin and end a step together: adapters are as small
-        row.more |= {"pcie_gigabytes": self.args.pcie, "copied_bytes": self._copied[row.method]}
-        row.more["copied_formula_bytes"] = self.formula_copied(self.setting, row.method)
-
-    @staticmethod
-    def formula_copied(setting: Setting, method: str) -> float:
-        """Return the bytes that a rank must copy between host and device in a step.
-
-        It copies its part of the model to the device in each forward and in each backward, and what the step has
-        changed of that part to the host. Its part is 1/m of the model with p = I, and else 1/n.
-        """
-        p = STRATEGIES[method].p if method in STRATEGIES else Placement.G
-        states = setting.states
-        return (2 * setting.accumulation * states.parameters + states.updated) / setting.sizes.shards(p)
-
-    @classmethod
-    def problems(cls, rows: Sequence[Row]) -> list[str]:
-        errors = {row.method: row.more["copied_bytes"] / row.more["copied_formula_bytes"] - 1 for row in rows}
-        return super().problems(rows) + [
-            f"{name}: bytes between host and device differ by {error:+.1%} from the formula"
-            for name, error in errors.items()
-            if abs(error) > cls.copied_bound
-        ]
-
-
 class OuterMeasurement(Measurement):
     """An outer optimizer between two nodes, beside methods that communicate in every step; compute is emulated.
 
-    A turn of a method with an outer optimizer is a period of H steps that is not timed, and one that is: its step is
-    the mean of these. No fragment is on its way where a turn begins or ends.
+    A turn with an outer optimizer is a period of H steps that is not timed, and one that is: its step is their mean.
     """
 
     file = "outer_cluster.csv"
@@ -442,10 +357,9 @@ class OuterMeasurement(Measurement):
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
+        sent = [(row.method, row.bytes_between / row.formula_bytes) for row in rows if row.formula_bytes]
         found = [
-            f"{row.method} sends {row.bytes_between / row.formula_bytes:.3f} of the formula's bytes"
-            for row in rows
-            if row.formula_bytes and abs(row.bytes_between / row.formula_bytes - 1) > cls.bytes_bound
+            f"{m} sends {share:.3f} of the formula's bytes" for m, share in sent if abs(share - 1) > cls.bytes_bound
         ]
         apart = [row for row in rows if row.method == cls.exact and not row.difference < cls.parity]
         return found + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]

@@ -35,17 +35,10 @@ class Mixture(nn.Module):
 
         experts.mend_registry()
         super().__init__()
+        shape = {"vocab_size": 2, "hidden_size": HIDDEN, "intermediate_size": INNER, "num_hidden_layers": LAYERS}
+        shape |= {"num_local_experts": EXPERTS, "num_experts_per_tok": TOP, "num_attention_heads": 4}
         self.config = MixtralConfig(
-            vocab_size=2,
-            hidden_size=HIDDEN,
-            intermediate_size=INNER,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_local_experts=EXPERTS,
-            num_experts_per_tok=TOP,
-            attn_implementation="eager",
-            initializer_range=0.05,
+            **shape, num_key_value_heads=2, attn_implementation="eager", initializer_range=0.05
         )
         self.model = MixtralModel(self.config)
         self.model.embed_tokens = None  # tokens come as vectors
@@ -83,18 +76,15 @@ def whole_mixture(model: nn.Module) -> Tensor:
 
 def _of_all_ranks(layer: Any) -> list[Tensor]:
     """Return a layer's router, and of all experts gate and up projection as one, and down projection."""
-    whole = {name: part for module in (layer.router.gate, layer.experts) for name, part in named(module)}
-    everybody = {}
+    modules = (layer.router.gate, layer.experts)
+    names = [name for module in modules for name, _ in module.named_parameters()]
+    whole = dict(zip(names, (part for module in modules for part in gathered(module)), strict=True))
+    all_experts = []
     for name in ("w1", "w3", "w2"):
         found = [torch.empty_like(whole[name]) for _ in range(layer.ep_group.size())]
         dist.all_gather(found, whole[name], layer.ep_group)
-        everybody[name] = torch.cat(found)
-    return [whole["weight"], torch.cat([everybody["w1"], everybody["w3"]], 1), everybody["w2"]]
-
-
-def named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return a module's own parameters, whole, by name. Collective."""
-    return zip((name for name, _ in module.named_parameters()), gathered(module), strict=True)
+        all_experts.append(torch.cat(found))
+    return [whole["weight"], torch.cat(all_experts[:2], 1), all_experts[2]]
 
 
 class MixtureMeasurement(Measurement):

@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data-parallel training methods behind one interface, for benchmarks that run them side by side.
 
-Each rank is a process, a group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are
-what is gathered as one. All methods train with the same optimizer and take the mean over micro-batches and ranks;
-each is set up as its documentation proposes for gradient accumulation, which ``Method.setup`` tells. The optimizer is
-AdamW; or DeepSpeed's Muon, which methods of PyTorch do not have. They train in fp32, or compute in bf16 and update
+A group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are gathered as one. All
+methods train with the same optimizer and take the mean over micro-batches and ranks; each is set up as its
+documentation proposes for gradient accumulation (``Method.setup``). They train in fp32, or compute in bf16 and update
 fp32 masters.
-
-``PEERS`` has the methods of others by name; ``Ours`` is any section ``zero_optimization`` with a strategy.
 """
 
 from abc import ABC, abstractmethod
@@ -31,7 +28,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.collectives import pairwise_all_to_all
-from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.model_bytes import held, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
@@ -58,18 +54,14 @@ class Workload:
     """What is trained, and where.
 
     Attributes:
-        accumulation: micro-batches in a step.
-        group_size: ranks in a node, m.
+        accumulation, group_size: micro-batches in a step; ranks in a node, m.
         make_model: makes the same model on every call and every rank.
-        bucket: elements in a bucket of DeepSpeed's, gradients and parameters.
-        ddp_mib: of a bucket of DDP; its own default.
-        zero: more keys of the section ``zero_optimization``, for all of DeepSpeed's.
-        lean: what keeps those lean that gather parameters, see ``LEAN``.
-        optimizer: "AdamW" or "Muon".
-        config: more keys of the configuration, for all of DeepSpeed's.
+        bucket, ddp_mib: elements in a bucket of DeepSpeed's, gradients and parameters; MiB of a bucket of DDP.
+        zero, config: more keys of ``zero_optimization``, and of the configuration, for all of DeepSpeed's.
+        lean: keys for those that gather parameters, see ``LEAN``.
+        optimizer, rate: "AdamW" or "Muon"; AdamW's learning rate.
         whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
         dtype: of what is computed, fp32 or bf16; masters are in fp32.
-        rate: AdamW's learning rate.
     """
 
     accumulation: int
@@ -211,14 +203,12 @@ class DDP(TorchMethod):
 
     def __init__(self, workload: Workload) -> None:
         setup = "no_sync() until the last micro-batch, gradient_as_bucket_view; gradients are zeroed in their buckets"
-        model = DistributedDataParallel(
-            workload.make_model(), gradient_as_bucket_view=True, bucket_cap_mb=workload.ddp_mib
-        )
-        if workload.mixed:
-            setup += "; autocast and bf16_compress_hook"
-            model.register_comm_hook(None, _reduce_in_bf16)
+        setup += "; autocast and bf16_compress_hook" * workload.mixed
+        options = {"gradient_as_bucket_view": True, "bucket_cap_mb": workload.ddp_mib}
+        model = DistributedDataParallel(workload.make_model(), **options)
         super().__init__("DDP", setup, workload, model)
         if workload.mixed:
+            model.register_comm_hook(None, _reduce_in_bf16)
             self._autocast = partial(torch.autocast, "cpu", workload.dtype)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -243,10 +233,9 @@ class FSDP2(TorchMethod):
     """``fully_shard`` on each block and on the root.
 
     Args:
-        nodes: parameters are cut in the node only (HSDP).
+        nodes, apart: parameters are cut in the node only (HSDP); each node trains by itself.
         between: how parameters are from forward to backward: "cut"; cut in the "node"; or "whole", and so are the
             gradients until the last micro-batch.
-        apart: each node trains by itself.
         reduce: the dtype in which gradients are reduced; by default the workload's.
     """
 
@@ -271,9 +260,8 @@ class FSDP2(TorchMethod):
             unit.set_custom_reduce_scatter(DirectReduceScatter())  # gloo's own sends twice the bytes
         self._kept, self._nodes = between == "whole", nodes
         setup = f"fully_shard of blocks and root, mesh {tuple(mesh.shape)}, reshard_after_forward {reshard}, reduce "
-        setup += (
-            f"{reduce} in the {'last micro-batch' if self._kept else 'node'}; set_custom_reduce_scatter: all-to-all"
-        )
+        where = "last micro-batch" if self._kept else "node"
+        setup += f"{reduce} in the {where}; set_custom_reduce_scatter: all-to-all"
         super().__init__(name, setup, workload, model)
 
     def _begin(self, last: bool) -> AbstractContextManager[Any]:
@@ -287,8 +275,8 @@ class FSDP2(TorchMethod):
 
     def _states(self) -> StateBytes:
         # FSDP registers either whole or cut parameters with the module: the others are known to its internals only.
-        states = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
-        units = [unit for state in states for unit in state._fsdp_param_groups]
+        modules = (m for m in self._model.modules() if isinstance(m, FSDPModule))
+        units = [unit for module in modules for unit in module._get_fsdp_state()._fsdp_param_groups]
         params = [param for unit in units for param in unit.fsdp_params]
         cuts = [param.sharded_param for param in params]
         wholes = [param._unsharded_param for param in params if hasattr(param, "_unsharded_param")]
@@ -299,13 +287,9 @@ class FSDP2(TorchMethod):
 
 
 class OuterFSDP2(FSDP2):
-    """``fully_shard`` in each node, and DiLoCo between nodes, in fp32: one all-reduce of what ranks have changed.
+    """``fully_shard`` in each node, and DiLoCo between nodes every H steps, by PyTorch's SGD, in fp32.
 
-    Each rank holds the outer states of its part, as with torchft's DiLoCo.
-
-    Args:
-        every: H.
-        outer: arguments of the outer optimizer, PyTorch's SGD.
+    One all-reduce of what ranks have changed; each rank holds the outer states of its part, as with torchft's DiLoCo.
     """
 
     def __init__(self, workload: Workload, name: str, every: int, outer: Mapping[str, Any]) -> None:
@@ -348,10 +332,10 @@ class DirectReduceScatter(ReduceScatter):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
         parts, ranks = torch.empty_like(input_tensor), group.size()
-        received, sent = parts.chunk(ranks), input_tensor.chunk(ranks)
-        pairwise_all_to_all(group, received, sent, "peer_reduce_scatter").wait()  # as ours
-        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
-        add(parts.view(group.size(), -1), 0, out=output_tensor)
+        pairwise_all_to_all(
+            group, parts.chunk(ranks), input_tensor.chunk(ranks), "peer_reduce_scatter"
+        ).wait()  # as ours
+        (torch.mean if op == dist.ReduceOp.AVG else torch.sum)(parts.view(ranks, -1), 0, out=output_tensor)
 
 
 @cache
@@ -382,19 +366,15 @@ class Engine(Method):
         super().__init__(name, ", ".join(said))
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
+        params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
+        buckets = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket)
         config = {
             "train_micro_batch_size_per_gpu": 1,  # not known here; used for reports of throughput only
             "gradient_accumulation_steps": workload.accumulation,
-            "optimizer": {
-                "type": workload.optimizer,
-                "params": MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True},
-            },
+            "optimizer": {"type": workload.optimizer, "params": params},
             "gradient_clipping": 0.0,  # the default is 1.0, and the methods of PyTorch do not clip
             "steps_per_print": 1_000_000,
-            "zero_optimization": {
-                **dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), workload.bucket),
-                **zero,
-            },
+            "zero_optimization": {**buckets, **zero},
             "bf16": {"enabled": workload.mixed},
             **workload.config,
         }
@@ -447,11 +427,7 @@ class Ours(Engine):
 
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
         self.strategy = parse_strategy(zero["paro_strategy"])
-        loco, updates = (zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates"))
-        self.sent = Compression(
-            None if loco is None else LocoSettings.parse(loco),
-            None if updates is None else UpdateSettings.parse(updates),
-        )
+        self.sent = Compression.parse(zero.get("zeropp_loco_param"), zero.get("paro_quantized_updates"))
         lean = self.strategy.p > Placement.N
         zero = zero if lean else {"compute_grad_norm": False, **zero}
         super().__init__(workload, name or zero["paro_strategy"], zero, lean)

@@ -3,8 +3,7 @@
 """A pipeline with DeepSpeed's ZeRO-1 and with strategies: a byte-level GPT, with embedding and head tied, in two
 stages of two nodes each, so four data-parallel ranks in two groups.
 
-Bytes are those that a rank receives, by the kernel's counters: from data-parallel ranks of its node and of others,
-beside the formula, and from other stages. Held are parameters and gradients before the flush.
+Bytes are those that a rank receives, by the kernel's counters. Held are parameters and gradients before the flush.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,26 +3,22 @@
 """What the planner predicts for large models on many GPUs. Predictions, not measurements: no GPU takes part.
 
 *at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an A100's
-312 TFLOPS, bf16 with Adam; in brackets GB of model states and what a step holds besides on each rank. Latencies are
-NCCL's.
+312 TFLOPS, bf16 with Adam; in brackets GB that a rank holds.
 
 *predicted_clusters*: up to 16,384 GPUs of ``CLUSTERS``, in groups of a node. Each step has 16 M tokens: with more GPUs
-a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries. A collective between
-groups takes what NCCL's rings or PAT do, with the cluster's time of a step over the network.
+a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries.
 
-*predicted_host_parameters*: 70B on four nodes of eight GPUs that may not hold it, with parameters on the devices and
-in host memory, for LoRA and for full training with optimizer states in host memory. Of a GPU's memory seven tenths are
-for model states. Inside a node a GPU receives 200 Gbit/s, as over PCIe 4.0 x16, and copies 12 GB/s from host memory,
-and as much back, half of what its lanes carry, since GPUs share the memory of their socket. Copies of gradients to an
-offloaded optimizer, and its time, are the same for all methods, and not in these figures.
-
-Communication, and copies, run under compute as far as they can, of the plain stages as well.
+*predicted_host_parameters*: 70B on four nodes of eight GPUs, with parameters on the devices and in host memory, for
+LoRA and for full training with optimizer states in host memory. Inside a node a GPU receives 200 Gbit/s, as over PCIe
+4.0 x16, and copies 12 GB/s from and to host memory, half of what its lanes carry, since GPUs share the memory of their
+socket. Gradients and time of an offloaded optimizer are the same for all methods, and not in these figures.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from deepspeed_ext.planner.choice import plan
-from deepspeed_ext.planner.costs import predict, predict_plain_stage
+from deepspeed_ext.planner.choice import Plan, plan
+from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import BUCKET, Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, full_bucket
@@ -38,6 +34,12 @@ SCALE_RANKS = (32, 64, 128, 1024)
 SCALE_METHODS = ("ZeRO-1", "ZeRO-2", "NNG", "NIG", "NGG", "ING", "III", "IIG", "IGG", "GGG")
 
 
+def speeds(found: Plan, names: Iterable[str]) -> dict[str, tuple[float, Prediction]]:
+    """Return how many times as fast as plain ZeRO-3 these methods are, and their predictions."""
+    by_name = {one.name: one for one in (*found.predictions, *found.plain)}
+    return {name: (by_name["ZeRO-3"].total_seconds / by_name[name].total_seconds, by_name[name]) for name in names}
+
+
 def at_scale(parameters: int, share: float) -> Table:
     """Return the speed of each method times plain ZeRO-3's, for a model of which a share is trained."""
     count = int(parameters * share)
@@ -49,10 +51,7 @@ def at_scale(parameters: int, share: float) -> Table:
         states = ModelStates.of(parameters, count)
         model = Model(states, accumulation=4, compute=compute, fetches=parameters // FETCHED)
         found = plan(sizes, model, rates, 64e9)
-        by_name = {one.name: one for one in (*found.predictions, *found.plain)}
-        for name in SCALE_METHODS:
-            one = by_name[name]
-            speed = by_name["ZeRO-3"].total_seconds / one.total_seconds
+        for name, (speed, one) in speeds(found, SCALE_METHODS).items():
             mark = "" if found.fits(one) else ", too large"
             cells[name].append(f"{speed:.2f} ({one.total_memory / 1e9:.0f} GB{mark})")
         cells["chosen"].append(found.choice.strategy if found.choice else "none")
@@ -129,12 +128,11 @@ def on_cluster(name: str, model: str) -> Table:
     for ranks in RANKS:
         sizes = GroupSizes(ranks, PER_NODE)
         found = plan(sizes, MODELS[model].model(ranks, cluster), cluster.rates(sizes), 64 * GIGA)
-        by_name = {one.name: one for one in (*found.predictions, *found.plain)}
-        for line, method in zip(lines, METHODS, strict=False):
-            one = by_name[method]
-            speed = f"{by_name['ZeRO-3'].total_seconds / one.total_seconds:.2f}"
-            line.append(speed if found.fits(one) else f"({speed})")
-        lines[-1].append(f"{by_name['IIG'].seconds['compute'] / by_name['IIG'].total_seconds:.0%}")
+        by_name = speeds(found, METHODS)
+        for line, (speed, one) in zip(lines, by_name.values(), strict=False):
+            line.append(f"{speed:.2f}" if found.fits(one) else f"({speed:.2f})")
+        _, iig = by_name["IIG"]
+        lines[-1].append(f"{iig.seconds['compute'] / iig.total_seconds:.0%}")
     return ["", *(f"{ranks:,}" for ranks in RANKS)], lines
 
 
@@ -170,18 +168,13 @@ def host_parameters(kind: str) -> Table:
         for on_host in (False, True):
             model = _host_model(kind, on_host)
             for name in (*HOST_METHODS[kind], "ZeRO-3"):
-                strategy = STRATEGIES.get(name)
-                one = (
-                    predict(strategy, HOST_SIZES, model, rates)
-                    if strategy
-                    else predict_plain_stage("GGG", HOST_SIZES, model, rates)
-                )
+                where = HOST_SIZES, model, rates
+                one = predict(STRATEGIES[name], *where) if name in STRATEGIES else predict_plain_stage("GGG", *where)
                 fits = " ".join(str(gpu) for gpu in GPUS if one.total_memory <= SHARE * gpu * 1e9) or "none"
                 line = [
                     name,
                     "host" if on_host else "device",
-                    f"{one.total_memory / 1e9:.1f}",
-                    f"{one.host / 1e9:.1f}",
+                    *(f"{n / 1e9:.1f}" for n in (one.total_memory, one.host)),
                 ]
                 seconds = f"{one.total_seconds:.4g} s ({stock / one.total_seconds:.1f})"
                 found.setdefault((name, on_host), [*line, fits]).append(seconds)

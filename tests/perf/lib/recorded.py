@@ -1,26 +1,36 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A report of steps beside what is measured without one: what of a step is exposed, and what recording costs.
+"""Reports of steps beside what is measured: what of a step is exposed, what recording costs, and predictions.
 
 Exposed is what a step takes beside compute: in a report, the sum of all other parts.
 """
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.strategy import StateBytes
+from deepspeed_ext.tools.plan.recorded import Recorded
+from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import measures
+from deepspeed_ext.tools.report.contents import make
 from deepspeed_ext.tools.report.measures import Step, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
 from deepspeed_ext.tools.report.reporter import attach
-from tests.perf.lib.measurements import OverlapMeasurement
+from tests.perf.lib.measurements import BlocksMeasurement, OverlapMeasurement
 from tests.perf.lib.peers import Method
-from tests.perf.lib.records import Row, spread
+from tests.perf.lib.records import Row, Table, rate_name, seconds_of, spread
+from tests.perf.lib.timeline import FRAME
 from tests.perf.lib.turns import Turn, over_ranks
+
+AT, ELSEWHERE = 500.0, (100.0, 1000.0)  # Mbit/s at which predictions are recorded, and of which they are
+STOCK, NEAR, ENOUGH = "ZeRO-3", 0.1, 4
+SOURCES = {"own": "its own report", "plain": f"a report of {STOCK}"}
 
 
 class RecordedMeasurement(OverlapMeasurement):
@@ -88,3 +98,58 @@ def recorded_turn(method: Any, turn: Callable[[Method], Turn], ranks_per_node: i
             return turn(method), recorder.steps()
         finally:
             del method.step
+
+
+class WhatIfMeasurement(BlocksMeasurement):
+    """How near ``plan --from`` is: steps at the rates of ``ELSEWHERE``, beside what reports at ``AT`` predict.
+
+    From the report of ZeRO-3, all other methods are predicted as well. Rates of links are those of payload: a frame of
+    1514 bytes carries 1448.
+    """
+
+    usual = ("2x2-small-4",)
+    file = "what_if.csv"
+    methods = (STOCK, "ZeRO-1", "NIG", "IIG", "NIG + LoCo")
+    steps = 2
+    probes = False
+
+    def points(self) -> list[tuple[float | None, dict[str, Any]]]:
+        self.turns.limit(AT)
+        self._recorded = {name: self._record(method) for name, method in self.made.items()}
+        return [(mbit, {}) for mbit in ELSEWHERE]
+
+    def turn(self, method: Method) -> Turn:
+        return self.turns.steps_in_a_row(method, self.args.steps)
+
+    def _record(self, method: Any) -> Recorded:
+        """Return what a report has of a method. Collective."""
+        _, steps = recorded_turn(method, self.turn, self.setting.ranks_per_node)
+        report = [make(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
+        dist.broadcast_object_list(report)
+        assert report[0] is not None
+        return Recorded.of(report[0])
+
+    def complete(self, row: Row, rates: Any) -> None:
+        super().complete(row, rates)
+        own = self._recorded[row.method]
+        row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
+        for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
+            cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
+            found = WhatIf(recorded, cluster, recorded.described.model)
+            seconds = next(o.seconds for o in found.rows if o.prediction.name == row.method and 8 not in o.bits)
+            row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
+
+    @classmethod
+    def table(cls, rows: Sequence[Row]) -> Table:
+        header = ["Mbit/s", "", "a step, s", *(f"predicted from {said}" for said in SOURCES.values())]
+        lines = [[rate_name(row.mbit), row.method, seconds_of(row.median)] for row in rows]
+        for row, line in zip(rows, lines, strict=True):
+            for one in SOURCES:
+                line.append(f"{seconds_of(row.more[f'seconds_predicted_{one}'])} ({row.more[f'error_{one}']:+.0%})")
+        return header, lines
+
+    @classmethod
+    def missed(cls, rows: Sequence[Row]) -> list[str]:
+        """Return the methods that are not near by their own reports, if fewer than ``ENOUGH`` are."""
+        far = {row.method for row in rows if abs(row.more["error_own"]) > NEAR}
+        return [f"{name}: more than {NEAR:.0%} apart" for name in far] if len(cls.methods) - len(far) < ENOUGH else []

@@ -6,6 +6,7 @@ import csv
 import datetime
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -74,27 +75,23 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def _commit() -> str:
     """Return the commit of the package that was measured; earlier rows of the same run do not count as changes."""
-    root = Path(deepspeed_ext.__file__).parents[1]
-
-    def git(*arguments: str) -> str:
-        words = ["git", "-C", str(root), *arguments]
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-
+    git = ["git", "-C", str(Path(deepspeed_ext.__file__).parents[1])]
+    changes = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results"]
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results")
-        return git("describe", "--always") + ("-dirty" if changed else "")
+        commit, changed = (
+            subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["describe", "--always"], changes)
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return commit + ("-dirty" if changed else "")
 
 
 def _processor() -> str:
     """Return the kernel's name of it: ``platform`` knows the architecture only."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    info = Path("/proc/cpuinfo")
+    name = re.search(r"^model name\s*:\s*(.*\S)", info.read_text() if info.exists() else "", re.MULTILINE)
+    return name[1] if name else platform.machine()
 
 
 # Measured on emulated clusters ####################################################################
@@ -105,15 +102,11 @@ class Row:
     """What one method took in one setting.
 
     Attributes:
-        seconds: of each step, a list for each round.
-        stolen: share of the CPU's time that the host of a virtual machine took for others, of each step.
-        link_bytes: that a node sent to others in a step, by its interface.
-        headers: how many bytes the interface counts for one of a known transfer.
-        formula_bytes: that a node must receive from others; None for a peer.
-        held: bytes of parameters, gradients and optimizer states on the rank that holds most.
-        difference: of the weights, or losses, to the first method's.
-        compute: seconds of a step without communication, as measured.
-        more: other columns of the file, by name.
+        seconds, stolen: of each step, a list for each round; shares of the CPU that the machine's host took for
+        others. link_bytes, headers: that a node sent in a step, by its interface; how many that counts for one of a
+        payload. formula_bytes: that a node must receive from others; None for a peer. held: bytes of parameters,
+        gradients and optimizer states on the rank that holds most. difference: of the weights, or losses, to the first
+        method's. compute, more: seconds of a step without communication; other columns of the file.
     """
 
     setting: str
@@ -140,10 +133,6 @@ class Row:
         return statistics.median(self.steps)
 
     @property
-    def range(self) -> str:
-        return f"{seconds_of(min(self.steps))} .. {seconds_of(max(self.steps))}"
-
-    @property
     def exposed(self) -> float:
         """Seconds of a step beyond those without communication, with hops inside nodes."""
         return self.median - self.compute
@@ -153,10 +142,9 @@ class Row:
         return sum(self.held)
 
     @property
-    def predicted(self) -> float | None:
+    def predicted(self) -> Any:
         """Seconds of a step by the planner; None if it was not asked."""
-        found: float | None = self.more.get("seconds_predicted")
-        return found
+        return self.more.get("seconds_predicted")
 
     @property
     def bytes_between(self) -> float:

@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves: for how long they stop the training, at once and beside it, and what steps take meanwhile.
 
-Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. For each strategy an
-engine is made, saves with each section ``checkpoint`` in turn, and is closed.
-
-A turn of an asynchronous save is: undisturbed steps; the save; steps until it is committed. The seconds of a save are
-those of ``save_checkpoint`` on the rank that is last. It stops the training for these, and for as long as the steps
-after it wait for its copies, as timed inside ``AsyncSaves.at_step``. A step beside the writer is one in which it was
-at work. Each save goes to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate.
-DeepSpeed's saves return while their bytes are in the page cache; ours have flushed them to the disk.
+Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. A turn of an
+asynchronous save is: undisturbed steps; the save; steps until it is committed. It stops the training for
+``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.at_step``. Each save goes
+to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves return
+while their bytes are in the page cache; ours have flushed them to the disk.
 """
 
 import contextlib
@@ -123,7 +120,12 @@ class SavesMeasurement(Measurement):
             self._disk.megabytes = None
             saver.first()
             for disk in (REAL, SLOW):
-                row = self._row(name, disk, f"{trained.setup}; checkpoint {self.sections[name]}")
+                setup, columns = (
+                    f"{trained.setup}; checkpoint {self.sections[name]}",
+                    {"disk": disk, "buffer_bytes": 0},
+                )
+                made = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
+                row = self._rows.setdefault((name, disk), made)
                 self._disk.megabytes = megabytes if disk == SLOW else None
                 row.more["slow_megabytes"] = self._disk.megabytes
                 for _ in range(self.saves):
@@ -143,11 +145,6 @@ class SavesMeasurement(Measurement):
             return Ours(workload, {"paro_strategy": base, "paro_group_size": self.setting.ranks_per_node})
         return Engine(workload, base, {"stage": int(base[-1])}, lean=base == "ZeRO-3")
 
-    def _row(self, name: str, disk: str, setup: str) -> Row:
-        mbit = self.setting.mbit[0]
-        made = Row(self.setting.name, mbit, name, setup, more={"disk": disk, "buffer_bytes": 0})
-        return self._rows.setdefault((name, disk), made)
-
     def list_of(self, row: Row, name: str) -> list[float]:
         """Return the values that are to be summarized in columns of this name."""
         return self._lists[id(row)][name]
@@ -166,21 +163,17 @@ class SavesMeasurement(Measurement):
         return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)[0]
 
     def save(self, trained: Engine) -> tuple[float, float, float]:
-        """Save under a new tag.
-
-        Returns:
-            Seconds on the rank that is last, bytes that a node sent meanwhile, and when this rank began.
-        """
+        """Save under a new tag; return seconds on the last rank, bytes that a node sent, and when this rank began."""
         if dist.get_rank() == 0:
             os.sync()  # what earlier saves have left in the page cache
         self._tag += 1
-        dist.barrier()
-        before = self.turns.link.sent()
-        dist.barrier()
-        begin = time.perf_counter()
-        trained.engine.save_checkpoint(str(self._folder), tag=f"save{self._tag}")
-        (seconds,) = over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)
-        (sent,) = over_ranks([self.turns.link.sent() - before], dist.ReduceOp.SUM)
+
+        def save() -> tuple[float, float]:
+            begin = time.perf_counter()
+            trained.engine.save_checkpoint(str(self._folder), tag=f"save{self._tag}")
+            return over_ranks([time.perf_counter() - begin], dist.ReduceOp.MAX)[0], begin
+
+        (seconds, begin), sent = self.turns.counted(save)
         return seconds, sent / self.setting.nodes, begin
 
     def remove(self) -> None:
@@ -191,11 +184,7 @@ class SavesMeasurement(Measurement):
 
     @classmethod
     def buffers(cls, setting: Setting, method: str) -> float:
-        """Return the bytes of host buffers of the rank that has most, by the formula.
-
-        A rank copies what its files have: its shard of the optimizer's states, 12 bytes of each parameter; with p = N
-        the first one also the weights. With p = I and G these are in the optimizer's states alone.
-        """
+        """Return the bytes of host buffers of the rank that has most: its shard of states; with p = N also weights."""
         if not cls.sections[method].get("async_save"):
             return 0.0
         strategy = STRATEGIES[base_of(method)]
@@ -221,11 +210,9 @@ class SavesMeasurement(Measurement):
     def missed(cls, rows: Sequence[Row]) -> list[str]:
         """Return which asynchronous saves, in the order of ranks, stop or slow the training too much."""
         found = []
-        for row in rows:
-            if "asynchronous" not in row.method or "zero_order" in row.method:
-                continue
+        for row in (row for row in rows if "asynchronous" in row.method and "zero_order" not in row.method):
             where, share = f"{row.setting}, {row.more['disk']} disk: {row.method}", tabulated.stopped_share(row, rows)
-            if share is not None and share > cls.critical:
+            if (share or 0.0) > cls.critical:
                 found.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")
             if (row.more.get("beside_median") or 0.0) > cls.beside:
                 found.append(f"{where}: steps beside it take {row.more['beside_median']:.3f}, not {cls.beside}")
@@ -238,13 +225,7 @@ def base_of(method: str) -> str:
 
 
 class _Saver:
-    """Saves of one engine in one way.
-
-    Args:
-        ranks: what measures.
-        trained: the engine.
-        section: ``checkpoint`` of the configuration.
-    """
+    """Saves of one engine with one section ``checkpoint``."""
 
     def __init__(self, ranks: SavesMeasurement, trained: Engine, section: dict[str, Any]) -> None:
         self._ranks, self._trained, self._waited = ranks, trained, 0.0
@@ -326,8 +307,7 @@ def configure(engine: Any, section: dict[str, Any]) -> None:
 
 def _somewhere_at_work(aside: AsyncSaves) -> bool:
     """Return whether some rank's writer is at work. Collective."""
-    job = aside._job
-    return over_ranks([float(job is not None and not job.over)], dist.ReduceOp.MAX)[0] > 0
+    return over_ranks([float(aside._job is not None and not aside._job.over)], dist.ReduceOp.MAX)[0] > 0
 
 
 def _watch(job: Any, ended: list[float]) -> None:

@@ -5,16 +5,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner import compression
 from deepspeed_ext.strategy import GroupSizes, ModelStates
 
 UNLIMITED = "unlimited"
 ADAMW, MUON = "AdamW", "Muon"
 FP32, BF16 = "fp32", "bf16"
-FORMS = {
-    sent.label: sent for sent in (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
-}
+FORMS = {form.label: form for form in compression.FORMS}
 _, LOCO, BOTH = FORMS  # suffixes of a strategy's name, as the next two
 NATIVE = " (gloo's collectives)"
 WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise
@@ -44,10 +41,8 @@ class Setting:
     """A model on an emulated cluster, in groups of a node.
 
     Attributes:
-        name: of the setting.
         mbit: rates of a node's link, in turn.
-        size: of the model, a key of ``SIZES`` where it has blocks.
-        lora: adapters of rank 1 are trained beside frozen blocks.
+        size, lora: a key of ``SIZES``, of models of blocks; adapters of rank 1 are trained beside frozen blocks.
     """
 
     name: str
@@ -91,9 +86,7 @@ BLOCKS = by_name(
     Setting("2x2-large-4-muon", mbit=RATES, optimizer=MUON),
     Setting("2x2-large-4-bf16", dtype=BF16),
 )
-OVERLAP = by_name(
-    *(Setting(f"{n}x2-{s}", nodes=n, accumulation=s, size="narrow") for n in (2, 4) for s in (1, 4)),
-)
+OVERLAP = by_name(*(Setting(f"{n}x2-{s}", nodes=n, accumulation=s, size="narrow") for n in (2, 4) for s in (1, 4)))
 OFFLOAD = by_name(
     Setting("2x2-full-100"),
     Setting("2x2-LoRA-100", lora=True),

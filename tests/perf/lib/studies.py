@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tests.perf.convergence`` trains: studies, the file of each run, and what their losses say together.
+"""What ``tests.perf.convergence`` trains: studies, the file of each run, what their losses say together, and rows.
 
 Imports neither torch nor DeepSpeed.
 """
@@ -13,8 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deepspeed_ext.planner.compression import Compression
+from deepspeed_ext.strategy import GroupSizes, ModelStates, parse_strategy
 from deepspeed_ext.tools.compare.verdict import ratio
-from tests.perf.lib.records import RESULTS
+from tests.perf.lib.records import RESULTS, Table, read_rows
 
 FINAL = 0.1  # of the steps: over them the learning rate goes to zero, and losses are averaged
 NORM_BOUNDS = (0.97, 1.03)
@@ -39,10 +41,8 @@ class Method:
     """A way to train.
 
     Attributes:
-        strategy: its name; empty for ZeRO-2.
-        against: the method that its losses are compared with.
-        zero: more of ``zero_optimization``.
-        outer: of ``paro_outer_optimizer``, but for its rate and momentum.
+        strategy, against: its name, empty for ZeRO-2; the method that its losses are compared with.
+        zero, outer: more of ``zero_optimization``; ``paro_outer_optimizer``, but for its rate and momentum.
         noise: that moves the first weights, in their size.
         bound: of the difference from ``against``, on average over seeds; with every seed, if ``each``.
         too_coarse: the difference is larger than the bound with every seed: the task shows what is too coarse.
@@ -71,9 +71,8 @@ class Study:
     Attributes:
         file: of its rows, or the folder of its runs.
         reference: the method that all are compared with on the page.
-        groups: numbers of groups.
+        groups, held_out: numbers of groups, and of evaluations on held-out text by outer weights.
         large: whether it trains the larger model, on the sources of DeepSpeed.
-        held_out: numbers of evaluations on held-out text, by outer weights.
     """
 
     file: str
@@ -189,10 +188,8 @@ class Run:
 
     Attributes:
         text: its fingerprint.
-        device: where ranks compute.
-        losses: of each step, means over ranks.
+        losses, norms: of each step: means over ranks; of the whole gradient before clipping.
         held_out: the loss on held-out text, by the number of steps before.
-        norms: of the whole gradient in each step, as the engine reports them before clipping.
         own_loss: on held-out text, of each group's own weights, on average, a step before the end.
         received: bytes that a rank received in a step from other groups, by the kernel's counters.
         elements, matrices: of the model, and those that Muon trains.
@@ -234,10 +231,8 @@ class Run:
 
     def write(self, folder: Path) -> None:
         """Write it, whole or not at all."""
-        rounded = asdict(self) | {
-            "losses": [round(loss, DIGITS) for loss in self.losses],
-            "held_out": {step: round(loss, DIGITS) for step, loss in self.held_out.items()},
-        }
+        held_out = {step: round(loss, DIGITS) for step, loss in self.held_out.items()}
+        rounded = asdict(self) | {"losses": [round(loss, DIGITS) for loss in self.losses], "held_out": held_out}
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / f"{self.name}.part"
         part.write_text(json.dumps(rounded).replace(', "', ',\n"') + "\n", encoding="utf-8")
@@ -273,10 +268,9 @@ def read_runs(study: Study) -> list[Run]:
 
 def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seeds: Iterable[int]) -> list[Run]:
     """Return the runs without their losses, in the order in which they train: a seed of all before the next one."""
-    product = itertools.product(seeds, groups, optimizers, study.methods)
     return [
         Run(method, seed, "", study.steps, optimizer=optimizer, groups=number)
-        for seed, number, optimizer, method in product
+        for seed, number, optimizer, method in itertools.product(seeds, groups, optimizers, study.methods)
     ]
 
 
@@ -297,25 +291,17 @@ class Cell:
         return [loss / others[seed] - 1 for seed, loss in self.losses.items() if seed in others]
 
 
-def end_of(study: Study, run: Run) -> float:
-    """Return where a run ended: the loss on held-out text in the study of outer steps, else that of training."""
-    return run.final_held_out if study.held_out and not study.large else run.final_loss
-
-
 def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]:
     """Return the cells by optimizer, groups and method."""
     found: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
         found.setdefault((run.optimizer, run.groups, run.method), []).append(run)
-    losses = {key: {run.seed: end_of(study, run) for run in some} for key, some in found.items()}
+    end = "final_held_out" if study.held_out and not study.large else "final_loss"
+    losses = {key: {run.seed: getattr(run, end) for run in some} for key, some in found.items()}
     return {
-        (*at, name): Cell(
-            some,
-            losses[(*at, name)],
-            losses.get((*at, study.reference), {}),
-            losses.get((*at, study.methods[name].against), {}),
-        )
+        (*at, name): Cell(some, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against)))
         for (*at, name), some in found.items()
+        for method in [study.methods[name]]
     }
 
 
@@ -331,13 +317,13 @@ def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
         mean, low, high = found.value - 1, found.low - 1, found.high - 1
         kept = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
         passed = min(each) > method.bound if method.too_coarse else kept
-        yield (
-            passed,
-            f"{'PASS' if passed else 'FAIL'}  {optimizer}, {groups} groups, {name}: the final loss is {mean:+.2%} "
-            f"({low:+.2%} to {high:+.2%}) from {method.against}, {'more than' if method.too_coarse else 'bound'} "
-            f"{method.bound:.1%}{' with every seed' if method.each or method.too_coarse else ''}; "
-            f"each {', '.join(f'{one:+.2%}' for one in each)}",
+        line = (
+            f"{optimizer}, {groups} groups, {name}: the final loss is {mean:+.2%} ({low:+.2%} to {high:+.2%}) from "
+            f"{method.against}, {'more than' if method.too_coarse else 'bound'} {method.bound:.1%}"
+            f"{' with every seed' if method.each or method.too_coarse else ''}; "
+            f"each {', '.join(f'{one:+.2%}' for one in each)}"
         )
+        yield passed, f"{'PASS' if passed else 'FAIL'}  {line}"
 
 
 def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
@@ -346,8 +332,101 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
     for run in (run for run in runs if study.methods[run.method].each):
         other = found[run.optimizer, run.groups, study.methods[run.method].against, run.seed]
         norms = statistics.fmean(run.norms) / statistics.fmean(other.norms)
-        passed = NORM_BOUNDS[0] <= norms <= NORM_BOUNDS[1]
-        yield (
-            passed,
-            f"{'PASS' if passed else 'FAIL'}  {run.name}: norms of gradients are {norms:.3f} of the exact ones",
+        passed, line = NORM_BOUNDS[0] <= norms <= NORM_BOUNDS[1], f"{run.name}: norms of gradients are {norms:.3f} of"
+        yield passed, f"{'PASS' if passed else 'FAIL'}  {line} the exact ones"
+
+
+# Rows, for each optimizer, number of groups and method, and their table ##############################
+
+
+def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return a row for each cell: its seeds beside those of ``Method.against`` and of the reference."""
+    found = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
+    rows = []
+    for (optimizer, groups, name), cell in cells(study, runs).items():
+        against = study.methods[name].against
+        pairs = [(run, found.get((optimizer, groups, against, run.seed))) for run in cell.runs]
+        norms = [statistics.fmean(run.norms) / statistics.fmean(o.norms) for run, o in pairs if o and run.norms]
+        apart = study.held_out and not study.large  # the loss is held out, that of training another one
+        each, losses = cell.differences(cell.against), list(cell.losses.values())
+        rows.append(
+            {
+                "dtype": "bf16" if study.bf16 else "fp32",
+                "ranks": groups * study.group_size,
+                "group_size": study.group_size,
+                "steps": cell.runs[0].steps,
+                "seeds": len(losses),
+                "optimizer": optimizer,
+                "method": name,
+                "final_loss": _mean(losses),
+                "seed_spread": round(statistics.stdev(losses), 6) if len(losses) > 1 else 0.0,
+                "relative_difference": _mean(each) if each else "",
+                "relative_difference_by_seed": _listed(each),
+                "from_reference_by_seed": _listed(cell.differences(cell.reference)),
+                "held_out_loss": _mean(run.final_held_out for run in cell.runs) if study.large else "",
+                "own_loss": _mean(run.own_loss for run in cell.runs) if study.held_out else "",
+                "training_loss": _mean(run.final_loss for run in cell.runs) if apart else "",
+                "ratio_of_mean_norms": round(statistics.fmean(norms), 5) if norms else "",
+                "inter_bytes": round(statistics.fmean(run.received for run in cell.runs)),
+                "inter_bytes_formula": "" if study.held_out else round(formula(study, cell.runs[0])),
+                "seconds_a_run": round(statistics.fmean(run.seconds for run in cell.runs), 1),
+            }
         )
+    return rows
+
+
+def _mean(values: Iterable[float]) -> float:
+    return round(statistics.fmean(values), 6)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return " ".join(f"{value:.6f}" for value in values)
+
+
+def formula(study: Study, run: Run) -> float:
+    """Return the bytes that a rank receives between groups in a step, as the planner has them: with Muon the most."""
+    method, width = study.methods[run.method], 2 if study.bf16 else 4
+    sent = Compression.parse(*(method.zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates")))
+    sizes = GroupSizes(run.groups * study.group_size, study.group_size)
+    strategy = parse_strategy(method.strategy)
+    states = ModelStates.of(run.elements, parameter_bytes=width, gradient_bytes=width)
+    moved = [sent.volume(phase, width, width) for phase in strategy.phases(sizes, states)]
+    return sum(volume.inter for volume in [*moved, strategy.exchange(sizes, width * run.matrices)])
+
+
+def read(study: Study) -> list[dict[str, str]]:
+    """Return the last row of each cell that a study has today, in the order of its methods."""
+    found = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
+    at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in found)
+    return [found[(*key, name)] for key in at for name in study.methods if (*key, name) in found]
+
+
+def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a line for each row; columns that are empty in all lines are left out."""
+    header = ["inside", "ranks", "method", "loss", "± seeds", "beside", "% apart", "each seed"]
+    header += [f"% from {study.reference}", "own weights", "training", "held-out", "kB a step"]
+    lines = []
+    for row in rows:
+        against = study.methods[row["method"]].against
+        line = [row["optimizer"], str(row["ranks"]), row["method"], _loss(row["final_loss"])]
+        line += [_loss(row["seed_spread"]), against, _percents(str(row["relative_difference"]))]
+        line.append(_percents(row["relative_difference_by_seed"]))
+        line.append(_percents(row.get("from_reference_by_seed", "")) if against != study.reference else "")
+        line += [_loss(row.get(f"{name}_loss")) for name in ("own", "training", "held_out")]
+        lines.append([*line, f"{float(row['inter_bytes']) / 1e3:.1f}" if row.get("inter_bytes") else ""])
+    shown = [at for at in range(len(header)) if any(line[at] for line in lines)]
+    return [header[at] for at in shown], [[line[at] for at in shown] for line in lines]
+
+
+def _loss(value: Any) -> str:
+    return f"{float(value):.4f}" if value else ""
+
+
+def _percents(listed: str) -> str:
+    return ", ".join(f"{100 * float(one):+.2f}" for one in listed.split())
+
+
+def stored(name: str, *optimizers: str) -> Table:
+    """Return the table of a study's rows in the repository, of some optimizers."""
+    study = STUDIES[name]
+    return table(study, [row for row in read(study) if not optimizers or row["optimizer"] in optimizers])

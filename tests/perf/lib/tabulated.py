@@ -7,22 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from deepspeed_ext.planner.choice import best
 from deepspeed_ext.strategy import STRATEGIES
+from tests.perf.lib import settings
 from tests.perf.lib.records import Row, Table, seconds_of, speed
-from tests.perf.lib.settings import (
-    BLOCKS,
-    BOTH,
-    FP32,
-    LOCO,
-    MUON,
-    NATIVE,
-    OUTER,
-    OVERLAP,
-    RATIOS,
-    SAVE_SECTIONS,
-    SAVES,
-    WIDE,
-    rate_name,
-)
+from tests.perf.lib.settings import BLOCKS, BOTH, FP32, LOCO, MUON, NATIVE, OUTER, OVERLAP, RATIOS, WIDE, rate_name
 
 PEERS = ("ZeRO-3", "ZeRO-1", "HSDP", "DDP")
 OVERLAP_PEERS = ("DDP", "HSDP kept", "ZeRO-1", "ZeRO-2", "ZeRO-3", "FSDP2 kept")
@@ -44,7 +31,8 @@ def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
         there = [one for one in rows if one.method == stock and (one.setting, one.mbit) == place[:2]]
         due = row.formula_bytes
         line = [", ".join([place[0], rate_name(place[1])] + ([f"W {place[2]:g}"] if place[2] else [])), row.method]
-        line += [seconds_of(row.median), row.range, seconds_of(row.floor)]
+        least, most = (seconds_of(of(row.steps)) for of in (min, max))
+        line += [seconds_of(row.median), f"{least} .. {most}", seconds_of(row.floor)]
         line += [f"{speed(row, there[0]).value:.1f}" if there else "", f"{row.bytes_between / 1e6:.4g}"]
         line += [f"{row.bytes_between / due:.3f}" if due else "", _megabytes(row.more.get("formula_expert_bytes"))]
         line += [_megabytes(row.more.get("copied_bytes")), _megabytes(row.memory)]
@@ -215,8 +203,8 @@ def saves(rows: Sequence[Row]) -> Table:
         value = row.more.get(f"{name}_median")
         return "" if value is None else f"{value:.{digits}f}"
 
-    order = list(SAVES), ["real", "slow"], list(SAVE_SECTIONS)
-    known = [row for row in rows if row.method in SAVE_SECTIONS]
+    order = list(settings.SAVES), ["real", "slow"], list(settings.SAVE_SECTIONS)
+    known = [row for row in rows if row.method in settings.SAVE_SECTIONS]
     for row in sorted(known, key=lambda row: [*map(list.index, order, (row.setting, row.more["disk"], row.method))]):
         share, (_, size, rate) = stopped_share(row, rows), row.setting.split("-")
         saved = [f"{row.median:.2f}", f"{min(row.steps):.2f} .. {max(row.steps):.2f}"]

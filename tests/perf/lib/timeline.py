@@ -13,12 +13,10 @@ Note [Host costs]
     where ``link`` is the seconds of a byte of payload on the wire: m ranks share a node's link, and a frame of 1514
     bytes carries 1448. An update touches ``memory`` bytes, LoCo codes what crosses (``coding``), in seconds a byte.
 
-    f is the compute of a step, as it was measured without communication, over that of the campaign's first launch,
-    each per rank, element, and micro-batch (with an update counted as ``UPDATE`` micro-batches). Where compute is
-    emulated, it is 1.
-
-    DeepSpeed's stages reduce to one owner after the other: so a bucket is as many messages as there are ranks. What
-    gloo's collectives send beyond the formula is counted by the interfaces, and does not depend on the link.
+    f is the compute of a step without communication over that of the campaign's first launch, each per rank, element,
+    and micro-batch (an update counts as ``UPDATE`` micro-batches), and 1 where compute is emulated. A bucket of
+    DeepSpeed's stages is as many messages as there are ranks. What gloo's collectives send beyond the formula is
+    counted by the interfaces, and does not depend on the link.
 """
 
 import functools
@@ -51,12 +49,9 @@ class Case:
     """A measured row, and what was known before.
 
     Attributes:
-        row: what was measured.
-        campaign: see above. In the first one nothing overlapped yet.
-        plain: whether it is a plain stage.
-        strategy: of a plain stage the one that it is without groups.
-        sent: in what form.
-        sizes, model: what was trained, with the compute that was measured without communication.
+        row, campaign: what was measured; see above. In the first campaign nothing overlapped yet.
+        plain, strategy: whether it is a plain stage, and the strategy that this is without groups.
+        sent, sizes, model: what was trained, with the compute that was measured without communication.
     """
 
     row: Row
@@ -106,10 +101,13 @@ def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
 
 
 def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
+    _, width, hidden = SIZES["narrow"]
+    same = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
+    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **same)
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         compute = row.compute / setting.accumulation
-        model = replace(_overlap_model(), accumulation=setting.accumulation, compute=compute)
+        model = replace(described, accumulation=setting.accumulation, compute=compute)
         yield row, _case(row, EMULATED, setting.sizes, model)
 
 
@@ -132,13 +130,6 @@ def _cluster_model(size: str, muon: bool) -> Model:
     if muon:
         mark_matrices(model)
     return replace(describe(model), streams=False)
-
-
-@functools.cache
-def _overlap_model() -> Model:
-    _, width, hidden = SIZES["narrow"]
-    model = describe(make_blocks(*SIZES["narrow"], Pauses()))
-    return replace(model, bucket=2 * width * hidden, streams=False, overlap=True, overlap_updates=True)
 
 
 def kind(case: Case) -> str:
@@ -207,19 +198,14 @@ def _coded_bytes(case: Case) -> float:
 def compute_of_element(case: Case) -> float:
     """Return the seconds of compute of an element in a micro-batch, on a core of its own."""
     model = case.model
-    elements = model.states.gradients / model.gradient_bytes
-    return model.compute * model.accumulation / (model.accumulation + UPDATE) / elements / case.sizes.ranks * CORES
+    share = model.accumulation / (model.accumulation + UPDATE)
+    return model.compute * share / model.trainable / case.sizes.ranks * CORES
 
 
 def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
     """Return the costs with which the ratios of predicted to measured steps are nearest to 1.
 
-    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors; what the cases tell little about
-    stays near where the search begins.
-
-    Args:
-        cases: what to fit to, each with how slow the host was.
-        start: where the search begins.
+    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors, near where the search begins.
     """
     begin = numpy.log(numpy.array(astuple(start)))
     identity = numpy.eye(len(begin))

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Methods that take turns on an emulated cluster, in the same processes, as a rank sees it.
 
-All train the same model on the same data from the same seed, in rounds whose order alternates: so whatever else this
-machine does falls on all of them. A turn from which the host of a virtual machine has taken the CPU away (/proc/stat)
-is repeated unless it is long.
+In rounds whose order alternates, so that other load falls on all of them. A turn from which the host of a virtual
+machine has taken the CPU away (/proc/stat) is repeated unless it is long.
 """
 
 import ctypes
@@ -110,12 +109,7 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
 
 
 class Turns:
-    """A rank's link, and how it times methods.
-
-    Args:
-        group_size: ranks in a node.
-        batches: makes this rank's micro-batches of the step of this number; all methods have the same.
-    """
+    """A rank's link, and how it times methods; ``batches`` makes its micro-batches of the step of a number."""
 
     def __init__(self, group_size: int, batches: Callable[[int], list[Batch]]) -> None:
         self.link = Link()
@@ -168,8 +162,7 @@ class Turns:
     def steps_in_a_row(self, method: Method, count: int, before: int = 1) -> Turn:
         """Time so many steps after others, since each step waits for what the previous one has left under way.
 
-        A step lasts from the end of the one before to its own, each on the rank that gets there last: ranks of one
-        machine have one clock.
+        A step lasts from the end of the one before to its own, each on the last rank: a machine has one clock.
         """
 
         def run() -> list[float]:
@@ -193,27 +186,26 @@ class Turns:
         return min(tried)
 
     def _turn(self, run: Callable[[], list[float]], steps: int) -> Turn:
-        dist.barrier()
-        before = self.link.sent()
         stolen, total = cpu_times()
-        dist.barrier()
-        seconds = run()
-        dist.barrier()
-        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
+        seconds, sent = self.counted(run)
         later, total_later = cpu_times()
         (share,) = over_ranks([(later - stolen) / max(1, total_later - total)], dist.ReduceOp.MAX)
         return Turn(share, seconds, sent / self.topology.sizes.groups / steps)
 
-    def headers(self) -> float:
-        """Return the bytes that the interfaces count for each of a known transfer."""
-        groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
-        gathered = shard.new_empty(shard.numel() * groups)
+    def counted(self, run: Callable[[], Any]) -> tuple[Any, float]:
+        """Run a function on all ranks; return its result, and the bytes that all nodes have sent. Collective."""
         dist.barrier()
         before = self.link.sent()
         dist.barrier()
-        dist.all_gather_into_tensor(gathered, shard, group=self.topology.inter)
+        result = run()
         dist.barrier()
-        (sent,) = over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)
+        return result, over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)[0]
+
+    def headers(self) -> float:
+        """Return the bytes that the interfaces count for each of a known transfer."""
+        groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
+        gathered, group = shard.new_empty(shard.numel() * groups), self.topology.inter
+        _, sent = self.counted(lambda: dist.all_gather_into_tensor(gathered, shard, group=group))
         return sent / (4 * CALIBRATION * (groups - 1) * dist.get_world_size())
 
 

@@ -133,9 +133,7 @@ def test_stock_launchers(compare: Any, capfd: pytest.CaptureFixture[str], launch
         ),
     ],
 )
-def test_a_script_that_fails(
-    compare: Any, folder: Path, capsys: pytest.CaptureFixture[str], script: str, expected: str
-) -> None:
+def test_a_script_that_fails(compare: Any, folder: Path, capsys: Any, script: str, expected: str) -> None:
     (folder / "fails.py").write_text(script)
     assert compare("a.json", "nig.json", "--launch", sys.executable, "--", "fails.py") == 1
     said = capsys.readouterr().err
@@ -196,21 +194,13 @@ def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch:
         ("a.json early.json -- train.py", "early.json has tensor_parallel, which DeepSpeed reads before"),
         ("a.json nig.json --hostfile none -- train.py", "there is no --hostfile none"),
         ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch is the whole prefix; leave out --ranks."),
-        (
-            "a.json nig.json --launcher torchrun --hostfile a.json -- train.py",
-            "with torchrun use --launch on each node",
-        ),
+        ("a.json nig.json --launcher torchrun --hostfile a.json -- train.py", "with torchrun use --launch on each"),
         ("a.json nig.json --steps 0 -- train.py", "must be above 0, got 0"),
         ("a.json nig.json --folder a.json -- train.py", "cannot be made"),
     ],
 )
 def test_what_cannot_run_is_refused(
-    compare: Any,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: str,
-    expected: str,
+    compare: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, words: str, expected: str
 ) -> None:
     (folder / "list.json").write_text("[]")
     (folder / "auto.json").write_text('{"optimizer": {"type": "auto"}}')

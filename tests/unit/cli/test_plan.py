@@ -121,9 +121,8 @@ def test_seconds_of_tokens_and_latencies(plan: Plan) -> None:
     assert plan(*frozen, "--tokens", "1000", "--tflops", "100") == plan(*frozen, "--micro-step-seconds", "0.3")
     # 4 groups of nodes: NCCL's PAT, and rings of 8 ranks within; or as given.
     for given, within, between in ((["--latency-us", "15"], "0 us", "15 us"), ([], "32.2 us", "27.2 us")):
-        assert re.search(
-            f"all-gather +within groups 100 GB/s a rank \\+ {within}, .* {between}\n", plan(*SEVEN, *given)
-        )
+        line = f"all-gather +within groups 100 GB/s a rank \\+ {within}, .* {between}\n"
+        assert re.search(line, plan(*SEVEN, *given))
 
 
 def test_what_is_in_host_memory(plan: Plan, tmp_path: Path) -> None:
@@ -154,9 +153,8 @@ def test_how_often_to_save(plan: Plan) -> None:
     # IIG: 84/32 GB of states on each rank, 8 of them to the disk of a node; 84 GB to what all share take less.
     row = rows_of(said)["IIG"]
     held = 2.625 / 10 + 21 / 2
-    assert row[15:17] == ["10.8", "0"] and int(row[18]) == pytest.approx(
-        (2 * held * 86400) ** 0.5 / float(row[12]), abs=2
-    )
+    steps = (2 * held * 86400) ** 0.5 / float(row[12])
+    assert row[15:17] == ["10.8", "0"] and int(row[18]) == pytest.approx(steps, abs=2)
     written = json.loads(plan(*where, *fails, "--async-save", "--outer", "9", "--json", "-"))
     assert " s): asynchronous saves hold training up for " in written["exact"]["reason"]
     found = {one["strategy"]: one for one in written["exact"]["predictions"]}
@@ -176,10 +174,7 @@ REFUSED = [
     ("--tokens 9 --tflops 1 --micro-step-seconds 2", "--tokens does not go with --micro-step-seconds: either"),
     ("--model a:b --expert-params 5B --expert-parallel 2", "--expert-params goes with --params: of a --model"),
     ("--params 4B --expert-params 5B --expert-parallel 2", "--expert-params 5000000000 leaves nothing of --params"),
-    (
-        "--expert-params 5B --expert-parallel 2 --trainable 1B",
-        "does not go with --trainable: all parameters are trained",
-    ),
+    ("--expert-params 5B --expert-parallel 2 --trainable 1B", "does not go with --trainable: all parameters are"),
     ("--latency-us -1", "--latency-us: must be at least 0, got -1.0"),
     ("--group-size 5", "must divide the data-parallel size, got .* 5 w"),
     ("--json /nowhere/plan", "--json: there is no folder for /nowhere"),
@@ -203,17 +198,17 @@ def test_bad_arguments_get_clear_errors(refused: Plan, words: str, message: str)
     assert re.search(message, refused(*size, *NODES, *LINKS, *words.split()))
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ([*NODES, *LINKS], "one of the arguments --model --params --page --from is required"),
-        (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
-        (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
-        (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps goes with --inter-gbps"),
-        (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps goes with --inter-gbps: without it all"),
-        (["--page", "x.html", "--nodes", "4"], "--page goes alone, the page has inputs of its own: leave out --nodes"),
-    ],
-)
+LACKING = [
+    ([*NODES, *LINKS], "one of the arguments --model --params --page --from is required"),
+    (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
+    (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
+    (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps goes with --inter-gbps"),
+    (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps goes with --inter-gbps: without it all"),
+    (["--page", "x.html", "--nodes", "4"], "--page goes alone, the page has inputs of its own: leave out --nodes"),
+]
+
+
+@pytest.mark.parametrize("arguments, message", LACKING)
 def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str], message: str) -> None:
     assert message in refused(*arguments)
 
@@ -271,29 +266,17 @@ def failing():
 """
 
 
-@pytest.fixture
-def models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The current folder has a module with models."""
+def test_a_model_is_counted(plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "some_models.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "some_models", raising=False)
-
-
-def counted(written: str, optimizer: float) -> dict[str, Any]:
-    """Return a plan for half_frozen, of which the states of a rank with all of them are checked."""
-    found = json.loads(written)["exact"]
-    (whole,) = (one for one in found["predictions"] if one["strategy"] == "NNN")
-    expected = {"parameters": 4.0 * 128, "gradients": 4.0 * 64, "optimizer": optimizer * 64}  # the trained half
-    assert {key: whole["memory"][key] for key in expected} == expected
-    return found | {"whole": whole}
-
-
-def test_a_model_is_counted(plan: Plan, models: None) -> None:
     model = ["--model", "some_models:half_frozen", *NODES, *LINKS]
     plan(*model, "--dtype", "fp32", "--muon", "6", "--json", "plan.json")
-    found = counted(Path("plan.json").read_text(), optimizer=8)
-    assert found["ranks"] == 32 and found["plain"] == []
-    assert found["whole"]["busy"]["update"] == pytest.approx(6 / 8)
+    found = json.loads(Path("plan.json").read_text())["exact"]
+    (whole,) = (one for one in found["predictions"] if one["strategy"] == "NNN")
+    expected = {"parameters": 4.0 * 128, "gradients": 4.0 * 64, "optimizer": 8 * 64}  # the trained half
+    assert {key: whole["memory"][key] for key in expected} == expected
+    assert found["ranks"] == 32 and found["plain"] == [] and whole["busy"]["update"] == pytest.approx(6 / 8)
     with pytest.raises(RuntimeError, match="some_models:failing has failed") as failed:
         plan("--model", "some_models:failing", *NODES, *LINKS)
     assert str(failed.value.__cause__) == "no such layer"
@@ -309,15 +292,15 @@ def test_what_the_report_takes_is_not_dropped(
         assert "are the report's: put what plan takes after it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "environment, more, message",
-    [
-        ({"WORLD_SIZE": "8"}, [], "8 ranks, and none of LOCAL_WORLD_SIZE, LOCAL_SIZE says .* Set --ranks-per-node"),
-        ({"WORLD_SIZE": "8"}, ["--ranks-per-node", "3"], "8 ranks, of which 3 are on this node"),
-        ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node"),
-        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], r"started 2 node\(s\) of 2 .*got --nodes 3"),
-    ],
-)
+LAUNCHES = [
+    ({"WORLD_SIZE": "8"}, [], "8 ranks, and none of LOCAL_WORLD_SIZE, LOCAL_SIZE says .* Set --ranks-per-node"),
+    ({"WORLD_SIZE": "8"}, ["--ranks-per-node", "3"], "8 ranks, of which 3 are on this node"),
+    ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, [], "6 ranks, of which 4 are on this node"),
+    ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, ["--nodes", "3"], r"started 2 node\(s\) of 2 .*got --nodes 3"),
+]
+
+
+@pytest.mark.parametrize("environment, more, message", LAUNCHES)
 def test_a_launch_that_contradicts_the_arguments(
     monkeypatch: pytest.MonkeyPatch, refused: Plan, environment: dict[str, str], more: list[str], message: str
 ) -> None:
@@ -326,13 +309,12 @@ def test_a_launch_that_contradicts_the_arguments(
     assert re.search(message, refused("--params", "7B", *LINKS, *more))
 
 
-def test_ranks_that_write_nothing_need_no_folder(monkeypatch: pytest.MonkeyPatch, plan: Plan) -> None:
-    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert not plan("--params", "7B", *LINKS, "--json", "/nowhere/plan") and not plan("--page", "/nowhere/page.html")
-
-
-def test_a_page_is_written_that_loads_nothing(plan: Plan, tmp_path: Path) -> None:
+def test_a_page_loads_nothing_and_the_first_rank_writes_it(
+    monkeypatch: pytest.MonkeyPatch, plan: Plan, tmp_path: Path
+) -> None:
     assert not plan("--page", str(tmp_path / "page.html"))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>") and "default-src 'none'" in text and " src=" not in text
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert not plan("--params", "7B", *LINKS, "--json", "/nowhere/plan") and not plan("--page", "/nowhere/page.html")

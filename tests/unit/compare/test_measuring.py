@@ -79,18 +79,15 @@ def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any]
 
 def two_engines_case(report: str) -> int:
     """Return how many steps the second engine has taken when the first has taken all that are measured."""
-    from tests.harness.training import Job, batches, make_engine, micro_step
-
-    with launched(Turn(STEPS, WARM_UP, report)):
+    with launched(Turn(STEPS, WARM_UP, report)), contextlib.suppress(SystemExit):
         one, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
-        data = batches(Job())
+        data = training.batches(Job())
         for _ in range(2):
-            micro_step(other, Job(), 0, *next(data))  # of the one that steps later
-        with contextlib.suppress(SystemExit):
-            while True:
-                for engine in (one, other):
-                    micro_step(engine, Job(), 0, *next(data))
-                    engine.step()
+            training.micro_step(other, Job(), 0, *next(data))  # of the one that steps later
+        while True:
+            for engine in (one, other):
+                training.micro_step(engine, Job(), 0, *next(data))
+                engine.step()
     return int(other.global_steps)
 
 
@@ -121,15 +118,11 @@ def test_a_pipeline(ranks: Any, tmp_path: Path) -> None:
     assert report["losses"] == report["losses_of_rank_0"] and None not in report["losses"]
 
 
-def test_a_script_that_ends_too_early(ranks: Any, tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    assert ranks(2).run(train_case, str(path), {"stage": 2}, steps=4)[0][1] is None
-    assert json.loads(path.read_text()) == {UNFINISHED: 4}
-
-
-def test_losses_that_the_engine_is_not_given(ranks: Any, tmp_path: Path) -> None:
+def test_a_script_that_ends_too_early_or_gives_no_losses(ranks: Any, tmp_path: Path) -> None:
     """A node without the folder of the report writes nothing."""
     path, elsewhere = tmp_path / "report.json", tmp_path / "elsewhere" / "report.json"
+    assert ranks(2).run(train_case, str(path), {"stage": 2}, steps=4)[0][1] is None
+    assert json.loads(path.read_text()) == {UNFINISHED: 4}
     ranks(2).run(train_case, str(path), {"stage": 2}, backward="loss")
     report = json.loads(path.read_text())
     assert report["losses"] == report["losses_of_rank_0"] == [None] * (STEPS + WARM_UP)

@@ -19,43 +19,26 @@ def series(seconds: float, noise: float = 0.02, rounds: int = 3, steps: int = 10
     return [[seconds * (1 + noise * draw.uniform(-1, 1)) for _ in range(steps)] for _ in range(rounds)]
 
 
-def test_twice_as_fast_is_found_with_a_narrow_interval() -> None:
-    found = ratio(series(1.0), series(2.0, seed=1))
+def test_ratios_and_their_intervals() -> None:
+    found, other = ratio(series(1.0), series(2.0, seed=1)), ratio(series(2.0, seed=1), series(1.0))
     assert found.value == pytest.approx(2, rel=0.02) and found.shows_a_difference
     assert 1.95 < found.low < found.value < found.high < 2.05
-    other = ratio(series(2.0, seed=1), series(1.0))
     assert other.value == pytest.approx(1 / found.value) and other.high < 0.55
-
-
-def test_the_same_is_not_told_apart() -> None:
     misses = sum(ratio(series(1, seed=s), series(1, seed=100 + s)).shows_a_difference for s in range(40))
-    assert misses <= 8  # one of twenty, were it not for few rounds
-
-
-def test_a_machine_that_slows_between_rounds_changes_nothing() -> None:
+    assert misses <= 8  # of the same; one of twenty, were it not for few rounds
+    # A machine that slows between rounds changes nothing, nor does a slow step; rounds that disagree do.
     pair = series(1.0), series(1.5, seed=1)
-    drifted = [[[one * 3**number for one in row] for number, row in enumerate(some)] for some in pair]
-    found = ratio(*drifted)
-    assert found.value == pytest.approx(ratio(*pair).value) and found.high - found.low < 0.1
-
-
-def test_rounds_that_disagree_widen_the_interval() -> None:
-    steady = [[1.0] * 5] * 3
-    found = ratio(steady, [[1.0] * 5, [1.1] * 5, [1.9] * 5])
-    assert found.low == pytest.approx(1) and found.high == pytest.approx(1.9)
-
-
-def test_one_slow_step_does_not_count() -> None:
-    slow = [[1.0] * 9 + [50.0]] * 3
-    assert ratio(slow, [[1.0] * 10] * 3).value == 1
+    drifted = ratio(*([[one * 3**number for one in row] for number, row in enumerate(some)] for some in pair))
+    assert drifted.value == pytest.approx(ratio(*pair).value) and drifted.high - drifted.low < 0.1
+    assert ratio([[1.0] * 9 + [50.0]] * 3, [[1.0] * 10] * 3).value == 1
+    apart = ratio([[1.0] * 5] * 3, [[1.0] * 5, [1.1] * 5, [1.9] * 5])
+    assert apart.low == pytest.approx(1) and apart.high == pytest.approx(1.9)
 
 
 def test_losses_differ_by_the_worst_step() -> None:
     assert difference([2.0, 4.0, -1.0], [2.0, 4.4, -1.0]) == pytest.approx(0.4 / 4.4)
-    assert difference([0.0, 1.0], [0.0, 1.0]) == 0
-    assert difference([0.0], [1e-9]) == 1
-    for wrong in (math.nan, math.inf):
-        assert difference([1.0, wrong], [1.0, wrong]) == math.inf
+    assert difference([0.0, 1.0], [0.0, 1.0]) == 0 and difference([0.0], [1e-9]) == 1
+    assert all(difference([1.0, wrong], [1.0, wrong]) == math.inf for wrong in (math.nan, math.inf))
 
 
 LOSSES = [1.0, 0.5, 0.25]
@@ -104,19 +87,12 @@ def test_losses_that_differ_are_a_problem() -> None:
     assert "the largest relative difference is 3.8e-02, the bound 1e-05" in one.problem
     assert "but losses do not agree" in one.sentence and "losses agree" not in one.sentence
     assert not found(other, other, bound=0.05).problem
-
-
-def test_the_bound_is_that_of_the_coarser_dtype() -> None:
-    other = report(1.0, [1.0, 0.501, 0.25], dtype="bfloat16")
-    assert found(other).bound == 2e-2 and not found(other).problem
+    rounds = [report(1.0), report(1.0, [0.9, 0.4, 0.3])]  # without a seed
+    problem = found(report(1.0), report(1.0), first=rounds).problem
+    assert problem.endswith("two runs of A differ by 2.0e-01: set the same seed in each run")
+    coarser = found(report(1.0, [1.0, 0.501, 0.25], dtype="bfloat16"))
+    assert coarser.bound == 2e-2 and not coarser.problem
     assert found(report(1.0, dtype="float64")).bound == 2e-2  # as of a dtype that is not known
-
-
-def test_a_script_without_a_seed_is_named() -> None:
-    rounds = [report(1.0), report(1.0, [0.9, 0.4, 0.3])]
-    assert found(report(1.0), report(1.0), first=rounds).problem.endswith(
-        "two runs of A differ by 2.0e-01: set the same seed in each run"
-    )
 
 
 @pytest.mark.parametrize(

@@ -46,14 +46,12 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     doctor = ["doctor", "--json", str(report), "--params", "70B"]
     for skipped in ("LoCo's kernels", "links", "versions", "pinned memory", "clocks"):
         doctor += ["--skip", skipped]
-    done = subprocess.run(
-        [*cluster, *doctor], env=environment() | {"NO_COLOR": "1"}, capture_output=True, text=True, timeout=280
-    )
+    env = environment() | {"NO_COLOR": "1"}
+    done = subprocess.run([*cluster, *doctor], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 1, done.stderr
     document = json.loads(report.read_text())
-    found = {
-        one["subject"]: (one["level"], one["found"]) for section in document["sections"] for one in section["findings"]
-    }
+    rows = [row for section in document["sections"] for row in section["findings"]]
+    found = {row["subject"]: (row["level"], row["found"]) for row in rows}
     assert document["status"] == 1 and document["ranks"] == 4
     level, said = found[f"rank {SLOW}"]
     assert level == "wrong" and said.startswith("slow with all others"), done.stdout

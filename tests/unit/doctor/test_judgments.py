@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is made of ranks' answers: one planted fault each, and nothing where there is none."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,8 @@ import torch
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.doctor import checks, environment, links
 from deepspeed_ext.tools.doctor import kernels as self_test
-from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options
 from deepspeed_ext.tools.doctor.findings import Finding, Level, ranks_text
+from deepspeed_ext.tools.doctor.launch import Check, Launch, Options
 
 pytestmark = pytest.mark.quick
 
@@ -22,41 +23,37 @@ def launch(hosts: str = "aabb", **options: Any) -> Launch:
     return Launch(0, 0, [*hosts], Options(**options))
 
 
-def bad(check: Check, answers: list[Any], where: Launch) -> dict[str, Finding]:
-    """Findings that are not ok, by subject."""
-    found = check.judge(dict(enumerate(answers)), where)
+def bad(check: Check, usual: Any, *last: Any, hosts: str = "aabb", **options: Any) -> dict[str, Finding]:
+    """Findings that are not ok, by subject, where all ranks answer as usual, and the last ones otherwise."""
+    answers = [*[usual] * (len(hosts) - len(last)), *(one and {**usual, **one} for one in last)]
+    found = check.judge(dict(enumerate(answers)), launch(hosts, **options))
     assert found
     return {one.subject: one for one in found if one.level > Level.OK}
 
 
-def test_ranks_of_a_host_that_are_not_consecutive() -> None:
-    told = [{"per_node": 2}] * 4
-    assert not bad(checks.GROUPS, told, launch())
-    found = bad(checks.GROUPS, told, launch("abab"))
+def test_groups_and_the_order_of_ranks() -> None:
+    groups = partial(bad, checks.GROUPS, {"per_node": 2})
+    assert not groups()
+    found = groups(hosts="abab")
     assert found["order of ranks"].level == found["groups"].level == Level.WRONG
     assert "a has ranks 0, 2, b has ranks 1, 3" in found["order of ranks"].found
     assert "ranks 0-1 on a, b" in found["groups"].found and "--distribution=block" in found["groups"].advice
-
-
-def test_groups_across_hosts_of_one_rank_and_of_uneven_hosts() -> None:
-    told = [{"per_node": 2}] * 4
-    larger = bad(checks.GROUPS, told, launch(group_size=4))
-    assert larger["groups"].level == Level.LOOK and "1 span hosts" in larger["groups"].found
-    assert "ZeRO-1" in bad(checks.GROUPS, told, launch(group_size=1))["groups"].found
-    assert "one of [1, 2, 4]" in bad(checks.GROUPS, told, launch(group_size=3))["groups"].found
-    uneven = [{"per_node": 3}] * 3 + [{"per_node": 1}]
-    found = bad(checks.GROUPS, uneven, launch("aaab"))
+    larger = groups(group_size=4)["groups"]
+    assert larger.level == Level.LOOK and "1 span hosts" in larger.found
+    assert "ZeRO-1" in groups(group_size=1)["groups"].found
+    assert "one of [1, 2, 4]" in groups(group_size=3)["groups"].found
+    found = bad(checks.GROUPS, {"per_node": 3}, {"per_node": 1}, hosts="aaab")
     assert "b has rank 3" in found["hosts"].found and found["groups"].level == Level.WRONG
     assert "3 on ranks 0-2; 1 on rank 3" in found["groups"].found
-    nothing = bad(checks.GROUPS, [{"per_node": None}] * 4, launch())
-    assert "nothing on ranks 0-3" in nothing["groups"].found
+    assert "nothing on ranks 0-3" in bad(checks.GROUPS, {"per_node": None})["groups"].found
 
 
-def variables(**of_last: str) -> list[dict[str, Any]]:
-    usual = {"cores": 4, "threads": 2, "on_host": False, "nccl": None}
-    return [{"variables": {"NCCL_DEBUG": "WARN"}, **usual}] * 3 + [
-        {"variables": {"NCCL_DEBUG": "WARN", **of_last}, **usual}
-    ]
+USUAL = {"variables": {"NCCL_DEBUG": "WARN"}, "cores": 4, "threads": 2, "on_host": False, "nccl": None}
+
+
+def variables(**of_last: str) -> dict[int, dict[str, Any]]:
+    last = {**USUAL, "variables": {"NCCL_DEBUG": "WARN", **of_last}}
+    return dict(enumerate([USUAL, USUAL, USUAL, last]))
 
 
 # A harmful value of a variable and a harmless one, if these are not 1 and 0.
@@ -73,21 +70,23 @@ VARIABLES = {
 @pytest.mark.parametrize("name", [row.name for row in environment.HARMFUL])
 def test_a_bad_variable(name: str) -> None:
     value, harmless = VARIABLES.get(name, ("1", "0"))
-    found = environment.judge(dict(enumerate(variables(**{name: value}))), launch())
-    assert any(one.subject == name and f"{value} on rank 3: " in one.found and one.advice for one in found)
-    for one in environment.judge(dict(enumerate(variables(**{name: harmless}))), launch()):
-        assert one.subject != name or one.found.startswith("differs: "), one
+    found, others = (
+        [one for one in environment.judge(variables(**{name: given}), launch()) if one.subject == name]
+        for given in (value, harmless)
+    )
+    assert any(f"{value} on rank 3: " in one.found and one.advice for one in found)
+    assert all(one.found.startswith("differs: ") for one in others)
 
 
 def test_variables_that_differ_and_threads() -> None:
-    found = bad(environment.ENVIRONMENT, variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3"), launch())
+    last = variables(NCCL_BUFFSIZE="1", CUDA_VISIBLE_DEVICES="3")[3]
+    found = bad(environment.ENVIRONMENT, USUAL, last)
     assert "unset on ranks 0-2; 1 on rank 3" in found["NCCL_BUFFSIZE"].found and len(found) == 1
-    many = [{"variables": {}, "cores": 4, "threads": 8, "on_host": True, "nccl": None}] * 4
-    text = bad(environment.ENVIRONMENT, many, launch())["OMP_NUM_THREADS"].found
+    text = bad(environment.ENVIRONMENT, {**USUAL, "threads": 8, "on_host": True})["OMP_NUM_THREADS"].found
     assert "16 threads of 2 rank(s) on 4 core(s) of a" in text
-    few = [{"variables": {}, "cores": 64, "threads": 1, "on_host": False, "nccl": None}] * 4
-    assert not bad(environment.ENVIRONMENT, few, launch())
-    found = bad(environment.ENVIRONMENT, few, launch(offload_optimizer=True))
+    few = {**USUAL, "cores": 64, "threads": 1}
+    assert not bad(environment.ENVIRONMENT, few)
+    found = bad(environment.ENVIRONMENT, few, offload_optimizer=True)
     assert found["OMP_NUM_THREADS"].advice == "Set OMP_NUM_THREADS=32."
 
 
@@ -120,66 +119,59 @@ def test_settings_of_nccl() -> None:
 
 
 def test_a_missing_compiler() -> None:
-    good = {"tools": {"c++": "/bin/c++", "ninja": "/bin/ninja", "nvcc": "/n"}, "built": False, "nvcc": "13.0"}
-    good["torch"] = "13.1"
-    assert not bad(checks.COMPILER, [good] * 4, launch())
-    lacking = {**good, "tools": {**good["tools"], "c++": "", "nvcc": ""}, "nvcc": ""}
-    found = bad(checks.COMPILER, [good, good, good, lacking], launch())
+    tools = {"c++": "/bin/c++", "ninja": "/bin/ninja", "nvcc": "/n"}
+    compiler = partial(bad, checks.COMPILER, {"tools": tools, "built": False, "nvcc": "13.0", "torch": "13.1"})
+    assert not compiler()
+    found = compiler({"tools": {**tools, "c++": "", "nvcc": ""}, "nvcc": ""})
     assert set(found) == {"c++", "nvcc"} and "rank 3 (b)" in found["c++"].found and "CXX" in found["c++"].advice
-    assert "12.4 on rank 0" in bad(checks.COMPILER, [{**good, "nvcc": "12.4"}], launch("a"))["version of nvcc"].found
+    assert "12.4 on rank 0" in compiler({"nvcc": "12.4"}, hosts="a")["version of nvcc"].found
 
 
-def free(**changed: Any) -> dict[str, Any]:
-    usual = {"device": 20 * 10**9, "host": 10**11, "shm": 10**10, "locked": -1, "build": "/b", "writable": True}
-    return {**usual, "disk": 10**11, **changed}
+FREE = {"device": 20 * 10**9, "host": 10**11, "shm": 10**10, "locked": -1, "build": "/b", "writable": True}
+memory = partial(bad, checks.MEMORY, {**FREE, "disk": 10**11})
 
 
 def test_too_little_memory() -> None:
     """NIG of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and what a step holds."""
     need, on_host = checks.needed_bytes(Options(params=10**9), GroupSizes(4, 2))
     assert 6e9 < need < 12e9 and on_host == 0
-    asked = launch(params=10**9)
-    assert not bad(checks.MEMORY, [free()] * 4, asked)
-    found = bad(checks.MEMORY, [free()] * 3 + [free(device=5 * 10**9)], asked)["for model states"]
+    assert not memory(params=10**9)
+    found = memory({"device": 5 * 10**9}, params=10**9)["for model states"]
     assert found.level == Level.WRONG
     assert f"NIG of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in found.found
-    tight = bad(checks.MEMORY, [free(device=int(1.05 * need))] * 4, asked)["for model states"]
-    assert tight.level == Level.LOOK
+    assert memory(*[{"device": int(1.05 * need)}] * 4, params=10**9)["for model states"].level == Level.LOOK
     less, on_host = checks.needed_bytes(Options(params=10**9, offload_optimizer=True), GroupSizes(4, 2))
     assert 3e9 <= less <= need - 3e9 and on_host == pytest.approx(3e9, rel=0.01)
-    found = bad(checks.MEMORY, [free(host=5 * 10**9)] * 4, launch(params=10**9, offload_optimizer=True))["host memory"]
+    found = memory(*[{"host": 5 * 10**9}] * 4, params=10**9, offload_optimizer=True)["host memory"]
     assert "a has 5.0 GB free, and its 2 rank(s) need 6.0 GB" in found.found
 
 
 def test_other_resources() -> None:
-    shared = bad(checks.MEMORY, [free(device=None, host=12 * 10**9)] * 4, launch(params=10**9))
+    shared = memory(*[{"device": None, "host": 12 * 10**9}] * 4, params=10**9)
     assert "free: 6.0 GB (ranks 0-3)" in shared["for model states"].found, "ranks on a host share its memory"
-    found = bad(checks.MEMORY, [free()] * 3 + [free(shm=2**26, locked=2**16, disk=2**26)], launch())
+    found = memory({"shm": 2**26, "locked": 2**16, "disk": 2**26})
     assert "b has 64 MiB free" in found["/dev/shm"].found
     assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in found["locked memory"].found
     assert found["build folder"].level == Level.WRONG and "(rank 3)" in found["build folder"].found
-    closed = bad(checks.MEMORY, [free(), free(writable=False)], launch("aa"))["build folder"]
-    assert "rank 1 may not write to /b" in closed.found
+    assert "rank 1 may not write to /b" in memory({"writable": False}, hosts="aa")["build folder"].found
 
 
 def test_versions_that_differ_and_patches() -> None:
-    one: dict[str, Any] = {"versions": {"torch": "2.13", "driver": "580"}, "patches": []}
-    assert not bad(checks.VERSIONS, [one] * 4, launch())
-    other = {"versions": {"torch": "2.12", "driver": "570"}, "patches": ["x.y: not applied"]}
-    found = bad(checks.VERSIONS, [one] * 3 + [other], launch())
+    versions = partial(bad, checks.VERSIONS, {"versions": {"torch": "2.13", "driver": "580"}, "patches": []})
+    assert not versions()
+    found = versions({"versions": {"torch": "2.12", "driver": "570"}, "patches": ["x.y: not applied"]})
     assert found["torch"].found == "2.13: ranks 0-2; 2.12: rank 3" and found["torch"].level == Level.WRONG
     assert found["driver"].level == Level.LOOK
     assert found["patches"].level == Level.WRONG and "rank 3: x.y: not applied" in found["patches"].found
 
 
 def test_clocks_and_copies() -> None:
-    assert not bad(links.CLOCKS, [{"2": 0.2}, None], launch())
-    found = bad(links.CLOCKS, [{"2": -3.5}, None], launch())["clocks"]
+    assert not bad(links.CLOCKS, {"2": 0.2}, *[None] * 3)
+    found = bad(links.CLOCKS, {"2": -3.5}, *[None] * 3)["clocks"]
     assert found.level == Level.LOOK and "b (rank 2) -3.5 s" in found.found
-    ways = [{"to the device": 2e10}] * 3 + [{"to the device": 3e9}]
-    found = bad(checks.PINNED, ways, launch())["to the device"]
+    found = bad(checks.PINNED, {"to the device": 2e10}, {"to the device": 3e9})["to the device"]
     assert "rank 3 copy at 3 GB/s, the median is 20 GB/s" in found.found
-    assert not bad(checks.PINNED, [None] * 4, launch())
+    assert not bad(checks.PINNED, None)
 
 
 def test_links_are_plotted() -> None:
@@ -188,9 +180,6 @@ def test_links_are_plotted() -> None:
     assert one.subject == "inside groups" and two.subject == "between groups" and len(one.details) == 3
     assert one.details[0].startswith("  64 KiB ####") and one.details[2].count("#") == 30
     assert "105 MB/s" in one.found and "64 KiB take 2 ms" in one.found and "1 times" in compared.found
-
-
-def test_ranks_are_listed_shortly() -> None:
     assert ranks_text([3]) == "rank 3" and ranks_text([8, 0, 1, 2, 9]) == "ranks 0-2, 8-9"
 
 

@@ -18,23 +18,22 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from deepspeed_ext.planner import probe
 from deepspeed_ext.tools.doctor import links
-from deepspeed_ext.tools.doctor.cli import TITLES, add_arguments
-from deepspeed_ext.tools.doctor.cluster import Check, Launch, Options, RendezvousError, connect
-from deepspeed_ext.tools.doctor.command import CHECKS, Report, examine, examine_launch, run_checks
+from deepspeed_ext.tools.doctor.cli import CHECKS, Report, add_arguments, examine, run, run_checks
 from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst
+from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, RendezvousError, connect
 from scripts.emulation.launching import free_port
 
 
 def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
     first, second, third = ranks(3).run(failing_case)
     findings = {title: [(subject, level, found) for subject, level, found in some] for title, some in first[0]}
-    assert findings["good"] == [("good", "ok", "0, 1, 2")]
+    assert findings["good"] == [("answers", "ok", "0, 1, 2")]
     ((subject, level, found), (_, _, judged)) = findings["raises"]
     assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and judged == "0, 2"
     assert found == "the check itself failed: OSError: no such disk"
     assert "it did not end within 2 s" in findings["hangs"][0][2] and findings["hangs"][1][2] == "0, 1"
     assert findings["bad judge"] == [(findings["bad judge"][0][0], "wrong", "the check itself failed: KeyError: 7")]
-    assert findings["together"][-1] == ("together", "ok", "0, 1, 2")
+    assert findings["together"][-1] == ("answers", "ok", "0, 1, 2")
     assert "rank 0" in findings["fails together"][0][0]
     assert findings["left out"] == [("left out", "look", "fails together failed")]
     assert not second[0] and not third[0]
@@ -50,20 +49,22 @@ def failing_case() -> tuple[list[Any], bool]:
         if launch.rank == number:
             raise error
 
-    def make(title: str, examine: Any, together: bool = False, judge: Any = None, seconds: float = 60) -> Check:
-        listed = lambda answers, launch: [Finding(title, Level.OK, ", ".join(map(str, sorted(answers))))]  # noqa: E731
-        return Check(title, examine, judge or listed, together, seconds)
+    def listed(answers: Any, launch: Launch) -> list[Finding]:
+        return [Finding("answers", Level.OK, ", ".join(map(str, sorted(answers))))]
 
-    checks = [
-        make("good", lambda launch: launch.rank),
-        make("raises", lambda launch: fail(launch, 1, OSError("no such disk"))),
-        make("hangs", lambda launch: time.sleep(60 if launch.rank == 2 else 0), seconds=0),
-        make("bad judge", lambda launch: None, judge=lambda answers, launch: {}[7]),
-        replace(links.PROCESS_GROUPS, least_seconds=60),
-        make("together", lambda launch: dist.barrier(), together=True),
-        make("fails together", lambda launch: fail(launch, 0, RuntimeError("a link is down")), together=True),
-        make("left out", lambda launch: dist.barrier(), together=True),
-    ]
+    def make(examine: Any, together: bool = False, judge: Any = listed, seconds: float = 60) -> Check:
+        return Check(examine, judge, together, seconds)
+
+    checks = {
+        "good": make(lambda launch: launch.rank),
+        "raises": make(lambda launch: fail(launch, 1, OSError("no such disk"))),
+        "hangs": make(lambda launch: time.sleep(60 if launch.rank == 2 else 0), seconds=0),
+        "bad judge": make(lambda launch: None, judge=lambda answers, launch: {}[7]),
+        "process groups": replace(links.PROCESS_GROUPS, least_seconds=60),
+        "together": make(lambda launch: dist.barrier(), together=True),
+        "fails together": make(lambda launch: fail(launch, 0, RuntimeError("a link is down")), together=True),
+        "left out": make(lambda launch: dist.barrier(), together=True),
+    }
     store, options = PrefixStore("doctor", _get_default_store()), Options(timeout=2, group_size=1)
     run_checks(Launch(rank, rank, ["a", "a", "b"], options, store=store), checks, report := Report())
     plain = [
@@ -88,24 +89,24 @@ def measuring_case() -> list[tuple[str, str, str]]:
     store = PrefixStore("doctor", _get_default_store())
     launch = Launch(dist.get_rank(), dist.get_rank(), ["a"] * 4, Options(timeout=60, group_size=2), store=store)
     with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(links, "SIZES", (2**12, 2**14)):
-        run_checks(launch, [check for check in CHECKS if check.together], report := Report())
+        together = {"process groups": links.PROCESS_GROUPS, "links": links.LINKS}
+        together |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
+        run_checks(launch, together, report := Report())
     return [
         (one.title, worst([one]).word, " ".join(finding.found for finding in one.findings)) for one in report.sections
     ]
+
+
+MISSING = r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun"
+REFUSED = r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s"
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "given, said",
     [
-        (
-            {"RANK": "0", "WORLD_SIZE": "3"},
-            r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun",
-        ),
-        (
-            {"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"},
-            r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s",
-        ),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, MISSING),
+        ({"RANK": "1", "WORLD_SIZE": "3", "MASTER_PORT": "9"}, REFUSED),
         ({"WORLD_SIZE": "3", "MASTER_PORT": ""}, "of which RANK, MASTER_PORT are not set: start it with torchrun or"),
     ],
 )
@@ -119,12 +120,9 @@ def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> N
 
 @pytest.mark.quick
 def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixture[str]) -> None:
-    skipped = tuple(title for title in TITLES if title not in ("groups", "links", "clocks"))
-    assert (
-        tuple(check.title for check in CHECKS) == TITLES
-        and "process groups" in skipped
-        and examine(Options(skip=skipped), None, list) == 0
-    )
+    add_arguments(parser := argparse.ArgumentParser())
+    skipped = [f"--skip={title}" for title in CHECKS if title not in ("groups", "links", "clocks")]
+    assert "--skip=process groups" in skipped and run(parser.parse_args(skipped), list) == 0
     said = capsys.readouterr().out
     assert said.count("left out  it needs process groups, which are skipped") == 2
     assert said.count("-> Do not skip them, and run the doctor again.") == 2
@@ -137,10 +135,9 @@ def test_rank_0_alone_needs_a_place_for_the_report(tmp_path: Path, capsys: pytes
     def statuses(given: Path) -> list[int]:
         add_arguments(parser := argparse.ArgumentParser())
         document, store, hosts = parser.parse_args(["--json", str(given)]).json, HashStore(), ["a", "b"]
-        options = Options(timeout=10, skip=TITLES)
 
         def status(rank: int) -> int:
-            return examine_launch(Launch(rank, 0, hosts, options, store=store), CHECKS, document, Report())
+            return examine(Launch(rank, 0, hosts, Options(timeout=10), store=store), {}, document, Report())
 
         with ThreadPoolExecutor(2) as ranks:
             return list(ranks.map(status, range(2)))

@@ -4,12 +4,15 @@
 
 import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from deepspeed_ext.config.settings import REPORT_VARIABLE as VARIABLE
 from deepspeed_ext.integration import plugins
+from deepspeed_ext.integration.seams import check_our_keys
 
 
 def planted_case() -> tuple[int, Any, list[str]]:
@@ -45,3 +48,8 @@ def test_an_entry_point_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     plugins.require("planted", "a key")
     with pytest.raises(ValueError, match="a key needs the plugin 'other': expected an entry point"):
         plugins.require("other", "a key")
+    monkeypatch.setattr(plugins, "_plugins", list)
+    monkeypatch.setenv(VARIABLE, "{}")
+    make_config = check_our_keys(lambda self, *_: setattr(self, "_param_dict", {}))
+    with pytest.raises(ValueError, match=f"{VARIABLE} needs the plugin 'report': expected an entry point"):
+        make_config(SimpleNamespace(), {})

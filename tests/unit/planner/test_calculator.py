@@ -120,8 +120,7 @@ def same(found: Sequence[float], expected: Sequence[float]) -> bool:
 
 
 def figures(one: Any) -> list[float]:
-    volume = one.volume
-    return [one.total_seconds, one.busy["compute"], one.total_memory, volume.intra, volume.inter]
+    return [one.total_seconds, one.busy["compute"], one.total_memory, one.volume.intra, one.volume.inter]
 
 
 @pytest.mark.parametrize("name", WIDTHS)
@@ -136,10 +135,7 @@ def test_it_is_drawn_in_both_schemes_within_its_window(looked: dict[str, Any], n
     assert "--params 70B" in typed["command"] and typed["command"].endswith(" --trainable 7000000000")
     assert address["words"].startswith("You gain nothing here") and "paro_strategy" not in address["keys"]
     assert not wrong["shown"] and wrong["words"] == "“Tokens per GPU and micro-batch” needs a number above 0."
-
-
-def test_the_address_keeps_the_inputs(looked: dict[str, Any]) -> None:
-    first, typed, address, _ = looked["wide"]["states"]
+    # The address keeps the inputs.
     assert first["hash"] == "" and "params=70B&trained=10&" in typed["hash"]
     assert "--nodes 1 " in address["command"] and "--params 1e9 " in address["command"]
     assert "--trainable" not in address["command"]  # absent from the fragment, so as at first

@@ -198,7 +198,6 @@ def test_muons_matrices_are_counted(ranks: Any, file: str) -> None:
 
 
 def inference_case(zero: dict[str, Any]) -> str:
-    """Return the strategy of an engine without an optimizer."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"paro_strategy": "fastest", **zero}}
     with mock.patch.object(probe, "measure", lambda *_: SLOW_LINKS):
         engine, *_ = deepspeed.initialize(model=torch.nn.Linear(40, 50), config=config)

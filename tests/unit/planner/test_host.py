@@ -45,12 +45,9 @@ def test_bytes_are_those_of_the_formulas(name: str) -> None:
     assert kept.busy["host"] == pytest.approx(3 * held + 0.8 / CLUSTER.shards(row.p))
 
 
-def test_whole_parameters_are_not_offloaded() -> None:
+def test_a_cache_saves_its_bytes_of_each_gather() -> None:
     found = of("NIG")
     assert (found.busy["host"], found.host, found.memory.parameters) == (0.0, 0.0, STATES.parameters)
-
-
-def test_a_cache_saves_its_bytes_of_each_gather() -> None:
     half = replace(MODEL, host=HostParameters(cache=0.25e9))
     assert of("IIG", half).busy["host"] == pytest.approx(6 * 0.25 + 0.2)
     assert of("IIG", half).memory.parameters == 0.25e9 and of("IIG", half).host == 0.5e9

@@ -66,7 +66,7 @@ def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
         assert whole.transfer == pytest.approx(4 * copied + ERRORS) and whole.received == found.received
 
 
-def test_bits_and_places_of_what_is_held() -> None:
+def test_bits_and_places_of_what_is_held_and_refusals() -> None:
     for bits, wire in ((32, 32), (16, 16), (8, 8.125), (4, 4.125)):
         found = of("III", OuterSettings(bits=bits))
         assert found.received == pytest.approx(2 * 3 / 16 * TRAINED * wire / 8), bits
@@ -77,9 +77,6 @@ def test_bits_and_places_of_what_is_held() -> None:
     one_group = of("III", OuterSettings(bits=4), sizes=GroupSizes(4, 4))
     assert (one_group.received, one_group.busy) == (0, 0)
     assert one_group.held == pytest.approx(4 * 1.5e8 + 8 * 1.5e8)  # it has no errors
-
-
-def test_what_it_cannot_be_used_with_is_refused() -> None:
     with pytest.raises(ValueError, match="needs one of NNI, NII, INI, III, got IIG"):
         of("IIG", STREAMING)
     with pytest.raises(ValueError, match="an outer optimizer takes no experts of expert parallelism"):

@@ -52,17 +52,12 @@ def test_experts_are_counted_among_the_ranks_that_have_them(
     )
     held = row.memory(GroupSizes(*groups), own)
     assert found.memory.total == pytest.approx(dense.memory.total + held.total)
-    busy = {part: found.busy[part] - dense.busy[part] for part in ("within", "between")}
-    assert busy["within"] == pytest.approx(rates.gather.intra.seconds(experts.intra))
-    assert busy["between"] == pytest.approx(rates.gather.inter.seconds(experts.inter))
+    hops = rates.gather
+    busy = [found.busy[part] - dense.busy[part] for part in ("within", "between")]
+    assert busy == pytest.approx([hops.intra.seconds(experts.intra), hops.inter.seconds(experts.inter)])
     muon = replace(MODEL, matrices=STATES.gradients, experts=(Experts(ep, own, matrices=own.gradients),))
     exchanged = row.exchange(GroupSizes(*groups), own.gradients) + row.exchange(cluster, STATES.gradients)
     assert predict(row, cluster, muon, rates).volume == pytest.approx(found.volume + exchanged)
-
-
-def test_experts_that_groups_do_not_hold_alike_are_refused() -> None:
-    with pytest.raises(ValueError, match="a multiple or a divisor of paro_group_size, got 4 with 24 ranks in groups"):
-        GroupSizes(24, 6).of_experts(4)
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -116,14 +111,13 @@ def test_updates_and_sums_in_few_bits_by_hand(
 
 
 def test_updates_in_few_bits_need_parameters_on_the_ranks() -> None:
-    found = plan(CLUSTER, MODEL, RATES, sent=[Compression(None, UpdateSettings())])
+    few, lossless = Compression(None, UpdateSettings()), Compression(None, UpdateSettings(bits="exact"))
+    found, both, exact = (
+        plan(CLUSTER, MODEL, RATES, sent=forms) for forms in ([few], [Compression(), few], [lossless])
+    )
     assert {one.strategy for one in found.predictions} == set(CROSSINGS)
     assert {name for name, row in STRATEGIES.items() if row.p.name != "G"} == set(CROSSINGS)
-    both = plan(CLUSTER, MODEL, RATES, sent=[Compression(), Compression(None, UpdateSettings())])
-    exact = plan(CLUSTER, MODEL, RATES, sent=[Compression(None, UpdateSettings(bits="exact"))])
-    assert {one.strategy for one in exact.predictions} == {
-        name for name, (_, sums, _) in CROSSINGS.items() if not sums
-    }
+    assert {one.strategy for one in exact.predictions} == {name for name, row in CROSSINGS.items() if not row[1]}
     assert len(both.predictions) == 14 + 11 and both.choice is not None and both.choice.updates
 
 
@@ -172,10 +166,12 @@ def test_latencies_are_those_of_nccl_and_gloo() -> None:
 
 
 @pytest.mark.parametrize("figure, bad", [("intra_gbps", 0), ("inter_gbps", 0), ("ranks_per_node", 0), ("host", -1)])
-def test_figures_of_links_must_be_positive(figure: str, bad: int) -> None:
+def test_figures_out_of_bounds_are_refused(figure: str, bad: int) -> None:
     given = {"ranks_per_node": 4, "intra_gbps": 800, "inter_gbps": 320} | {figure: bad}
     with pytest.raises(ValueError, match=f"{figure} must be above 0, got {bad}"):
         Rates.of_links(CLUSTER, **given)
+    with pytest.raises(ValueError, match="a multiple or a divisor of paro_group_size, got 4 with 24 ranks in groups"):
+        GroupSizes(24, 6).of_experts(4)
 
 
 def test_fit_finds_latency_and_bandwidth() -> None:
@@ -214,9 +210,8 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert free.choice is not None and free.choice.strategy == "NNG"  # as fast as NNN and NNI, and smaller
     assert [one.total_seconds for one in free.predictions] == sorted(one.total_seconds for one in free.predictions)
     assert len(free.predictions) == 14
-    assert {"NNI", "NNN"} == set(
-        free.reason.split("as fast within 3%, with more memory: ")[1].split(";")[0].split(", ")
-    )
+    close = free.reason.partition("as fast within 3%, with more memory: ")[2].partition(";")[0]
+    assert set(close.split(", ")) == {"NNI", "NNN"}
     # Where groups cost almost nothing, all that cross between them once a step tie: then the smallest is chosen.
     tied = plan(CLUSTER, MODEL, Rates.of_links(CLUSTER, 4, intra_gbps=1e5, inter_gbps=80))
     assert tied.choice is not None and tied.choice.strategy == "IIG" != tied.predictions[0].strategy
@@ -273,13 +268,13 @@ def test_muon_moves_the_choice_to_where_its_matrices_are() -> None:
         chosen[orthogonalizing] = found.choice.strategy
     assert chosen == {0.0: "NNI", 4.0: "NNG"}
     assert "left out" not in plan(CLUSTER, MODEL, RATES).reason
+    sums = replace(free, held=replace(free.states, gradients=4 * 6e8))
     for name, shards in (("NNN", 1), ("NII", 4), ("IIG", 16)):
-        with_muon, without = (predict(STRATEGIES[name], CLUSTER, one, RATES) for one in (free, MODEL))
+        with_muon, without, whole, none = (
+            predict(STRATEGIES[name], CLUSTER, model, RATES)
+            for model in (free, MODEL, sums, replace(sums, matrices=0.0))
+        )
         assert with_muon.transient == without.transient  # gradients are taken in fp32 when the momentum is decided on
-        sums = replace(free, held=replace(free.states, gradients=4 * 6e8))
-        pair = (sums, replace(sums, matrices=0.0))
-        with_muon, without = (predict(STRATEGIES[name], CLUSTER, one, RATES) for one in pair)
-        assert with_muon.transient - without.transient == pytest.approx(4 * 6e8 / shards)  # nothing else is in fp32
-        with_muon, without = (predict(STRATEGIES[name], CLUSTER, one, RATES) for one in (free, MODEL))
+        assert whole.transient - none.transient == pytest.approx(4 * 6e8 / shards)  # nothing else is in fp32
         exchanged = STRATEGIES[name].exchange(CLUSTER, 1.2e9)
         assert with_muon.volume == pytest.approx(without.volume + exchanged)

@@ -5,6 +5,7 @@
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,7 @@ from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.intervals import daly, share_lost, young
-from deepspeed_ext.tools.plan.saves import Contents, Family, SavedPrediction, Saves, Schedule, predict_saves
+from deepspeed_ext.tools.plan.saves import Contents, Family, Saves, Schedule, daly, predict_saves, share_lost, young
 
 pytestmark = pytest.mark.quick
 
@@ -52,12 +52,10 @@ def test_intervals_are_those_of_dalys_figures(mtbf: float, minutes: float, digit
     assert share_lost(daly(5, mtbf), 5, 5, mtbf, 10) == pytest.approx(least, rel=1e-3)
     assert young(5, mtbf) == math.sqrt(10 * mtbf)
     assert share_lost(daly(5, mtbf), 5, 5, mtbf) < share_lost(young(5, mtbf), 5, 5, mtbf)
-
-
-def test_saves_that_take_longer_than_the_time_between_failures() -> None:
-    assert daly(30, 15) == daly(100, 15) == 15
+    # Saves that take longer than the time between failures.
+    assert daly(30, 15) == daly(100, 15) == 15 and daly(0, 15) == 0
     assert daly(29.999, 15) == pytest.approx(30 * (1 + 1 / 3 + 1 / 9) - 30, rel=1e-3)
-    assert share_lost(15, 1e9, 1e9, 15) == 1.0 and daly(0, 15) == 0
+    assert share_lost(15, 1e9, 1e9, 15) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -109,16 +107,10 @@ def test_ranks_that_have_all_experts_together_write_them(
     assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
 
 
-def of(
-    name: str,
-    model: Model = MODEL,
-    sent: Compression = AS_IT_IS,
-    rates: Rates = RATES,
-    saves: Saves = SAVES,
-    sizes: GroupSizes = CLUSTER,
-) -> SavedPrediction:
-    found = predict(STRATEGIES[name], sizes, model, rates, sent)
-    return predict_saves(saves, found, sizes, model, rates, sent)
+def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES, **more: Any) -> Any:
+    """Predict saves of a strategy; ``more``: other saves or sizes."""
+    saves, sizes = more.get("saves", SAVES), more.get("sizes", CLUSTER)
+    return predict_saves(saves, predict(STRATEGIES[name], sizes, model, rates, sent), sizes, model, rates, sent)
 
 
 def test_seconds_of_a_save_by_hand() -> None:

@@ -32,7 +32,7 @@ def test_a_report_keeps_all_that_the_planner_needs() -> None:
 
 def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
     one = replace(recorded(), step=9.0)
-    found = WhatIf.of(one, one.described.cluster, one.described.model)
+    found = WhatIf(one, one.described.cluster, one.described.model)
     parts = found.now.prediction.seconds
     assert parts["compute"] == pytest.approx(0.25) and parts["update"] == pytest.approx(0.03)
     assert found.now.seconds == sum(parts.values()) + 0.02  # "other" of the report; the rest is left as it is
@@ -66,11 +66,10 @@ def test_plain_stages_send_as_many_rings_as_were_probed(nodes: int) -> None:
 
 
 def test_latencies_grow_as_those_of_rings() -> None:
-    one = recorded()
-    hops = HopRates(Rate(1e-3, 1e9), Rate(2e-3, 1e7))
-    described = replace(one.described, rates=replace(one.described.rates, gather=hops, reduce=hops))
-    one = replace(one, described=described)
-    wider = replace(described.cluster, sizes=GroupSizes(8, 2))
-    rates = one._rates(wider).gather
-    assert (rates.intra.latency, rates.inter.latency) == (1e-3, 3 * 2e-3)
+    one, hops = recorded(), HopRates(Rate(1e-3, 1e9), Rate(2e-3, 1e7))
+    rates = replace(one.described.rates, gather=hops, reduce=hops)
+    one = replace(one, described=replace(one.described, rates=rates))
+    wider = replace(one.described.cluster, sizes=GroupSizes(8, 2))
+    found = one._rates(wider).gather
+    assert (found.intra.latency, found.inter.latency) == (1e-3, 3 * 2e-3)
     assert one._rates(replace(wider, latency=5e-6)).gather.inter.latency == 5e-6

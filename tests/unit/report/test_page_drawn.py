@@ -110,9 +110,7 @@ def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]
     assert page["now"] == "IIG" and page["setting"] == '{"zero_optimization": {"paro_strategy": "NIG"}}'
     assert page["findings"] == report["findings"][1:]  # the verdict has the first one
     assert looked[0]["NIG-1280"]["setting"] is None  # nothing without loss is faster
-
-
-def test_of_thousands_of_ranks_the_slowest_are_listed(looked: tuple[dict[str, Any], list[str]]) -> None:
+    # Of thousands of ranks the slowest are listed.
     large, small = looked[0]["large-1280"], looked[0]["NIG-1280"]
     assert min(large["spans"]) >= 20_000
     assert len(large["ranks"]) == 10 and large["ranks"][0] == "0" and len(small["ranks"]) == 4

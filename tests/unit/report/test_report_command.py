@@ -46,6 +46,10 @@ def test_a_script_gets_its_arguments_and_the_variable(
         '[["script.py", "--local_rank=1", "--steps", "5"], "__main__", '
         '"{\\"folder\\": \\"paro_report\\", \\"after\\": 10, \\"steps\\": 2, \\"probe\\": false}", 7]'
     )
+    # Its errors are its own, even of the class with which the command refuses arguments.
+    (tmp_path / "script.py").write_text("raise ValueError('a bad batch')\n")
+    with pytest.raises(ValueError, match="a bad batch"):
+        report("--", "script.py")
 
 
 @pytest.mark.parametrize(
@@ -64,23 +68,12 @@ def test_what_cannot_run_is_refused(
     assert ended.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_an_error_of_the_script_is_its_own(report: Callable[..., None], tmp_path: Path) -> None:
-    """Even if it is of the class with which the command refuses arguments: Python shows it, with a traceback."""
-    (tmp_path / "script.py").write_text("raise ValueError('a bad batch')\n")
-    with pytest.raises(ValueError, match="a bad batch"):
-        report("--", "script.py")
-
-
-def test_a_plain_stage_may_be_reported_on_and_stays_plain() -> None:
-    section = {"stage": 3, "paro_report": {"steps": 2}}
-    parsed = parse_section(section)
-    assert isinstance(parsed, ParoZeroConfig) and parsed.named_strategy is None
+def test_the_key_changes_nothing_else() -> None:
+    parsed = parse_section({"stage": 3, "paro_report": {"steps": 2}})
+    assert isinstance(parsed, ParoZeroConfig) and parsed.named_strategy is None  # a plain stage stays plain
     assert ReportSettings.asked_for(parsed) == ReportSettings(steps=2)
     imply_stage_of_raw(without := {"paro_report": {}})
     assert without == {"paro_report": {}}  # it implies no stage
-
-
-def test_beside_a_strategy_it_changes_nothing_else() -> None:
     parsed = parse_section({"paro_strategy": "NIG", "paro_report": {}})
     assert isinstance(parsed, ParoZeroConfig) and parsed.stage == 2
     assert ReportSettings.asked_for(parsed) == ReportSettings()

@@ -11,13 +11,14 @@ import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any
-
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+from typing import TYPE_CHECKING, Any
 
 from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.doctor.findings import Finding, by_value, ranks_text
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 Answers = Mapping[int, Any]  # of each rank that answered
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -30,15 +31,7 @@ class RendezvousError(RuntimeError):
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line; see its help.
-
-    Attributes:
-        group_size: paro_group_size; None for the ranks per node.
-        timeout: seconds to wait for a rank, and for a message.
-        params: parameters of the model whose states should fit; None to compare memory with nothing.
-        strategy, dtype, offload_optimizer: how these states are kept.
-        skip: titles of checks to leave out.
-    """
+    """The options of the command line; see its help. ``skip``: titles of checks to leave out."""
 
     group_size: int | None = None
     timeout: float = 60.0
@@ -47,6 +40,12 @@ class Options:
     dtype: str = "bf16"
     offload_optimizer: bool = False
     skip: tuple[str, ...] = ()
+
+
+def _own_store() -> "Store":
+    from torch.distributed import HashStore
+
+    return HashStore()
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ class Launch:
     options: Options = field(default_factory=Options)
     environment: Mapping[str, str] = field(default_factory=dict)
     patch_problems: Callable[[], list[str]] = list
-    store: Store = field(default_factory=HashStore)
+    store: "Store" = field(default_factory=_own_store)
 
     @property
     def world(self) -> int:
@@ -143,7 +142,6 @@ class Check:
     """One kind of check.
 
     Attributes:
-        title: its name.
         examine: runs on every rank and returns plain values for JSON; may raise.
         judge: runs on rank 0, with the answers of all ranks whose ``examine`` returned; does not communicate.
         together: whether ``examine`` communicates over process groups. It is left out after such a check failed or a
@@ -151,7 +149,6 @@ class Check:
         least_seconds: time limit of ``examine`` if ``--timeout`` is shorter.
     """
 
-    title: str
     examine: Callable[[Launch], Any]
     judge: Callable[[Answers, Launch], list[Finding]]
     together: bool = False
@@ -167,20 +164,26 @@ def connect(
         RendezvousError: a variable is not set, or a rank did not connect in time.
     """
     host, local_rank = socket.gethostname(), int(environment.get("LOCAL_RANK", "0"))
+    alone = Launch(0, local_rank, [host], options, environment, patch_problems)
     if int(environment.get("WORLD_SIZE", "1")) == 1:
-        return Launch(0, local_rank, [host], options, environment, patch_problems)
-    missing = [name for name in NEEDED if not environment.get(name)]
-    if missing:
+        return alone
+    if missing := [name for name in NEEDED if not environment.get(name)]:
         raise RendezvousError(
             f"expected the environment variables {', '.join(NEEDED)}, of which {', '.join(missing)} are not set: "
             f"start it with torchrun or deepspeed, which set them."
         )
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-    store = _open_store(environment, rank, host, address, options.timeout)
-    launch = Launch(rank, local_rank, (), options, environment, patch_problems, store)
+    launch = replace(alone, rank=rank, store=_open_store(environment, rank, address, options.timeout))
     names = launch.gather("host", host, range(world), options.timeout)
-    error = _missing_text(names, world, address, options.timeout)
+    error = ""
+    if rank == 0 and (lost := set(range(world)) - set(names)):
+        present = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in by_value(names).items())
+        error = (
+            f"{ranks_text(lost)} of {world} {'is' if len(lost) == 1 else 'are'} missing: {options.timeout:g} s after "
+            f"rank 0 began to wait at {address}, only these had connected: {present}. Check that the launcher runs on "
+            "every node with the same number of nodes and of ranks per node, and that every node reaches that address."
+        )
     roll = json.dumps({"hosts": list(names.values()), "error": error})
     answer = json.loads(launch.broadcast("roll", roll, options.timeout + _MARGIN))
     if answer["error"]:
@@ -188,7 +191,9 @@ def connect(
     return replace(launch, hosts=answer["hosts"])
 
 
-def _open_store(environment: Mapping[str, str], rank: int, host: str, address: str, timeout: float) -> Store:
+def _open_store(environment: Mapping[str, str], rank: int, address: str, timeout: float) -> "Store":
+    from torch.distributed import PrefixStore, TCPStore
+
     # torchrun's agent serves a store at this address; with any other launcher rank 0 does.
     serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name, port, limit = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=timeout)
@@ -197,24 +202,11 @@ def _open_store(environment: Mapping[str, str], rank: int, host: str, address: s
     except (RuntimeError, ValueError) as error:
         reason = "this rank cannot listen there" if serves else "nobody answers there"
         raise RendezvousError(
-            f"rank {rank} on {host} did not get to {address} (MASTER_ADDR:MASTER_PORT) within {timeout:g} s; {reason}"
-            f": {_first_line(error)}. Check that rank 0 has started, that the address is that of its host as others "
-            f"see it, that nothing else uses the port, and that no firewall closes it."
+            f"rank {rank} on {socket.gethostname()} did not get to {address} (MASTER_ADDR:MASTER_PORT) within "
+            f"{timeout:g} s; {reason}: {_first_line(error)}. Check that rank 0 has started, that the address is that "
+            f"of its host as others see it, that nothing else uses the port, and that no firewall closes it."
         ) from error
     return PrefixStore(f"deepspeed_ext doctor {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _missing_text(names: Mapping[int, str], world: int, address: str, timeout: float) -> str:
-    """Return an error that lists the ranks without a host name; empty if there are none."""
-    missing = sorted(set(range(world)) - set(names))
-    if not missing:
-        return ""
-    present = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in by_value(names).items())
-    return (
-        f"{ranks_text(missing)} of {world} {'is' if len(missing) == 1 else 'are'} missing: {timeout:g} s after rank 0 "
-        f"began to wait at {address}, only these had connected: {present}. Check that the launcher runs on every node "
-        f"with the same number of nodes and of ranks per node, and that every node reaches that address."
-    )
 
 
 def _first_line(error: Exception) -> str:
