@@ -80,12 +80,7 @@ class _Inputs(torch.autograd.Function):
 
 
 class _Calls:
-    """The calls of a module with positional inputs that need gradients.
-
-    Args:
-        module: the module to watch.
-        leaf: leaf module to notify when the backward of a call ends, if there is one.
-    """
+    """The calls of a module with positional inputs that need gradients. A leaf is notified when a backward ends."""
 
     def __init__(self, module: nn.Module, leaf: "_Leaf | None" = None) -> None:
         self._leaf = leaf
@@ -212,7 +207,6 @@ class LeafGradients:
 
     Args:
         optimizer: a stage-3 optimizer that has registered its hooks; those of leaf modules are removed.
-        reducer: reduces the gradients.
     """
 
     def __init__(self, optimizer: LeafOptimizer, reducer: LeafReducer) -> None:

@@ -63,7 +63,6 @@ class Unit:
 
     Args:
         params: ZeRO parameters of one dtype; either all or none of them stay gathered between steps.
-        owner: gathers them.
     """
 
     is_external_param = False
@@ -233,12 +232,7 @@ class UnitLinear(torch.autograd.Function):
 
 
 def linear(wrapped: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Call ``torch.nn.functional.linear``.
-
-    Args:
-        wrapped: DeepSpeed's replacement, for weights that are in no unit, and under torch.func, which needs it.
-        input, weight, bias: arguments of ``torch.nn.functional.linear``.
-    """
+    """Call ``torch.nn.functional.linear``: DeepSpeed's replacement for weights in no unit, and under torch.func."""
     if hasattr(weight, UNIT) and not torch._C._are_functorch_transforms_active():
         product: Tensor = UnitLinear.apply(input, weight, bias)
         return product

@@ -26,12 +26,10 @@ from deepspeed_ext.zero.families import DENSE, Families, experts_of
 
 
 class CheckpointWriters:
-    """The ranks of one optimizer.
+    """Chooses the ranks that write an optimizer's files.
 
     Args:
-        families: of parameters.
-        strategy: where states are.
-        shards: this rank's numbers among those that share states, of each flat shard.
+        shards: this rank's number among the ranks that share states, of each flat shard.
     """
 
     def __init__(self, families: Families, strategy: Strategy, shards: Sequence[int]) -> None:

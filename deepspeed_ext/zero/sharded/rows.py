@@ -85,12 +85,7 @@ class DeviceRows:
 
 
 class HostRows(DeviceRows):
-    """Rows in host memory. See Note [Rows on the host].
-
-    Args:
-        redistribution, cached: see ``DeviceRows``.
-        pinned: whether that memory is pinned.
-    """
+    """Rows in host memory, which may be pinned. See Note [Rows on the host]."""
 
     on_host = True
 
@@ -141,11 +136,7 @@ class HostRows(DeviceRows):
 
 
 class RowCache:
-    """Copies on the device of some parameters' rows.
-
-    Args:
-        wanted: ds_ids of the parameters.
-    """
+    """Copies on the device of some parameters' rows; ``wanted``: ds_ids of these parameters."""
 
     def __init__(self, wanted: frozenset[int]) -> None:
         self._wanted = wanted
