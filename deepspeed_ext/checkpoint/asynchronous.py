@@ -3,10 +3,11 @@
 """Saves that go on while the training does: ``"checkpoint": {"async_save": true}``.
 
 Note [Asynchronous saves]
-    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank has the copies written
-    into the staging folder, and all threads together commit it as any save does (``commit.py``): they vote over a
-    channel of their own, on the host (``host_channel.py``). The next save, a load and the end of the engine wait for
-    them, and so does the end of the process; see Note [Endings] in ``comm/endings.py``.
+    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank exchanges states with the
+    others where ZeRO's order has them on another rank (p = N), and has the copies written into the staging folder. All
+    threads together commit it as any save does (``commit.py``). They communicate over a channel of their own, on the
+    host (``host_channel.py``). The next save, a load and the end of the engine wait for them, and so does the end
+    of the process; see Note [Endings] in ``comm/endings.py``.
 
     If a save fails on some rank, the threads of all ranks learn it, the folder is left as it was, and the first rank
     logs the error at once. It is raised by the next step, save, load or ``engine.destroy()``. A step must raise on all
@@ -23,6 +24,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 
 from deepspeed.utils import logger
 from torch import Tensor
@@ -139,7 +141,10 @@ class AsyncSaves:
 
         def run() -> None:
             try:
-                written, error = self.channel.wait_for(lambda: _written(snapshot, waiting, write))
+                written, error = 0, self.channel.wait_for(partial(_error_of, snapshot.complete))
+                if self.channel.all_reduce_min(int(error is None)):
+                    snapshot.exchange(self.channel)
+                    written, error = self.channel.wait_for(lambda: _write_all(waiting, write))
                 self._run(commit, written, error)
             except BaseException as failure:
                 raise self._failed(commit, failure) from failure
@@ -273,17 +278,22 @@ def _thread() -> Background:
     return Background(owed=True, what="a checkpoint is still being written by this rank or another one")
 
 
-def _written(snapshot: Snapshot, waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
-    """Write all files; return how many there are, and the first error. It never raises: other threads would wait."""
+def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
+    """Write all files; return how many there are, and the first error."""
     error: Exception | None = None
     written: set[str] = set()
-    try:
-        snapshot.complete()
-        while waiting:
-            content, place, path = waiting.pop(0)
-            error = error or write(content, place, path)
-            written.add(path)
-    except BaseException as found:
-        error = CheckpointError(f"the thread that writes has ended: {type(found).__name__} {found}".rstrip())
-        error.__cause__ = found
+    while waiting:
+        file = waiting.pop(0)
+        error = error or _error_of(partial(write, *file))
+        written.add(file[-1])
     return len(written), error
+
+
+def _error_of(act: Callable[[], Exception | None]) -> Exception | None:
+    """Return the error that an act returns, or what it raises: other threads wait for this one."""
+    try:
+        return act()
+    except BaseException as cause:
+        error = CheckpointError(f"the thread that writes has ended: {type(cause).__name__} {cause}".rstrip())
+        error.__cause__ = cause
+        return error

@@ -14,7 +14,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 
-from deepspeed_ext.checkpoint import in_order, universal
+from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
@@ -182,15 +182,6 @@ def load_into_stock(
     if universal.beyond_stock(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
         universal.load_untrained(engine, universal.untrained(engine, folder, inspect))
     return load(engine, load_dir, tag, *args, **kwargs)
-
-
-def explain(error: KeyError, engine: Engine, load_dir: str, tag: str | None) -> None:
-    """Say what is wrong where an engine without a strategy of ours has failed to load a checkpoint in own order.
-
-    Raises:
-        CheckpointError: it is one.
-    """
-    in_order.explain(error, Path(load_dir, _tag(engine, load_dir, tag)))
 
 
 def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:

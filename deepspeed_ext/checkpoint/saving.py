@@ -21,7 +21,6 @@ from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import forget
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
-from deepspeed_ext.config.saves import saves_in_zeros_order
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
@@ -80,8 +79,7 @@ def save_checkpoint(
             engine.optimizer.outer.in_place(),
             files.saving(commit.folder, header, writers.left_to_others, snapshot),
             writers.numbered(engine),
-            mock.patch.object(engine.optimizer, "own_order", not saves_in_zeros_order(engine._config)),
-            mock.patch.object(engine.optimizer, "is_saved", True),
+            engine.optimizer.being_saved(snapshot),
             mock.patch.object(engine, "checkpoint_tag_validation_enabled", lambda: False),  # done above
         ):
             saved: bool = save(

@@ -17,6 +17,10 @@ Note [What a snapshot copies when]
     With an outer optimizer nothing is copied behind: a save shows anchors in the place of the group's weights, and
     takes them back when it returns.
 
+    Optimizer states of stripes (p = N) are copied in the order in which this rank has them. The thread that writes
+    sends them to the ranks that have their elements in ZeRO's order, and files are the same as those of other saves;
+    see ``send_later`` and ``exchange``.
+
     What is copied are storages, as ``torch.save`` writes them: tensors that share one in what was given share one in
     the snapshot. So its file is the same, to the byte, as that of a save that writes at once. (That of a tensor on a
     device says that it was on the host.)
@@ -27,11 +31,14 @@ import pickle
 import threading
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
+
+from deepspeed_ext.comm.host_channel import HostChannel
+from deepspeed_ext.comm.relayout import Relayout
 
 _SMALL = 256  # bytes
 _Storage = torch.UntypedStorage | torch.TypedStorage
@@ -90,6 +97,14 @@ def nbytes_of(content: object) -> int:
     return finder.others + sum(storages.values())
 
 
+class _Exchange(NamedTuple):
+    """A flat buffer whose chunks are to be exchanged: this rank's two, which share their memory, 1D."""
+
+    relayout: Relayout
+    source: Tensor
+    target: Tensor
+
+
 class Snapshot:
     """The states of one save. See Note [What a snapshot copies when].
 
@@ -104,6 +119,9 @@ class Snapshot:
         self._copies: dict[int, Tensor] = {}  # of storages of the file that is taken, uint8, by their addresses
         self._on_device: list[tuple[Tensor, Tensor]] = []  # source and copy, uint8, of what is copied behind
         self._on_host: list[tuple[Tensor, Tensor]] = []
+        self._exchanges: list[_Exchange] = []
+        self._own: set[int] = set()  # addresses of storages that are copies already
+        self._moved: Tensor | None = None  # room for one chunk on its way to its place, uint8
         self._sources: list[Tensor] = []  # held until they have been read
         self._stream: Any = None  # beside the one that computes, once something on a device is copied
         self._device = 0  # whose stream it is
@@ -121,8 +139,25 @@ class Snapshot:
             get_accelerator().current_stream().wait_stream(self._stream)
         return taken
 
+    def send_later(self, chunk: Tensor, relayout: Relayout) -> Tensor:
+        """Copy a chunk of a flat buffer, and return this rank's one of another layout; see ``SendsLater``.
+
+        Its content is arbitrary until ``exchange``.
+        """
+        source_bytes, target_bytes = chunk.nbytes, relayout.numel * chunk.element_size()
+        memory = self._buffers.lend(max(source_bytes, target_bytes))
+        source = memory[:source_bytes]
+        self._copy(chunk.detach().view(torch.uint8), source)
+        # By way of numpy it is a storage by itself: a file has all of a tensor's storage.
+        target = torch.from_numpy(memory.numpy()[:target_bytes]).view(chunk.dtype)
+        self._own.add(target.untyped_storage().data_ptr())
+        self._exchanges.append(_Exchange(relayout, source.view(chunk.dtype), target))
+        return target
+
     def _copied(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._own:
+            return tensor
         held = self._copies.get(storage.data_ptr()) if storage.nbytes() else torch.empty(0, dtype=torch.uint8)
         if held is None:
             held = self._copies[storage.data_ptr()] = self._buffers.lend(storage.nbytes())
@@ -168,7 +203,22 @@ class Snapshot:
         if self._read is not None:
             get_accelerator().set_device(self._device)  # a new thread has the first, and would make a context there
             self._read.synchronize()
-        self.let_go()
+        self._let_steps_go()
+        # Here, where a lack of memory is an error on all ranks, and not of one whose part others wait for.
+        self._moved = torch.empty(max((one.target.nbytes for one in self._exchanges), default=0), dtype=torch.uint8)
+
+    def exchange(self, channel: HostChannel) -> None:
+        """Exchange the chunks of ``send_later`` after ``complete``. Collective over the channels of all ranks.
+
+        Raises:
+            ChannelError: a rank has died, or has not sent its part within the timeout.
+        """
+        for relayout, source, target in self._exchanges:
+            assert self._moved is not None
+            moved = self._moved[: target.nbytes].view(target.dtype)
+            relayout.send(source, moved, channel)
+            target.copy_(moved)  # not before: others may still receive what is there
+        self._exchanges, self._moved = [], None
 
     def give_up(self) -> None:
         """Wait for what is being copied, which nobody will use."""
@@ -177,7 +227,11 @@ class Snapshot:
         self.let_go()
 
     def let_go(self) -> None:
-        """Wait for nothing any more: copies are complete, or nobody will use them."""
+        """Wait for nothing any more: nobody will use the copies, or all files have been written."""
+        self._exchanges, self._moved = [], None
+        self._let_steps_go()
+
+    def _let_steps_go(self) -> None:
         self._sources, self._on_device, self._on_host = [], [], []
         self._done.set()
 

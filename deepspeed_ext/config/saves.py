@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 CHECKPOINT = "checkpoint"
 ASYNC_SAVE = "async_save"
-ZERO_ORDER = "zero_order"
 MEMORY_FOLDER = "memory_folder"
 MEMORY_COPIES = "memory_copies"
 _SHARED_MEMORY = "/dev/shm"
@@ -36,15 +35,6 @@ def saves_aside(config: "DeepSpeedConfig") -> bool:
             f"one of the two."
         )
     return True
-
-
-def saves_in_zeros_order(config: "DeepSpeedConfig") -> bool:
-    """Return whether files of optimizer states have them in ZeRO's order; see ``zero/flat/saved.py``.
-
-    Raises:
-        ValueError: the key is neither true nor false.
-    """
-    return _flag(config, ZERO_ORDER, not saves_aside(config))
 
 
 def memory_folder(config: "DeepSpeedConfig") -> str:
@@ -77,7 +67,7 @@ def check_saves(config: "DeepSpeedConfig") -> None:
     Raises:
         ValueError: one is of another type, or cannot be combined with another key.
     """
-    saves_in_zeros_order(config)
+    saves_aside(config)
     memory_folder(config)
     memory_copies(config)
 
@@ -88,7 +78,7 @@ def refuse_without_strategy(config: "DeepSpeedConfig") -> None:
     Raises:
         ValueError: one is there.
     """
-    asked = [key for key in (ASYNC_SAVE, ZERO_ORDER, MEMORY_FOLDER, MEMORY_COPIES) if key in _section(config)]
+    asked = [key for key in (ASYNC_SAVE, MEMORY_FOLDER, MEMORY_COPIES) if key in _section(config)]
     if asked:
         stages = ", ".join(f"{name} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items() if stage)
         raise ValueError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from deepspeed_ext.integration.symbols import Patch
 from deepspeed_ext.version import __version__
 
-VERSION = 1  # of the set of hooks: increase it if a hook is added, moved or removed, in patches/ as well
+VERSION = 2  # of the set of hooks: increase it if a hook is added, moved or removed, in patches/ as well
 MODULE = "deepspeed_ext_hooks"  # of DeepSpeed: has the version and the decorator
 MARK = "__deepspeed_ext__"  # attribute of a replacement; of the one of a hook, its label
 REMEDY = (

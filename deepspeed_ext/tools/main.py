@@ -4,8 +4,7 @@
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
 one, ``plan`` what each strategy costs, ``report`` where a step's time goes, and ``doctor`` what is wrong with nodes.
-``compare`` runs a script under several configurations, ``convert`` makes a universal checkpoint, and ``zero-order``
-puts an ordinary one into ZeRO's order.
+``compare`` runs a script under several configurations, and ``convert`` makes a universal checkpoint.
 """
 
 import argparse
@@ -68,11 +67,6 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
 
 
-def add_zero_order_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``zero-order``."""
-    parser.add_argument("--folder", required=True, help="the checkpoint, D/TAG, which no run saves to meanwhile")
-
-
 def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     """Run a command, of ``report`` what comes before its script; return the exit status."""
     if arguments.command == comparing.NAME:
@@ -87,15 +81,6 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
         from deepspeed_ext.checkpoint.to_universal import convert
 
         convert(arguments)
-        return 0
-    if arguments.command == "zero-order":
-        from deepspeed_ext.checkpoint.folder import CheckpointError
-        from deepspeed_ext.checkpoint.in_order import put_in_zeros_order
-
-        try:
-            print(put_in_zeros_order(arguments.folder))
-        except CheckpointError as error:
-            raise ValueError(str(error)) from error
         return 0
     from deepspeed_ext.tools import leaf as leaf_command
 
@@ -128,9 +113,6 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
     leaves = commands.add_parser("leaf-modules", help="what ZeRO-3 would fetch as one of a model")
     add_leaf_arguments(leaves)
     add_convert_arguments(commands.add_parser("convert", help="make a universal checkpoint of an ordinary one"))
-    add_zero_order_arguments(
-        commands.add_parser("zero-order", help="put a checkpoint's optimizer states into ZeRO's order")
-    )
     planning.add_arguments(commands.add_parser("plan", help="what each strategy would cost, and which to use"))
     reporting.add_arguments(
         commands.add_parser(reporting.NAME, help="run a script, and show where its steps' time goes")

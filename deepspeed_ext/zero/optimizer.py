@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.hops import ErrorState, JointErrorState
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.relayout import SendsLater
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import override
 from deepspeed_ext.strategy import Strategy, full_bucket
@@ -56,14 +57,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         overlaps_micro_steps: whether the last buckets of a micro-step may stay on the wire under the next one: where
             nobody reads gradients between the two.
         flush_follows: whether the backward that runs is the last one before a boundary that somebody else declares.
-        own_order: whether ``state_dict`` returns partitions as they are held; see Note [Own order] in
-            ``flat/saved.py``.
+        sends_later: sends what ``state_dict`` has of other ranks later; None to do so at once.
         is_saved: whether a checkpoint is being saved, for which nobody changes what ranks hold.
         before_step: called when a step begins, on all ranks; may raise: then nothing has been done.
         before_change: called before the optimizer's states are changed or moved otherwise: somebody may read them.
     """
 
-    own_order = is_saved = False
+    sends_later: SendsLater | None = None
+    is_saved = False
     before_step: Callable[[], None] = staticmethod(lambda: None)
     before_change: Callable[[], None] = staticmethod(lambda: None)
     complete_gradients: Callable[[], None] = staticmethod(lambda: None)
@@ -116,6 +117,15 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         Raises:
             ValueError: it is.
         """
+
+    @contextmanager
+    def being_saved(self, sends_later: SendsLater | None) -> Iterator[None]:
+        """Let ``state_dict`` be for a checkpoint in this context."""
+        self.is_saved, self.sends_later = True, sends_later
+        try:
+            yield
+        finally:
+            self.is_saved, self.sends_later = False, None
 
     # The accumulation boundary ########################################################################
 

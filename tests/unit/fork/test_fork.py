@@ -83,7 +83,7 @@ def test_the_wheel_has_the_package_and_patches_no_symbol(folder: Path) -> None:
         assert all(content.read(name) == path.read_bytes() for name, path in expected.items())
     out, _, others = run(FORK, folder, "-c", REPORTS).partition("with others:")
     assert f"deepspeed     {metadata.version('deepspeed')}+ext.{OURS}\n" in out
-    assert "this DeepSpeed is a fork with hooks (version 1): none of its symbols is patched at run time" in out
+    assert "this DeepSpeed is a fork with hooks (version 2): none of its symbols is patched at run time" in out
     assert out.count("  hooked ") > 20 and "  applied      deepspeed." not in out and "all as expected" in out
     assert "deepspeed.runtime.utils.see_memory_usage: without its hook x.y" in others
     assert "no patch corresponds to the hook pipeline.setup.partition_layers at deepspeed.run" in others
@@ -115,11 +115,11 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "deepspeed_ext" not in
 
 CHANGES = {
     "removed": ("runtime/engine.py", '    @hook("checkpoints.save_as_a_whole")\n', ""),
-    "another": ("deepspeed_ext_hooks.py", "VERSION = 1", "VERSION = 2"),
+    "another": ("deepspeed_ext_hooks.py", "VERSION = 2", "VERSION = 3"),
 }
 ERRORS = {
     "removed": "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook checkpoints.save_as_a_whole",
-    "another": f"RuntimeError.* version 2, and deepspeed_ext {OURS} needs version 1.* install the fork",
+    "another": f"RuntimeError.* version 3, and deepspeed_ext {OURS} needs version 2.* install the fork",
     "absent": "DeepSpeedConfigError .* paro_strategy, paro_group_size, which needs the package deepspeed_ext",
 }
 
