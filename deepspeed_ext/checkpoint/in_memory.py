@@ -36,10 +36,10 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
+from deepspeed_ext.checkpoint.experts import model_key
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, run_of
-from deepspeed_ext.checkpoint.model_key import model_key
 from deepspeed_ext.checkpoint.owned import replace_text
 from deepspeed_ext.checkpoint.snapshots import nbytes_of
 from deepspeed_ext.comm.agreement import (

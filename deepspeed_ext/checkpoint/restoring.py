@@ -14,11 +14,11 @@ from deepspeed import comm as dist
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.checkpoint.commit import Commit
+from deepspeed_ext.checkpoint.experts import model_key
 from deepspeed_ext.checkpoint.exporting import finish_last
 from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age, run_of
-from deepspeed_ext.checkpoint.model_key import model_key
 from deepspeed_ext.checkpoint.owned import sync
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, broadcast_text, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
@@ -140,7 +140,7 @@ def _write(
     """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have done. Collective."""
     finish_last(engine)
     target = CheckpointFolder(load_dir, save.tag)
-    commit = Commit(target, dist.get_rank() == 0, True, True, after=folder.forget)
+    commit = Commit(target, dist.get_rank() == 0, True, True, engine._config)
     commit.prepare(WORLD)
     written, error = 0, None
     try:

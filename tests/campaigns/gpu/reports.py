@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from deepspeed_ext.__main__ import patch_problems
-from deepspeed_ext.clocks import DeviceClock, make_clock
+from deepspeed_ext.tools.clocks import DeviceClock, make_clock
 from deepspeed_ext.tools.doctor.cli import TITLES
 from deepspeed_ext.tools.doctor.cluster import Options
 from deepspeed_ext.tools.doctor.command import examine

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
+from deepspeed_ext.tools.clocks import HostClock
 from deepspeed_ext.tools.report import measures
 from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder

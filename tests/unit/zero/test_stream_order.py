@@ -98,7 +98,7 @@ _WRITER = "for the thread that writes, and the host"
 # By file or folder: why waits there are of no device.
 OF_HOST = {
     "checkpoint/": _WRITER,
-    "clocks.py": _MEASURES,
+    "tools/clocks.py": _MEASURES,
     "comm/background.py": _THREAD,
     "comm/host_channel.py": _GLOO,
     "comm/pairwise.py": _GLOO,
