@@ -31,7 +31,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.folder import CheckpointError, told
-from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
+from deepspeed_ext.checkpoint.snapshots import HostBuffers, Pace, Snapshot
 from deepspeed_ext.comm.agreement import (
     bounds,
     printable,
@@ -94,6 +94,7 @@ class AsyncSaves:
         self.buffers = HostBuffers()
         self._channel: HostChannel | None = None
         self._background = _thread()
+        self._pace = Pace(self._background)
         self._snapshot: Snapshot | None = None
         self._job: Job | None = None
         self._commit: Commit | None = None
@@ -143,7 +144,7 @@ class AsyncSaves:
             try:
                 written, error = 0, self.channel.wait_for(partial(_error_of, snapshot.complete))
                 if self.channel.all_reduce_min(int(error is None)):
-                    snapshot.exchange(self.channel)
+                    snapshot.exchange(self.channel, self._pace)
                     written, error = self.channel.wait_for(lambda: _write_all(waiting, write))
                 self._run(commit, written, error)
             except BaseException as failure:
@@ -153,13 +154,14 @@ class AsyncSaves:
                 waiting.clear()
                 self.channel.rest()
 
-        self._commit, self._failing = commit, _FailingStep()
+        self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
         self._told, self._connected = False, True
         self._snapshot, tag = snapshot, self._background.next_tag()
         try:
             self._job = self._background.add(run, tag)
         except RuntimeError:  # the system has no more threads; those of other ranks wait for this one
             logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
+            self._pace.lift()
             self._job = Job(self._background, run, tag)
             self._job.do()
         except BaseException:  # a signal, as the thread begins
@@ -193,6 +195,7 @@ class AsyncSaves:
             SaveFailed: on all ranks; it has failed, and no step has raised that.
         """
         job, commit, failure = self._job, self._commit, None
+        self._pace.lift()
         if job is not None:
             wait_on_all(job.wait_within)
         self.settle()
@@ -220,6 +223,7 @@ class AsyncSaves:
         Raises:
             SaveFailed: on all ranks; it has failed, and no step has raised that.
         """
+        self._pace.lift()
         self.settle()
         try:
             self._tell()

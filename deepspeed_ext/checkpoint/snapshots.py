@@ -29,18 +29,23 @@ Note [What a snapshot copies when]
 import copy
 import pickle
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.background import Background
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.relayout import Relayout
 
 _SMALL = 256  # bytes
+_SHARE = 1 / 20  # of the time in which an exchange uses the links, which steps need as well
+_LONGEST_PAUSE, _LOOKS = 30.0, 0.1  # seconds
+_HURRIED = 2**62  # in the place of the microseconds of a round
 _Storage = torch.UntypedStorage | torch.TypedStorage
 
 
@@ -95,6 +100,32 @@ def nbytes_of(content: object) -> int:
     finder.dump(content)
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in finder.found}
     return finder.others + sum(storages.values())
+
+
+class Pace:
+    """Pauses between the rounds of an exchange: it takes a share of the links until somebody waits for the save.
+
+    Args:
+        thread: that exchanges.
+    """
+
+    def __init__(self, thread: Background) -> None:
+        self._thread, self._lifted = thread, threading.Event()
+
+    def lift(self) -> None:
+        """Pause no more, since the training waits."""
+        self._lifted.set()
+
+    @property
+    def lifted(self) -> bool:
+        """Whether the training, or the end of the process, waits."""
+        return self._lifted.is_set() or self._thread.joined
+
+    def pause(self, spent: float) -> None:
+        """Pause after a round that has taken so many seconds."""
+        end = time.monotonic() + min(_LONGEST_PAUSE, spent * (1 / _SHARE - 1))
+        while not self.lifted and (left := end - time.monotonic()) > 0:
+            self._lifted.wait(min(left, _LOOKS))
 
 
 class _Exchange(NamedTuple):
@@ -207,18 +238,28 @@ class Snapshot:
         # Here, where a lack of memory is an error on all ranks, and not of one whose part others wait for.
         self._moved = torch.empty(max((one.target.nbytes for one in self._exchanges), default=0), dtype=torch.uint8)
 
-    def exchange(self, channel: HostChannel) -> None:
+    def exchange(self, channel: HostChannel, pace: Pace) -> None:
         """Exchange the chunks of ``send_later`` after ``complete``. Collective over the channels of all ranks.
 
         Raises:
             ChannelError: a rank has died, or has not sent its part within the timeout.
         """
+        rounds, ended, slowest = self._rounds(channel), object(), 1
+        while slowest:
+            begin = time.monotonic()
+            more = next(rounds, ended) is not ended
+            spent = _HURRIED if pace.lifted else 1 + int((time.monotonic() - begin) * 1e6)
+            slowest = -channel.all_reduce_min(-spent if more else 0)  # microseconds; 0 where all have ended
+            if slowest < _HURRIED:
+                # On all ranks alike: time in which a rank waits for another's pause would lengthen its own.
+                pace.pause(slowest / 1e6)
+
+    def _rounds(self, channel: HostChannel) -> Iterator[None]:
         for relayout, source, target in self._exchanges:
             assert self._moved is not None
             moved = self._moved[: target.nbytes].view(target.dtype)
-            relayout.send(source, moved, channel)
+            yield from relayout.send(source, moved, channel)
             target.copy_(moved)  # not before: others may still receive what is there
-        self._exchanges, self._moved = [], None
 
     def give_up(self) -> None:
         """Wait for what is being copied, which nobody will use."""

@@ -74,8 +74,9 @@ class Relayout:
         for span, part in zip(spans, split_as(arrived, spans), strict=True):
             span.of(moved).copy_(part)
 
-    def send(self, chunk: Tensor, moved: Tensor, channel: HostChannel) -> None:
-        """Fill this rank's chunk of the target by messages between threads. Collective over the channels of the group.
+    def send(self, chunk: Tensor, moved: Tensor, channel: HostChannel) -> Iterator[None]:
+        """Fill this rank's chunk of the target by messages between threads, a round at each ``next``. Collective over
+        the channels of the group.
 
         In round d, each rank sends to the d-th rank after it what they share, and receives from the d-th rank before
         it. So no rank is waited for by many, and nothing is packed: messages are spans of the chunks.
@@ -88,14 +89,13 @@ class Relayout:
         """
         sent, received = self._exchanged(self._common)
         moved.zero_()
-        for distance, _ in enumerate(self._ranks):
+        for place, part in zip(received[self._own], sent[self._own], strict=True):
+            place.of(moved).copy_(part.of(chunk))
+        for distance in range(1, len(self._ranks)):
             to, source = (self._own + distance) % len(self._ranks), (self._own - distance) % len(self._ranks)
             parts, places = [span.of(chunk) for span in sent[to]], [span.of(moved) for span in received[source]]
-            if distance:
-                channel.exchange(parts, self._ranks[to], places, self._ranks[source])
-                continue
-            for place, part in zip(places, parts, strict=True):
-                place.copy_(part)
+            channel.exchange(parts, self._ranks[to], places, self._ranks[source])
+            yield
 
 
 class SendsLater(Protocol):

@@ -222,7 +222,7 @@ class SavesMeasurement(Measurement):
         """Return which asynchronous saves, in the order of ranks, stop or slow the training too much."""
         found = []
         for row in rows:
-            if "asynchronous" not in row.method or "zero_order" in row.method:
+            if "asynchronous" not in row.method:
                 continue
             where, share = f"{row.setting}, {row.more['disk']} disk: {row.method}", tabulated.stopped_share(row, rows)
             if share is not None and share > cls.critical:
