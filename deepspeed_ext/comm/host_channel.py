@@ -30,7 +30,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 from torch import Tensor, distributed
-from torch.distributed import ReduceOp, distributed_c10d
+from torch.distributed import ProcessGroupGloo, ReduceOp, distributed_c10d
 
 from deepspeed_ext.comm.agreement import printable, wait_on_all
 from deepspeed_ext.comm.disjoint_groups import timeout_of
@@ -63,6 +63,11 @@ class _Group:
     gloo: Any
 
 
+def _store(name: str, ranks: Sequence[int]) -> Any:
+    keys = f"{_PREFIX}/{name}/{ranks[0]}-{ranks[-1]}"
+    return distributed_c10d.PrefixStore(keys, distributed_c10d._get_default_store())
+
+
 class HostChannel:
     """A ``Channel`` of one thread of each rank. See Note [Channels of threads].
 
@@ -84,17 +89,24 @@ class HostChannel:
         self._groups: list[_Group] = []  # all of them
         levels = enumerate(tree(self.rank, self.world))
         self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
-        self._mesh = self._group(f"{number}/mesh", range(self.world), connected=False)
+        self._mesh = self._unconnected(f"{number}/mesh")
 
-    def _group(self, name: str, ranks: Sequence[int], connected: bool = True) -> "_Group":
-        keys, gloo = f"{_PREFIX}/{name}/{ranks[0]}-{ranks[-1]}", distributed_c10d.ProcessGroupGloo
-        store = distributed_c10d.PrefixStore(keys, distributed_c10d._get_default_store())
-        options = gloo._Options()
+    def _group(self, name: str, ranks: Sequence[int]) -> "_Group":
+        store, rank = _store(name, ranks), ranks.index(self.rank)
+        return self._kept(distributed_c10d.ProcessGroupGloo(store, rank, len(ranks), self._timeout))
+
+    def _unconnected(self, name: str) -> "_Group":
+        """Make a group of all ranks, of which two are connected when one of them has a message for the other."""
+        options = ProcessGroupGloo._Options()
         options._timeout = self._timeout
-        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-        options._devices = [gloo.create_device(interface=name, lazy_init=not connected) for name in interfaces]
-        options._devices = options._devices or [gloo.create_default_device(lazy_init=not connected)]
-        self._groups.append(_Group(gloo(store, ranks.index(self.rank), len(ranks), options)))
+        # As torch does for groups that it connects at once.
+        interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
+        devices = [ProcessGroupGloo.create_device(interface=one, lazy_init=True) for one in interfaces]
+        options._devices = devices or [ProcessGroupGloo.create_default_device(lazy_init=True)]
+        return self._kept(ProcessGroupGloo(_store(name, range(self.world)), self.rank, self.world, options))
+
+    def _kept(self, gloo: Any) -> "_Group":
+        self._groups.append(_Group(gloo))
         return self._groups[-1]
 
     def close(self) -> None:
