@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -251,7 +250,7 @@ def faults_case(
 
 def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
     for loaded, messages, latest, groups in ranks(4).run(two_engines_case, str(tmp_path)):
-        assert loaded == [{}, {}] and latest == "1" and groups == [1, 0]
+        assert loaded == [{}, {}] and latest == "1" and groups == [2, 0]
         for message, why in zip(messages, ("local object", "MemoryError"), strict=True):
             assert message.startswith("CheckpointError: rank 0: ") and why in message, message
 
@@ -331,7 +330,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     disk (in a vote, in the exchange of states) and to memory in which a rank loses its connections, and of one that an
     exception ends; of saves after that; and the hidden names that are left."""
     section = {"async_save": True, "memory_folder": folder}
-    job = training.Job(empty=False, config={"checkpoint": section})
+    job = training.Job(empty=False, zero=training.SMALL, config={"checkpoint": section})
     brief = timedelta(seconds=2.5)
     patched = mock.patch.object(host_channel, "timeout_of", lambda group: brief)
     with patched:
@@ -343,10 +342,15 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
         time.sleep(seconds * dist.get_rank())
         complete(self)
 
-    def lose(communicate: Callable[..., Any], self: HostChannel, *args: Any) -> Any:
-        if dist.get_rank() == 1:
-            self.close()
-        return communicate(self, *args)
+    def losing(name: str) -> Any:
+        communicate = getattr(HostChannel, name)
+
+        def lose(self: HostChannel, *args: Any) -> Any:
+            if dist.get_rank() == 1:
+                self.close()
+            return communicate(self, *args)
+
+        return mock.patch.object(HostChannel, name, lose)
 
     def save(tag: str) -> None:
         engine.save_checkpoint(saved, tag)
@@ -365,7 +369,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     distributed_c10d._set_pg_timeout(before, dist.get_world_group())
     lost = []
     for name, act in (("all_reduce_sum", save), ("exchange", save), ("exchange_text", save_in_memory)):
-        with mock.patch.object(HostChannel, name, partial(lose, getattr(HostChannel, name))):
+        with losing(name):
             lost.append(snapshots.error_of(act, "lost"))
     with mock.patch.object(residuals, "save", side_effect=RuntimeError("in the middle")):
         lost.append(snapshots.error_of(save, "in the middle"))
