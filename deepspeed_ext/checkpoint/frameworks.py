@@ -86,7 +86,7 @@ def finish_saves() -> type:
     its best checkpoint, deletes others, and returns."""
     from transformers import TrainerCallback
 
-    class FinishSaves(TrainerCallback):  # type: ignore[misc]
+    class FinishSaves(TrainerCallback):
         def __init__(self, files: Any) -> None:
             self._files = files
 

@@ -97,13 +97,14 @@ class HostChannel:
 
     def _unconnected(self, name: str) -> "_Group":
         """Make a group of all ranks, of which two are connected when one of them has a message for the other."""
-        options = ProcessGroupGloo._Options()
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
         options._timeout = self._timeout
         # As torch does for groups that it connects at once.
         interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
-        devices = [ProcessGroupGloo.create_device(interface=one, lazy_init=True) for one in interfaces]
-        options._devices = devices or [ProcessGroupGloo.create_default_device(lazy_init=True)]
-        return self._kept(ProcessGroupGloo(_store(name, range(self.world)), self.rank, self.world, options))
+        devices = [gloo.create_device(interface=one, lazy_init=True) for one in interfaces]
+        options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+        return self._kept(gloo(_store(name, range(self.world)), self.rank, self.world, options))
 
     def _kept(self, gloo: Any) -> "_Group":
         self._groups.append(_Group(gloo))

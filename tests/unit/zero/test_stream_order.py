@@ -110,6 +110,7 @@ OF_HOST = {
 }
 # By call: why no case can find it.
 UNFOUND = {
+    "checkpoint/snapshots.py:Pace.pause:wait": _WRITER,
     "checkpoint/snapshots.py:Snapshot.give_up:synchronize": _WRITER,
     "checkpoint/snapshots.py:Snapshot._copy_on_stream:wait_stream": _ASIDE,
     "checkpoint/snapshots.py:Snapshot.complete:synchronize": _WRITER,
