@@ -3,10 +3,11 @@
 """Saves that go on while the training does: ``"checkpoint": {"async_save": true}``.
 
 Note [Asynchronous saves]
-    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank has the copies written
-    into the staging folder, and all threads together commit it as any save does (``commit.py``): they vote over a
-    channel of their own, on the host (``host_channel.py``). The next save, a load and the end of the engine wait for
-    them, and so does the end of the process; see Note [Endings] in ``comm/background.py``.
+    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank exchanges states with the
+    others where ZeRO's order has them on another rank (p = N), and has the copies written into the staging folder. All
+    threads together commit it as any save does (``commit.py``). They communicate over a channel of their own, on the
+    host (``host_channel.py``). The next save, a load and the end of the engine wait for them, and so does the end
+    of the process; see Note [Endings] in ``comm/background.py``.
 
     If a save fails on some rank, the threads of all ranks learn it, the folder is left as it was, and the first rank
     logs the error at once. It is raised by the next step, save, load or ``engine.destroy()``. A step must raise on all
@@ -23,13 +24,14 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import partial
 
 from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.folder import CheckpointError, told
-from deepspeed_ext.checkpoint.snapshots import HostBuffers, Snapshot
+from deepspeed_ext.checkpoint.snapshots import HostBuffers, Pace, Snapshot
 from deepspeed_ext.comm.agreement import (
     bounds,
     printable,
@@ -92,6 +94,7 @@ class AsyncSaves:
         self.buffers = HostBuffers()
         self._channel: HostChannel | None = None
         self._background = _thread()
+        self._pace = Pace(self._background)
         self._snapshot: Snapshot | None = None
         self._job: Job | None = None
         self._commit: Commit | None = None
@@ -139,7 +142,10 @@ class AsyncSaves:
 
         def run() -> None:
             try:
-                written, error = self.channel.wait_for(lambda: _written(snapshot, waiting, write))
+                written, error = 0, self.channel.wait_for(partial(_error_of, snapshot.complete))
+                if self.channel.all_reduce_min(int(error is None)):
+                    snapshot.exchange(self.channel, self._pace)
+                    written, error = self.channel.wait_for(lambda: _write_all(waiting, write))
                 self._run(commit, written, error)
             except BaseException as failure:
                 raise self._failed(commit, failure) from failure
@@ -148,13 +154,14 @@ class AsyncSaves:
                 waiting.clear()
                 self.channel.rest()
 
-        self._commit, self._failing = commit, _FailingStep()
+        self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
         self._told, self._connected = False, True
         self._snapshot, tag = snapshot, self._background.next_tag()
         try:
             self._job = self._background.add(run, tag)
         except RuntimeError:  # the system has no more threads; those of other ranks wait for this one
             logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
+            self._pace.lift()
             self._job = Job(self._background, run, tag)
             self._job.do()
         except BaseException:  # a signal, as the thread begins
@@ -188,6 +195,7 @@ class AsyncSaves:
             SaveFailed: on all ranks; it has failed, and no step has raised that.
         """
         job, commit, failure = self._job, self._commit, None
+        self._pace.lift()
         if job is not None:
             wait_on_all(job.wait_within)
         self.settle()
@@ -215,6 +223,7 @@ class AsyncSaves:
         Raises:
             SaveFailed: on all ranks; it has failed, and no step has raised that.
         """
+        self._pace.lift()
         self.settle()
         try:
             self._tell()
@@ -273,17 +282,22 @@ def _thread() -> Background:
     return Background(owed=True, what="a checkpoint is still being written by this rank or another one")
 
 
-def _written(snapshot: Snapshot, waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
-    """Write all files; return how many there are, and the first error. It never raises: other threads would wait."""
+def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
+    """Write all files; return how many there are, and the first error."""
     error: Exception | None = None
     written: set[str] = set()
-    try:
-        snapshot.complete()
-        while waiting:
-            content, place, path = waiting.pop(0)
-            error = error or write(content, place, path)
-            written.add(path)
-    except BaseException as found:
-        error = CheckpointError(f"the thread that writes has ended: {type(found).__name__} {found}".rstrip())
-        error.__cause__ = found
+    while waiting:
+        file = waiting.pop(0)
+        error = error or _error_of(partial(write, *file))
+        written.add(file[-1])
     return len(written), error
+
+
+def _error_of(act: Callable[[], Exception | None]) -> Exception | None:
+    """Return the error that an act returns, or what it raises: other threads wait for this one."""
+    try:
+        return act()
+    except BaseException as cause:
+        error = CheckpointError(f"the thread that writes has ended: {type(cause).__name__} {cause}".rstrip())
+        error.__cause__ = cause
+        return error

@@ -53,8 +53,8 @@ class Check:
         self._engine = engine
         self._optimizer: ParoOptimizer = engine.optimizer
         self._files: CheckpointFiles = engine.checkpoint_engine
-        self._load_dir, self._tag, self.states = load_dir, tag, states
-        self._folder = Path(load_dir) / tag
+        self.load_dir, self.tag, self.states = load_dir, tag, states
+        self.folder = Path(load_dir) / tag
 
     def run(self, strict: bool | None) -> None:
         """Check everything; if one rank finds a fault, all ranks raise it. Collective.
@@ -63,20 +63,20 @@ class Check:
             strict: DeepSpeed's ``load_module_strict``; None if a function of the user's loads the module.
         """
         run_on_all_or_raise(
-            lambda: self._check(strict), f"{self._folder} is not what a checkpoint must be", CheckpointError
+            lambda: self._check(strict), f"{self.folder} is not what a checkpoint must be", CheckpointError
         )
         self._check_saves()
 
     def _check(self, strict: bool | None) -> None:
-        found = self._engine._get_all_ckpt_names(self._load_dir, self._tag)
+        found = self._engine._get_all_ckpt_names(self.load_dir, self.tag)
         names = [name for name in found if not holds_parameters_only(name)]  # those of experts have similar names
         if not names:
-            expected = self._engine._get_ckpt_name(self._load_dir, self._tag)
+            expected = self._engine._get_ckpt_name(self.load_dir, self.tag)
             raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
         saved = int(self._files.inspect(names[0], _MODULE).get(_MODEL_PARALLEL, len(names)))
         if len(names) != saved:  # DeepSpeed would take it for a checkpoint of fewer model-parallel ranks
             raise CheckpointError(
-                f"{self._folder} has {len(names)} of {saved} files of model-parallel ranks, the first is {names[0]}."
+                f"{self.folder} has {len(names)} of {saved} files of model-parallel ranks, the first is {names[0]}."
             )
         if len(names) == self._engine.mp_world_size:  # otherwise DeepSpeed merges or splits the files, or refuses
             file = names[self._engine.checkpoint_mp_rank]
@@ -119,7 +119,7 @@ class Check:
         module, saved = self._engine.module, state[_MODULE]
         experts = {
             path: (self._files.inspect(path), wanted)
-            for path, wanted in expert_files(self._engine, self._load_dir, self._tag)
+            for path, wanted in expert_files(self._engine, self.load_dir, self.tag)
         }
         if saved is None or any(_loads_itself(part) for part in module.modules()):
             return
@@ -166,9 +166,9 @@ class Check:
         for index, layer in enumerate(pipeline.forward_funcs):
             if not isinstance(layer, nn.Module) or any(_loads_itself(part) for part in layer.modules()):
                 continue
-            files = pipeline.ckpt_layer_path_list(str(self._folder), index)
+            files = pipeline.ckpt_layer_path_list(str(self.folder), index)
             if not files:
-                missing = pipeline.ckpt_layer_path(str(self._folder), index)
+                missing = pipeline.ckpt_layer_path(str(self.folder), index)
                 raise CheckpointError(f"{missing} is missing, which has layer {pipeline._local_start + index}.")
             saved = [self._files.inspect(file) for file in files]
             own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
@@ -191,7 +191,7 @@ class Check:
     # The optimizer's states ###########################################################################
 
     def _check_states(self) -> None:
-        file = self._engine._get_zero_ckpt_name(self._load_dir, self._tag)
+        file = self._engine._get_zero_ckpt_name(self.load_dir, self.tag)
         if not Path(file).exists():
             raise CheckpointError(f"{file} is missing.{self._other_precision(Path(file)) or self._saved_as()}")
         shard = self._files.inspect(file, OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT]
@@ -213,13 +213,13 @@ class Check:
 
     def _check_all_shards(self) -> None:
         """Check this rank's share of all shards, since weights without optimizer states come from all of them."""
-        names = sorted(self._folder.glob("*_optim_states.pt"))
+        names = sorted(self.folder.glob("*_optim_states.pt"))
         if not names:
-            raise CheckpointError(f"{self._folder} has no files *_optim_states.pt, which hold the weights.")
+            raise CheckpointError(f"{self.folder} has no files *_optim_states.pt, which hold the weights.")
         count = self._files.inspect(names[0], OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT][PARTITION_COUNT]
         bf16 = names[0].name.startswith("bf16_")
         for number in range(dist.get_rank(), max(count) if isinstance(count, list) else count, dist.get_world_size()):
-            file = self._engine._get_rank_zero_ckpt_name(self._load_dir, self._tag, 0, number, bf16)
+            file = self._engine._get_rank_zero_ckpt_name(self.load_dir, self.tag, 0, number, bf16)
             self._files.inspect(file, OPTIMIZER_STATE_DICT)
 
     # All files ########################################################################################
@@ -259,14 +259,14 @@ class Check:
         return (
             f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
             f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"
-            f"  python -m deepspeed_ext convert --input_folder {self._folder} "
-            f"--output_folder {self._folder}_universal\n"
+            f"  python -m deepspeed_ext convert --input_folder {self.folder} "
+            f"--output_folder {self.folder}_universal\n"
             f'and load it with "checkpoint": {{"load_universal": true}} in the configuration.'
         )
 
     def _headers(self) -> Iterable[Mapping[str, Any]]:
         yield from self._files.headers.values()
-        for name in sorted(self._folder.glob("*mp_rank_*_states.pt")):
+        for name in sorted(self.folder.glob("*mp_rank_*_states.pt")):
             if holds_parameters_only(str(name)):
                 continue
             try:
@@ -283,12 +283,12 @@ class UniversalCheck(Check):
     def _check(self, strict: bool | None) -> None:
         if layers := native_mixtures(self._engine.module):
             raise CheckpointError(
-                f"{self._folder} is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers "
+                f"{self.folder} is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers "
                 f"({', '.join(layers)}). Load the checkpoint that was converted, with the strategy, group size and "
                 f"expert-parallel size that saved it, or use AutoEP (expert_parallel)."
             )
-        self.untrained = universal.untrained(self._engine, self._folder, self._files.inspect)
-        universal.check(self._engine, self._folder, self._files.inspect, self.states, self.untrained)
+        self.untrained = universal.untrained(self._engine, self.folder, self._files.inspect)
+        universal.check(self._engine, self.folder, self._files.inspect, self.states, self.untrained)
 
     def _check_saves(self) -> None:
         """Check nothing, since the files of a conversion have no save in common."""

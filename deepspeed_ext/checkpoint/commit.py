@@ -6,10 +6,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
+from deepspeed_ext.checkpoint.memory_folder import forget
 from deepspeed_ext.checkpoint.owned import new_token
 from deepspeed_ext.comm.agreement import Channel, raise_together, run_on_all_or_raise
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.config import DeepSpeedConfig
 
 _LOOKS = 5
 _DOING = "the checkpoint could not be saved"
@@ -24,14 +29,14 @@ class Commit:
         first: whether this rank does the work that is done once per file system.
         shared: whether all ranks write to the same file system.
         latest: whether the file ``latest`` is to name the tag.
-        after: called on each rank when it does, on all of them; does not raise.
+        memory_of: configuration of the run, whose saves in memory are older then, and removed; None to keep them.
     """
 
     folder: CheckpointFolder
     first: bool
     shared: bool
     latest: bool
-    after: Callable[[], None] = lambda: None
+    memory_of: "DeepSpeedConfig | None" = None
 
     def run(self, written: int, error: Exception | None, over: Channel) -> None:
         """Replace the checkpoint, if all ranks have written their files. Collective.
@@ -58,7 +63,8 @@ class Commit:
             raise
         if self.first:
             folder.clear()
-        self.after()
+        if self.memory_of is not None:
+            forget(self.memory_of, folder.save_dir)
 
     def expect(self, waiting: Sequence[tuple[object, str, str]]) -> None:
         """Called when it is known what files will hold, before they are written beside the training. Collective.

@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts of expert parallelism in checkpoints: DeepSpeed writes a file for each expert, beside that of the module."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups
 
+from deepspeed_ext.comm.agreement import all_gather_texts
 from deepspeed_ext.deepspeed_types import Engine
 
 EXPERT_ORDER = "data_before_experts"  # in the header of saved files: what the function of that name returned
@@ -22,6 +24,20 @@ def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
     """Return the names of a module's entries that are in its own file, not in those of experts."""
     found: dict[str, Any] = dict.fromkeys(names)
     return list(engine._get_non_moe_state_dict(found)) if engine.has_moe_layers else list(found)
+
+
+def model_key(engine: Engine) -> str:
+    """Return a text that only models have whose parameters have the same names and shapes, but for experts.
+
+    Collective over all ranks, which have different parameters in pipelines and with tensor parallelism.
+    """
+    shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in engine.module.named_parameters()}
+    own = [(name, shapes[name]) for name in sorted(outside_experts(engine, shapes))]
+    return _digest("".join(sorted(set(all_gather_texts(_digest(repr(own)))))))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``export_weights``: the weights of a whole model as safetensors, of which no rank holds more than a module.
 
-1. All ranks divide the model into files, and files among the ranks that write (``tensor_files.py``).
-2. They gather one module after the other, for each file in turn (``weights.py``). Whoever writes the file copies what
+1. All ranks divide the model into files, and files among the ranks that write (``weights.py``).
+2. They gather one module after the other, for each file in turn. Whoever writes the file copies what
    it is made of to buffers on the host, which a thread writes under the next gathers (``host_writer.py``).
 3. ``Export.wait`` waits for the threads of all ranks. Then the folder appears, as a checkpoint does (``folder.py``).
 
@@ -23,8 +23,16 @@ from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
 from deepspeed_ext.checkpoint.owned import new_token, sync
-from deepspeed_ext.checkpoint.tensor_files import INDEX, NAMES, TensorFile, divide, index_of, interleaved
-from deepspeed_ext.checkpoint.weights import gathered, weights_of
+from deepspeed_ext.checkpoint.weights import (
+    INDEX,
+    NAMES,
+    TensorFile,
+    divide,
+    gathered,
+    index_of,
+    interleaved,
+    weights_of,
+)
 from deepspeed_ext.comm.agreement import (
     broadcast_text,
     raise_together,
@@ -143,19 +151,13 @@ def export_weights(
     finish_last(engine)
     if isinstance(engine.checkpoint_engine, CheckpointFiles):
         engine.checkpoint_engine.finish()  # the save that runs may have set aside what ``prepare`` would put back
-    place, ranks = Path(os.path.abspath(folder)), dist.get_world_size()
+    place = Path(os.path.abspath(folder))
     asked = f"{place}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
     asked = f"{asked}, max_shard_bytes={max_shard_bytes}, writers={writers}, asynchronous={asynchronous}"
     require_same("what an export is asked for", asked, CheckpointError)
-    if writers is None:
-        writers = int(broadcast_text(os.environ.get("LOCAL_WORLD_SIZE", "1"), 0))
-    if not 1 <= writers <= ranks or max_shard_bytes < 1:
-        raise ValueError(
-            f"expected 1 to {ranks} writers (there are as many ranks) and a positive max_shard_bytes, got {writers} "
-            f"and {max_shard_bytes}."
-        )
+    count = _number_of_writers(writers, max_shard_bytes)
     _require_parameters(engine)
-    files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, writers)
+    files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
     target = CheckpointFolder(place.parent, place.name, NAMES)
     target.use_token(broadcast_text(new_token(), 0))
     first = dist.get_rank() == 0
@@ -163,12 +165,24 @@ def export_weights(
     if host_bytes is None:
         mine = sum(weight.nbytes for file in files if file.writer == dist.get_rank() for weight in file.weights)
         host_bytes = _HOST_BYTES + (mine if asynchronous else 0)
-    export = Export(target, files, _write(engine, target, files, writers, host_bytes))
+    export = Export(target, files, _write(engine, target, files, count, host_bytes))
     if asynchronous:
         _under_way[engine] = export
     else:
         export.wait()
     return export
+
+
+def _number_of_writers(asked: int | None, max_shard_bytes: int) -> int:
+    """Return how many ranks write: by default those of the first node. Collective."""
+    ranks = dist.get_world_size()
+    writers = int(broadcast_text(os.environ.get("LOCAL_WORLD_SIZE", "1"), 0)) if asked is None else asked
+    if not 1 <= writers <= ranks or max_shard_bytes < 1:
+        raise ValueError(
+            f"expected 1 to {ranks} writers (there are as many ranks) and a positive max_shard_bytes, got {writers} "
+            f"and {max_shard_bytes}."
+        )
+    return writers
 
 
 def finish_last(engine: Engine) -> None:

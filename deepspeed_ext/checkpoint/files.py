@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, told
 from deepspeed_ext.checkpoint.owned import replacing, sync
+from deepspeed_ext.zero.writers import CheckpointWriters
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
@@ -105,7 +106,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         self.aside = aside
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
-        self._left_to_others: Callable[[str], bool] = lambda path: False
+        self._writers: CheckpointWriters | None = None
         self.written: set[str] = set()  # files that this rank has written in this save
         self.error: Exception | None = None
         self._snapshot: Snapshot | None = None
@@ -120,7 +121,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         self,
         folder: CheckpointFolder,
         header: Mapping[str, Any],
-        left_to_others: Callable[[str], bool] = lambda path: False,
+        writers: CheckpointWriters | None = None,
         snapshot: "Snapshot | None" = None,
     ) -> Iterator[None]:
         """Redirect files of the folder to its staging folder within this context, and add a header to them.
@@ -130,11 +131,11 @@ class CheckpointFiles(TorchCheckpointEngine):
         Args:
             folder: the folder of the checkpoint.
             header: what the files of one save have in common.
-            left_to_others: returns whether another rank writes the same content to a path.
+            writers: which ranks write files that several could write; None for all.
             snapshot: takes what files are to hold, instead of writing them; see ``take_waiting``.
         """
         self._folder, self._header, self.written, self.error = folder, header, set(), None
-        self._left_to_others, self._snapshot = left_to_others, snapshot
+        self._writers, self._snapshot = writers, snapshot
         self._waiting = []
         try:
             yield
@@ -152,7 +153,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             with replacing(Path(path)) as new:
                 super().save(state_dict, str(new))
             return
-        if self._left_to_others(path):
+        if self._writers is not None and self._writers.left_to_others(path):
             return
         if isinstance(state_dict, dict) and not holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}

@@ -16,6 +16,7 @@ Note [Checkpoints of frameworks]
 Nothing of DeepSpeed or the frameworks is imported here: the functions are called in runs without a strategy, too.
 """
 
+import functools
 import logging
 import os
 import re
@@ -75,10 +76,27 @@ def save_checkpoint(save: Callable[..., None], trainer: Any, model: Any, trial: 
     save(trainer, model, trial)
     files: Any = getattr(trainer.deepspeed, "checkpoint_engine", None)
     if getattr(files, "aside", None) is not None:
-        from deepspeed_ext.checkpoint.trainer_callback import FinishSaves
+        trainer.remove_callback(finish_saves())  # of an engine before this one
+        trainer.add_callback(finish_saves()(files))
 
-        trainer.remove_callback(FinishSaves)  # of an engine before this one
-        trainer.add_callback(FinishSaves(files))
+
+@functools.cache
+def finish_saves() -> type:
+    """Return the class of a callback of Trainer that waits for a save at the end of the training: before Trainer loads
+    its best checkpoint, deletes others, and returns."""
+    from transformers import TrainerCallback
+
+    class FinishSaves(TrainerCallback):
+        def __init__(self, files: Any) -> None:
+            self._files = files
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if control.should_training_stop:
+                self._files.finish()  # raises SaveFailed on all ranks
+
+        on_evaluate = on_save = on_epoch_end
+
+    return FinishSaves
 
 
 def _trainer_has_strategy() -> bool:

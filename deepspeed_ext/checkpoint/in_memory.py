@@ -35,10 +35,10 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
+from deepspeed_ext.checkpoint.experts import model_key
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, run_of
-from deepspeed_ext.checkpoint.model_key import model_key
 from deepspeed_ext.checkpoint.owned import replace_text
 from deepspeed_ext.checkpoint.snapshots import nbytes_of
 from deepspeed_ext.comm.agreement import (
@@ -50,7 +50,7 @@ from deepspeed_ext.comm.agreement import (
     run_on_all_or_raise,
     unique_number,
 )
-from deepspeed_ext.comm.host_channel import HostChannel, windows
+from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.deepspeed_types import Engine
@@ -190,22 +190,14 @@ class MemorySave:
         self.published = False
 
     def prepare(self, over: Channel) -> Path:
-        """Return a folder for this rank's files, and connect ranks that exchange files. Collective."""
+        """Return a folder for this rank's files. Collective."""
         # After this, no thread of any rank still writes or removes anything of an earlier save.
         self._number = unique_number()
         self._model = model_key(self._engine)
         run, self._latest = self._run_and_latest()
         self._folder = MemoryFolder(self._engine._config, self._save_dir, run)
         run_on_all_or_raise(self._begin, _DOING, CheckpointError, over)
-        self._connect(self._engine.checkpoint_engine.aside.channel)
         return self._staging
-
-    def _connect(self, channel: HostChannel) -> None:
-        try:
-            run_on_all_or_raise(lambda: channel.connect(self._number, self._ring.windows()), _DOING, CheckpointError)
-        except CheckpointError:
-            channel.disconnect()
-            raise
 
     def _begin(self) -> None:
         folder = self._folder
@@ -329,8 +321,8 @@ class MemorySave:
                 CheckpointError,
                 over,
             )
-            for one, other in itertools.zip_longest(_chunks(tensors), _chunks(room)):
-                over.exchange(one, target, other, source)
+            for sent, received in itertools.zip_longest(_chunks(tensors), _chunks(room), fillvalue=()):
+                over.exchange(sent, target, received, source)
             self._files |= {name: source for name, _ in taken}
 
     def publish(self, tag: str) -> None:
@@ -388,13 +380,6 @@ class _Ring:
             (self._neighbor(-step), [self._group(between) for between in range(1 - step, 1)]) for step in self._steps
         ]
 
-    def windows(self) -> list[list[int]]:
-        """Return groups in which this rank finds all ranks with which it exchanges files."""
-        if not self.targets:
-            return []
-        mine = self._ranks[self._rank % self._size :: self._size]
-        return windows(self._rank // self._size, mine, len(self.targets))
-
 
 def _known_by(text: str) -> int:
     """Return a number, not 0, that only this text has."""
@@ -418,9 +403,8 @@ def _made(path: Path, size: int) -> Tensor:
     return _mapped(path)
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    for one in tensors:
-        yield from one.split(_CHUNK)
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor]]:
+    yield from ((chunk,) for one in tensors for chunk in one.split(_CHUNK))
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 """``engine.load_checkpoint``: all ranks check the checkpoint before anything is changed."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -13,13 +13,13 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 
-from deepspeed_ext.checkpoint import in_order, universal
+from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
 from deepspeed_ext.checkpoint.converting import converted, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import age
-from deepspeed_ext.checkpoint.outer import OuterStates
+from deepspeed_ext.checkpoint.outer_states import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.checkpoint.restoring import bring_back
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
@@ -57,12 +57,47 @@ def load_checkpoint(
         CheckpointError: on all ranks, if a file is missing, truncated, of another save, of another model, or if the
             optimizer states are sharded otherwise. Nothing has been changed.
     """
+    options: dict[str, Any] = {
+        "load_module_strict": load_module_strict,
+        "load_optimizer_states": load_optimizer_states,
+        "load_lr_scheduler_states": load_lr_scheduler_states,
+        "load_module_only": load_module_only,
+        "custom_load_fn": custom_load_fn,
+    }
+    states = load_optimizer_states and not load_module_only
+    if load_module_only and engine.zero_optimization_partition_weights():
+        options["load_optimizer_states"] = False
+    tag = _choose_tag(engine, load_dir, tag)
+    if not tag:  # there is no checkpoint: let DeepSpeed say so
+        # A run that saves in memory does not know whether there is one. For a universal load DeepSpeed would raise.
+        with _ordinary(engine) if engine.checkpoint_engine.aside is not None else nullcontext():
+            return load(engine, load_dir, **options)
+    present = run_on_all_or_raise(
+        CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}", CheckpointError
+    )
+    require_same(f"the place of checkpoint {tag}", present, CheckpointError)
+    strict = None if custom_load_fn is not None else load_module_strict
+    if not engine.load_universal_checkpoint():
+        return _load_checked(load, engine, Check(engine, load_dir, present, states), strict, options)
+    lease: IO[str] | None = None
+    if not is_universal(Path(load_dir, present)):
+        with _ordinary(engine):
+            check = Check(engine, load_dir, present, states)
+            why = _misfit(engine, check, strict)
+            if not why:
+                return _load_checked(load, engine, check, strict, options)
+        present, lease = _convert(engine, load_dir, present, why)
+    with lease or nullcontext():  # so that no other job removes the conversion
+        return _load_checked(load, engine, UniversalCheck(engine, load_dir, present, states), strict, options)
+
+
+def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
+    """Return the tag to load, the same on all ranks, once saves have ended; empty if there is none. Collective."""
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()  # the save that runs may be the one to load, and reads states that this load changes
     if tag is None and files.aside is not None:
         bring_back(engine, load_dir)
-    from_universal = engine.load_universal_checkpoint()
-    if tag is None and from_universal and dist.get_rank() == 0:
+    if tag is None and engine.load_universal_checkpoint() and dist.get_rank() == 0:
         _warn_if_older(Path(load_dir, LATEST_UNIVERSAL), Path(load_dir, LATEST))
     tag = run_on_all_or_raise(
         lambda: _tag(engine, load_dir, tag),
@@ -70,65 +105,51 @@ def load_checkpoint(
         CheckpointError,
     )
     require_same("the tag of a checkpoint", tag, CheckpointError)
-    rest: dict[str, Any] = {
-        "load_module_strict": load_module_strict,
-        "load_optimizer_states": load_optimizer_states,
-        "load_lr_scheduler_states": load_lr_scheduler_states,
-        "load_module_only": load_module_only,
-        "custom_load_fn": custom_load_fn,
-    }
-    if not tag:  # there is no checkpoint: let DeepSpeed say so
-        # A run that saves in memory does not know whether there is one. For a universal load DeepSpeed would raise.
-        with _ordinary(engine) if files.aside is not None else nullcontext():
-            return load(engine, load_dir, **rest)
-    if load_module_only and engine.zero_optimization_partition_weights():
-        rest["load_optimizer_states"] = False
-    present = run_on_all_or_raise(
-        CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}", CheckpointError
-    )
-    require_same(f"the place of checkpoint {tag}", present, CheckpointError)
-    strict = None if custom_load_fn is not None else load_module_strict
-    lease: IO[str] | None = None  # of a conversion
-    if from_universal and not is_universal(Path(load_dir, present)):
-        with _ordinary(engine):
-            check = Check(engine, load_dir, present, load_optimizer_states and not load_module_only)
-            why = _misfit(engine, check, strict)
-            if not why:
-                return load_checkpoint(load, engine, load_dir, tag, **rest)
-        if layers := native_mixtures(engine.module):
-            raise CheckpointError(
-                f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
-                f"experts of MoE layers ({', '.join(layers)})."
-            )
-        present, lease = converted(load_dir, present, why)
-    kind = UniversalCheck if from_universal else Check
-    check = kind(engine, load_dir, present, load_optimizer_states and not load_module_only)
+    return tag
+
+
+def _convert(engine: Engine, load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
+    """Convert a checkpoint that does not fit; see ``converted``."""
+    if layers := native_mixtures(engine.module):
+        raise CheckpointError(
+            f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
+            f"experts of MoE layers ({', '.join(layers)})."
+        )
+    return converted(load_dir, tag, why)
+
+
+def _load_checked(
+    load: Callable[..., Any], engine: Engine, check: Check, strict: bool | None, options: Mapping[str, Any]
+) -> Any:
+    """Check a checkpoint, then run DeepSpeed's load, and load what is in our own files.
+
+    Args:
+        load: DeepSpeed's.
+        check: of the checkpoint.
+        strict: as of ``Check.run``.
+        options: of DeepSpeed's load.
+    """
+    folder, universally = check.folder, isinstance(check, UniversalCheck)
+    errors = engine.optimizer.error_state
     try:
         with engine.optimizer.writers.numbered(engine):
             check.run(strict)
-        folder = Path(load_dir, present)
-        found = run_on_all_or_raise(
-            lambda: Residuals(engine, folder) if check.states else None, f"{folder} cannot be loaded", CheckpointError
-        )
-        of_outer = run_on_all_or_raise(
-            lambda: OuterStates(engine, folder, check.states), f"{folder} cannot be loaded", CheckpointError
-        )
-        if from_universal:
-            universal.load_untrained(engine, check.untrained)
-        with _weights_of(engine, present, from_universal), engine.optimizer.writers.numbered(engine):
-            loaded = _loaded(lambda: load(engine, load_dir, present, **rest), folder)
-        run_on_all_or_raise(
-            engine.optimizer.error_state.forget if found is None else found.load,
-            f"{folder} was loaded only in part",
+        residuals, outer = run_on_all_or_raise(
+            lambda: (Residuals(engine, folder) if check.states else None, OuterStates(engine, folder, check.states)),
+            f"{folder} cannot be loaded",
             CheckpointError,
         )
-        of_outer.load()
+        if universally:
+            universal.load_untrained(engine, check.untrained)
+        with _weights_of(engine, check.tag, universally), engine.optimizer.writers.numbered(engine):
+            loaded = _loaded(lambda: load(engine, check.load_dir, check.tag, **options), folder)
+        load_errors = errors.forget if residuals is None else residuals.load
+        run_on_all_or_raise(load_errors, f"{folder} was loaded only in part", CheckpointError)
+        outer.load()
         engine.optimizer.send_whole()  # as the save did; so nothing is left to send of the weights before the load
         return loaded
     finally:
-        files.forget()
-        if lease is not None:
-            lease.close()
+        engine.checkpoint_engine.forget()
 
 
 def _loaded(load: Callable[[], Any], folder: Path) -> Any:
@@ -182,15 +203,6 @@ def load_into_stock(
     if universal.beyond_stock(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
         universal.load_untrained(engine, universal.untrained(engine, folder, inspect))
     return load(engine, load_dir, tag, *args, **kwargs)
-
-
-def explain(error: KeyError, engine: Engine, load_dir: str, tag: str | None) -> None:
-    """Say what is wrong where an engine without a strategy of ours has failed to load a checkpoint in own order.
-
-    Raises:
-        CheckpointError: it is one.
-    """
-    in_order.explain(error, Path(load_dir, _tag(engine, load_dir, tag)))
 
 
 def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:

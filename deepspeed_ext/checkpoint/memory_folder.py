@@ -19,6 +19,7 @@ import re
 import shutil
 import socket
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -28,7 +29,6 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.checkpoint.host_memory import available_memory
 from deepspeed_ext.checkpoint.owned import OwnedFolder, boot_id
 from deepspeed_ext.config.section import save_settings
 
@@ -41,6 +41,18 @@ _ABOUT = "about.json"  # in a folder of memory, what it belongs to
 _MANIFEST = "manifest.json"
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
+_PROC = Path("/proc")
+_CONTROL_GROUPS = Path("/sys/fs/cgroup")
+# By the controller in /proc/self/cgroup, empty for version 2: the folder, limit and use, and cache that can be freed.
+_VERSIONS = {
+    "": ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
+}
 _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 
@@ -292,3 +304,44 @@ def _size(path: Path) -> int | None:
         return path.stat().st_size
     except OSError:
         return None
+
+
+# Room #############################################################################################
+
+
+def available_memory() -> int:
+    """Return bytes until the host, or a control group of this process, runs out of memory.
+
+    That is the smallest of what the kernel calls available and, for each control group with a limit, the limit less
+    what is in use apart from the cache of files on disks.
+    """
+    found = [sys.maxsize]
+    with contextlib.suppress(OSError, KeyError, ValueError):
+        found.append(_table(_PROC / "meminfo")["MemAvailable:"] * 1024)
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "self" / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for version in set(controllers.split(",")) & set(_VERSIONS):
+                found += _left_in(version, path)
+    return max(0, min(found))
+
+
+def _left_in(version: str, path: str) -> list[int]:
+    """Return what is left in a control group and those around it, where there is a limit."""
+    subfolder, limit, use, cache = _VERSIONS[version]
+    inner = Path(os.path.normpath(path))  # in a container the outermost one may be all that is visible
+    found = []
+    for group in (inner, *inner.parents):
+        folder = _CONTROL_GROUPS / subfolder / str(group).lstrip("/")
+        with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit ("max")
+            most = int((folder / limit).read_text())
+            statistics = _table(folder / "memory.stat")
+            freed = sum(statistics.get(name, 0) for name in cache)
+            found.append(most - max(0, int((folder / use).read_text()) - freed))
+    return found
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Return the first number of each line, by the word before it."""
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1}

@@ -14,11 +14,11 @@ from deepspeed import comm as dist
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.checkpoint.commit import Commit
+from deepspeed_ext.checkpoint.experts import model_key
 from deepspeed_ext.checkpoint.exporting import finish_last
 from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age, run_of
-from deepspeed_ext.checkpoint.model_key import model_key
 from deepspeed_ext.checkpoint.owned import sync
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, broadcast_text, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
@@ -51,28 +51,13 @@ def bring_back(engine: Engine, load_dir: str) -> None:
     if not any_rank(bool(parts)):
         return
     disk = json.loads(_of_rank(0, lambda: json.dumps(_disk(load_dir)), f"{load_dir} cannot be read"))
-    model = model_key(engine)
     place = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
     places = all_gather_texts(place)
     first = bool(parts) and places.index(place) == dist.get_rank()
     texts = all_gather_texts(json.dumps([part.to_json() for part in parts] if first else []))
     saves = _gathered([[Part.from_json(one) for one in json.loads(text)] for text in texts])
     newer = sorted((save for save in saves if save.step > disk["step"]), key=lambda save: (-save.step, -save.time))
-    whole: Identity | None = None
-    for save in newer:
-        why = _misfit(save, model, disk["latest"])
-        if engine.load_universal_checkpoint() and disk["universal"]:
-            why = f"{LATEST_UNIVERSAL} takes precedence"
-        if why:
-            _warn(f"the save in memory of {save.tag} is left alone by this load from {load_dir}: {why}.")
-        elif len(saves[save]) == save.files:
-            whole = save
-            break
-        else:
-            _warn(
-                f"of the save in memory of {save.tag} {save.files - len(saves[save])} of {save.files} files are "
-                f"missing, since nodes with all their copies are gone, or it was never completed."
-            )
+    whole = _newest_whole(engine, load_dir, {save: saves[save] for save in newer}, disk)
     on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
     if whole is not None:
         _warn(
@@ -82,6 +67,33 @@ def bring_back(engine: Engine, load_dir: str) -> None:
         _write(engine, load_dir, folder, whole, saves[whole], places)
     elif newer:
         _warn(f"no save in memory can be loaded from {load_dir}; the last one on disk is {on_disk}.")
+
+
+def _newest_whole(
+    engine: Engine, load_dir: str, saves: Mapping[Identity, Mapping[str, _Place]], disk: Mapping[str, Any]
+) -> Identity | None:
+    """Return the first save of which all files are there, if one continues what is on disk; warn of those before it.
+    Collective.
+
+    Args:
+        saves: the newest first, each with its files.
+        disk: as ``_disk`` returns it.
+    """
+    model = model_key(engine)
+    for save, files in saves.items():
+        why = _misfit(save, model, disk["latest"])
+        if engine.load_universal_checkpoint() and disk["universal"]:
+            why = f"{LATEST_UNIVERSAL} takes precedence"
+        if why:
+            _warn(f"the save in memory of {save.tag} is left alone by this load from {load_dir}: {why}.")
+        elif len(files) == save.files:
+            return save
+        else:
+            _warn(
+                f"of the save in memory of {save.tag} {save.files - len(files)} of {save.files} files are missing, "
+                f"since nodes with all their copies are gone, or it was never completed."
+            )
+    return None
 
 
 def _of_rank(rank: int, act: Callable[[], str], doing: str) -> str:
@@ -140,7 +152,7 @@ def _write(
     """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have done. Collective."""
     finish_last(engine)
     target = CheckpointFolder(load_dir, save.tag)
-    commit = Commit(target, dist.get_rank() == 0, True, True, after=folder.forget)
+    commit = Commit(target, dist.get_rank() == 0, True, True, engine._config)
     commit.prepare(WORLD)
     written, error = 0, None
     try:

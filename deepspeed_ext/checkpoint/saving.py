@@ -4,23 +4,20 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import Tensor
 
-from deepspeed_ext.checkpoint import exporting, outer, residuals
+from deepspeed_ext.checkpoint import exporting, outer_states, residuals
 from deepspeed_ext.checkpoint.asynchronous import AsyncSaves, SaveFailed
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
 from deepspeed_ext.checkpoint.files import HEADER, CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from deepspeed_ext.checkpoint.memory_folder import forget
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
-from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.version import __version__
@@ -64,7 +61,7 @@ def save_checkpoint(
         _is_first(engine),
         not engine.use_node_local_storage(),
         save_latest,
-        after=partial(forget, engine._config, save_dir) if save_latest else lambda: None,
+        engine._config if save_latest else None,
     )
     snapshot = None
     try:
@@ -74,20 +71,20 @@ def save_checkpoint(
         more = {} if exclude_frozen_parameters else _frozen(engine)
         snapshot = None if files.aside is None else _snapshot(engine, files.aside)
         engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
-        of_outer = outer.contents(engine)
+        of_outer = outer_states.contents(engine)
         header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
         with (
             engine.optimizer.outer.in_place(),
-            files.saving(commit.folder, header, writers.left_to_others, snapshot),
+            files.saving(commit.folder, header, writers, snapshot),
             writers.numbered(engine),
-            replaced(engine.optimizer, own_order=not save_settings(engine._config).in_zeros_order, is_saved=True),
+            engine.optimizer.being_saved(snapshot),
             replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # done above
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
             )
             residuals.save(engine, files, save_dir, tag)
-            outer.save(engine, files, of_outer, save_dir, tag)
+            outer_states.save(engine, files, of_outer, save_dir, tag)
         if files.aside is None or snapshot is None:
             commit.run(len(files.written), files.error, WORLD)
         else:

@@ -17,6 +17,10 @@ Note [What a snapshot copies when]
     With an outer optimizer nothing is copied behind: a save shows anchors in the place of the group's weights, and
     takes them back when it returns.
 
+    Optimizer states of stripes (p = N) are copied in the order in which this rank has them. The thread that writes
+    sends them to the ranks that have their elements in ZeRO's order, and files are the same as those of other saves;
+    see ``send_later`` and ``exchange``.
+
     What is copied are storages, as ``torch.save`` writes them: tensors that share one in what was given share one in
     the snapshot. So its file is the same, to the byte, as that of a save that writes at once. (That of a tensor on a
     device says that it was on the host.)
@@ -25,15 +29,23 @@ Note [What a snapshot copies when]
 import copy
 import pickle
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from deepspeed_ext.comm.background import Background
+from deepspeed_ext.comm.host_channel import HostChannel
+from deepspeed_ext.comm.relayout import Relayout
+
 _SMALL = 256  # bytes
+_SHARE = 1 / 20  # of the time in which an exchange uses the links, which steps need as well
+_LONGEST_PAUSE, _LOOKS = 30.0, 0.1  # seconds
+_HURRIED = 2**62  # in the place of the microseconds of a round
 _Storage = torch.UntypedStorage | torch.TypedStorage
 
 
@@ -90,6 +102,40 @@ def nbytes_of(content: object) -> int:
     return finder.others + sum(storages.values())
 
 
+class Pace:
+    """Pauses between the rounds of an exchange: it takes a share of the links until somebody waits for the save.
+
+    Args:
+        thread: that exchanges.
+    """
+
+    def __init__(self, thread: Background) -> None:
+        self._thread, self._lifted = thread, threading.Event()
+
+    def lift(self) -> None:
+        """Pause no more, since the training waits."""
+        self._lifted.set()
+
+    @property
+    def lifted(self) -> bool:
+        """Whether the training, or the end of the process, waits."""
+        return self._lifted.is_set() or self._thread.joined
+
+    def pause(self, spent: float) -> None:
+        """Pause after a round that has taken so many seconds."""
+        end = time.monotonic() + min(_LONGEST_PAUSE, spent * (1 / _SHARE - 1))
+        while not self.lifted and (left := end - time.monotonic()) > 0:
+            self._lifted.wait(min(left, _LOOKS))
+
+
+class _Exchange(NamedTuple):
+    """A flat buffer whose chunks are to be exchanged: this rank's two, which share their memory, 1D."""
+
+    relayout: Relayout
+    source: Tensor
+    target: Tensor
+
+
 class Snapshot:
     """The states of one save. See Note [What a snapshot copies when].
 
@@ -104,6 +150,9 @@ class Snapshot:
         self._copies: dict[int, Tensor] = {}  # of storages of the file that is taken, uint8, by their addresses
         self._on_device: list[tuple[Tensor, Tensor]] = []  # source and copy, uint8, of what is copied behind
         self._on_host: list[tuple[Tensor, Tensor]] = []
+        self._exchanges: list[_Exchange] = []
+        self._own: set[int] = set()  # addresses of storages that are copies already
+        self._moved: Tensor | None = None  # room for one chunk on its way to its place, uint8
         self._sources: list[Tensor] = []  # held until they have been read
         self._stream: Any = None  # beside the one that computes, once something on a device is copied
         self._device = 0  # whose stream it is
@@ -121,8 +170,25 @@ class Snapshot:
             get_accelerator().current_stream().wait_stream(self._stream)
         return taken
 
+    def send_later(self, chunk: Tensor, relayout: Relayout) -> Tensor:
+        """Copy a chunk of a flat buffer, and return this rank's one of another layout; see ``SendsLater``.
+
+        Its content is arbitrary until ``exchange``.
+        """
+        source_bytes, target_bytes = chunk.nbytes, relayout.numel * chunk.element_size()
+        memory = self._buffers.lend(max(source_bytes, target_bytes))
+        source = memory[:source_bytes]
+        self._copy(chunk.detach().view(torch.uint8), source)
+        # By way of numpy it is a storage by itself: a file has all of a tensor's storage.
+        target = torch.from_numpy(memory.numpy()[:target_bytes]).view(chunk.dtype)
+        self._own.add(target.untyped_storage().data_ptr())
+        self._exchanges.append(_Exchange(relayout, source.view(chunk.dtype), target))
+        return target
+
     def _copied(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._own:
+            return tensor
         held = self._copies.get(storage.data_ptr()) if storage.nbytes() else torch.empty(0, dtype=torch.uint8)
         if held is None:
             held = self._copies[storage.data_ptr()] = self._buffers.lend(storage.nbytes())
@@ -168,7 +234,32 @@ class Snapshot:
         if self._read is not None:
             get_accelerator().set_device(self._device)  # a new thread has the first, and would make a context there
             self._read.synchronize()
-        self.let_go()
+        self._let_steps_go()
+        # Here, where a lack of memory is an error on all ranks, and not of one whose part others wait for.
+        self._moved = torch.empty(max((one.target.nbytes for one in self._exchanges), default=0), dtype=torch.uint8)
+
+    def exchange(self, channel: HostChannel, pace: Pace) -> None:
+        """Exchange the chunks of ``send_later`` after ``complete``. Collective over the channels of all ranks.
+
+        Raises:
+            ChannelError: a rank has died, or has not sent its part within the timeout.
+        """
+        rounds, ended, slowest = self._rounds(channel), object(), 1
+        while slowest:
+            begin = time.monotonic()
+            more = next(rounds, ended) is not ended
+            spent = _HURRIED if pace.lifted else 1 + int((time.monotonic() - begin) * 1e6)
+            slowest = -channel.all_reduce_min(-spent if more else 0)  # microseconds; 0 where all have ended
+            if slowest < _HURRIED:
+                # On all ranks alike: time in which a rank waits for another's pause would lengthen its own.
+                pace.pause(slowest / 1e6)
+
+    def _rounds(self, channel: HostChannel) -> Iterator[None]:
+        for relayout, source, target in self._exchanges:
+            assert self._moved is not None
+            moved = self._moved[: target.nbytes].view(target.dtype)
+            yield from relayout.send(source, moved, channel)
+            target.copy_(moved)  # not before: others may still receive what is there
 
     def give_up(self) -> None:
         """Wait for what is being copied, which nobody will use."""
@@ -177,7 +268,11 @@ class Snapshot:
         self.let_go()
 
     def let_go(self) -> None:
-        """Wait for nothing any more: copies are complete, or nobody will use them."""
+        """Wait for nothing any more: nobody will use the copies, or all files have been written."""
+        self._exchanges, self._moved = [], None
+        self._let_steps_go()
+
+    def _let_steps_go(self) -> None:
         self._sources, self._on_device, self._on_host = [], [], []
         self._done.set()
 

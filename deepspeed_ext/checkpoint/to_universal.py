@@ -18,7 +18,7 @@ Note [States in several files]
     DeepSpeed's converter would put all of them together. It is shown only those of the first files, and that experts
     at stage 3 are shared by as many ranks as the files say.
 
-    Files in own order (``zero/flat/saved.py``) are shown under the names that it knows: it goes by their map of
+    Files in own order (``zero/flat/states.py``) are shown under the names that it knows: it goes by their map of
     parameters, and puts the fragments of one together by the numbers of ranks, which is the order of its elements.
 
 Note [Whole or absent]
@@ -59,7 +59,7 @@ from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_te
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
-from deepspeed_ext.zero.flat.saved import under_deepspeeds_names
+from deepspeed_ext.zero.flat.states import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.native_experts import EXPERTS

@@ -185,6 +185,11 @@ class Background:
         with self._lock:
             return self._takes and (self._doing or bool(self._jobs))
 
+    @property
+    def joined(self) -> bool:
+        """Whether somebody waits for the end of the thread, as the end of the process does."""
+        return self._leaves
+
     def next_tag(self) -> int:
         """Return a tag for messages of a job, the same on all ranks."""
         return self._first_tag + next(self._added) % _JOBS

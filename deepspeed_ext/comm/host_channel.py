@@ -6,7 +6,7 @@ Note [Channels of threads]
     *Connections.* Ranks form a tree: blocks of 32 consecutive ranks are process groups, the first ranks of 32 blocks
     form the next larger group, and so on. A value is reduced toward the root, and the result is broadcast back. So a
     rank has at most 31 connections for each level, of which 16,384 ranks have three. A mesh would have one for each
-    pair of ranks. Messages between two ranks use groups of neighbors; see ``windows``.
+    pair of ranks. Messages use a process group of all ranks that connects two of them at their first message.
 
     *Disks.* A disk may be slower than any timeout of a collective. So a second thread does what may take long, and
     until it has ended on all ranks, they vote at short intervals whether it has. Each vote is subject to the timeout.
@@ -16,6 +16,7 @@ Note [Channels of threads]
     used after that: its owner makes another one.
 """
 
+import os
 import queue
 import threading
 import time
@@ -29,7 +30,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.utils import logger
 from torch import Tensor, distributed
-from torch.distributed import ReduceOp, distributed_c10d
+from torch.distributed import ProcessGroupGloo, ReduceOp, distributed_c10d
 
 from deepspeed_ext.comm.agreement import printable, wait_on_all
 from deepspeed_ext.comm.disjoint_groups import timeout_of
@@ -55,35 +56,16 @@ def tree(rank: int, world: int) -> list[list[int]]:
     return groups
 
 
-def windows(place: int, ranks: Sequence[int], reach: int) -> list[list[int]]:
-    """Return groups of one rank of a ring, in which it finds all ranks up to ``reach`` places before and behind it.
-
-    The ring is divided into units of at least ``reach`` ranks. Each group has two neighboring units, so a rank is in
-    at most two groups, of a size that does not depend on that of the ring. The order in which each rank makes its
-    groups is free of deadlocks: even ones come first.
-
-    Args:
-        place: of the rank.
-        ranks: of the ring, the same on all of them.
-        reach: at most the number of ranks less one.
-    """
-    count = len(ranks) // reach
-    mine = min(place // reach, count - 1)
-    ends = [unit * reach for unit in range(count)] + [len(ranks)]
-
-    def members(unit: int) -> list[int]:
-        return list(ranks[ends[unit % count] : ends[unit % count + 1]])
-
-    first = sorted({(mine - 1) % count, mine}, key=lambda unit: (unit % 2, unit))
-    groups = {tuple(sorted({*members(unit), *members(unit + 1)})): None for unit in first}
-    return [list(group) for group in groups]
-
-
 @dataclass
 class _Group:
     """A process group. Its connections are closed when nothing else, such as an exception, refers to ``gloo``."""
 
     gloo: Any
+
+
+def _store(name: str, ranks: Sequence[int]) -> Any:
+    keys = f"{_PREFIX}/{name}/{ranks[0]}-{ranks[-1]}"
+    return distributed_c10d.PrefixStore(keys, distributed_c10d._get_default_store())
 
 
 class HostChannel:
@@ -105,30 +87,26 @@ class HostChannel:
         self._closed = False
         self._worker: _Worker | None = None
         self._groups: list[_Group] = []  # all of them
-        self._peers: dict[int, tuple[_Group, int]] = {}  # the group that has a rank, and its number there
         levels = enumerate(tree(self.rank, self.world))
         self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
-
-    def connect(self, number: int, groups: Sequence[Sequence[int]]) -> None:
-        """Make groups for ``exchange``, unless there are some. Collective over all ranks, each with its own groups.
-
-        Args:
-            number: the same on all ranks, and of no other call.
-            groups: of ``windows``.
-        """
-        if self._peers:
-            return
-        made = [(self._group(f"{number}/window", ranks), ranks) for ranks in groups if len(ranks) > 1]
-        self._peers = {one: (group, place) for group, ranks in made for place, one in enumerate(ranks)}
-
-    def disconnect(self) -> None:
-        """Drop what ``connect`` has made, where another rank could not."""
-        self._peers = {}
+        self._mesh = self._unconnected(f"{number}/mesh")
 
     def _group(self, name: str, ranks: Sequence[int]) -> "_Group":
-        keys = f"{_PREFIX}/{name}/{ranks[0]}-{ranks[-1]}"
-        store = distributed_c10d.PrefixStore(keys, distributed_c10d._get_default_store())
-        gloo = distributed_c10d.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), self._timeout)
+        store, rank = _store(name, ranks), ranks.index(self.rank)
+        return self._kept(distributed_c10d.ProcessGroupGloo(store, rank, len(ranks), self._timeout))
+
+    def _unconnected(self, name: str) -> "_Group":
+        """Make a group of all ranks, of which two are connected when one of them has a message for the other."""
+        gloo: Any = ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = self._timeout
+        # As torch does for groups that it connects at once.
+        interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
+        devices = [gloo.create_device(interface=one, lazy_init=True) for one in interfaces]
+        options._devices = devices or [gloo.create_default_device(lazy_init=True)]
+        return self._kept(gloo(_store(name, range(self.world)), self.rank, self.world, options))
+
+    def _kept(self, gloo: Any) -> "_Group":
         self._groups.append(_Group(gloo))
         return self._groups[-1]
 
@@ -220,20 +198,13 @@ class HostChannel:
 
     # Messages #########################################################################################
 
-    def exchange(self, sent: Tensor | None, target: int, received: Tensor | None, source: int) -> None:
-        """Send a tensor to one rank while another one is received from a rank; None for nothing.
-
-        Both are in groups of ``connect``.
-        """
+    def exchange(self, sent: Sequence[Tensor], target: int, received: Sequence[Tensor], source: int) -> None:
+        """Send tensors to one rank, in order, while others are received from a rank; there may be none of both."""
         started: list[Any] = []
         with self._connected():
             try:
-                if received is not None:
-                    group, place = self._peers[source]
-                    started.append(group.gloo.recv([received], place, 0))
-                if sent is not None:
-                    group, place = self._peers[target]
-                    started.append(group.gloo.send([sent], place, 0))
+                started += [self._mesh.gloo.recv([one], source, 0) for one in received]
+                started += [self._mesh.gloo.send([one], target, 0) for one in sent]
                 for one in started:
                     one.wait()
             finally:
@@ -243,9 +214,9 @@ class HostChannel:
         """Send a text to one rank, and return the one that another rank has sent."""
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         length = torch.zeros(1, dtype=torch.int64)
-        self.exchange(torch.tensor([content.numel()]), target, length, source)
+        self.exchange([torch.tensor([content.numel()])], target, [length], source)
         received = torch.empty(int(length), dtype=torch.uint8)
-        self.exchange(content, target, received, source)
+        self.exchange([content], target, [received], source)
         return bytes(received.numpy()).decode()
 
     @contextmanager

@@ -1,8 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""From one layout of a flat buffer to another: each rank's chunk, by one all-to-all."""
+"""Copies a flat buffer from one layout into another: each rank's chunk, by an all-to-all or by messages."""
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from deepspeed import comm as dist
@@ -10,29 +11,38 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.layout import FlatLayout
+from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.comm.spans import Span, split_as
 
 _MOST = 1 << 24  # elements that a rank sends at a time, on average
 
 
 class Relayout:
-    """Takes chunks of one layout to those of another, of the same rows and columns.
+    """A copy of chunks of one layout into those of another one, of the same rows and columns.
 
     Args:
         source, target: layouts; what only one of them has, at the end of the flat buffer, is padding.
         group: process group whose rank number r has chunk r.
+
+    Attributes:
+        numel: elements of a chunk of the target.
     """
 
     def __init__(self, source: FlatLayout, target: FlatLayout, group: ProcessGroup) -> None:
-        self._group = group
-        self._length = target.chunk
-        own = dist.get_rank(group=group)
-        # Both sides list what they exchange in the order of the flat buffer.
-        self._exchanges = [
-            (_shared(source, target, own, span), _shared(target, source, own, span))
-            for span in _portions(min(source.numel, target.numel), source.rows * source.cols)
-        ]
+        self._source, self._target, self._group = source, target, group
+        self._own, self._ranks = dist.get_rank(group=group), data_parallel_ranks(group)
+        self._common = Span(0, min(source.numel, target.numel))
+        self.numel = target.chunk
+
+    def _exchanged(self, within: Span) -> tuple[list[list[Span]], list[list[Span]]]:
+        """Return for each rank the spans of this rank's chunk that it sends, and those of the target that it receives.
+
+        Both sides list what they exchange in the order of the flat buffer.
+        """
+        source, target = self._source, self._target
+        return _shared(source, target, self._own, within), _shared(target, source, self._own, within)
 
     def move(self, chunk: Tensor) -> Tensor:
         """Return this rank's chunk of the target, with zeros for padding, on the device of ``chunk``. Collective.
@@ -40,13 +50,13 @@ class Relayout:
         Args:
             chunk: 1D, this rank's chunk of the source.
         """
-        moved = chunk.new_zeros(self._length)
-        for sent, received in self._exchanges:
-            self._exchange(chunk, sent, moved, received)
+        moved = chunk.new_zeros(self.numel)
+        for portion in _portions(self._common.numel, len(self._ranks)):
+            self._exchange(chunk, moved, *self._exchanged(portion))
         return moved
 
     def _exchange(
-        self, chunk: Tensor, sent: Sequence[Sequence[Span]], moved: Tensor, received: Sequence[Sequence[Span]]
+        self, chunk: Tensor, moved: Tensor, sent: Sequence[Sequence[Span]], received: Sequence[Sequence[Span]]
     ) -> None:
         parts = [span.of(chunk) for spans in sent for span in spans]
         packed = torch.cat(parts) if parts else chunk.new_empty(0)
@@ -63,6 +73,41 @@ class Relayout:
         spans = [span for of_rank in received for span in of_rank]
         for span, part in zip(spans, split_as(arrived, spans), strict=True):
             span.of(moved).copy_(part)
+
+    def send(self, chunk: Tensor, moved: Tensor, channel: HostChannel) -> Iterator[None]:
+        """Fill this rank's chunk of the target by messages between threads, a round at each ``next``. Collective over
+        the channels of the group.
+
+        In round d, each rank sends to the d-th rank after it what they share, and receives from the d-th rank before
+        it. So no rank is waited for by many, and nothing is packed: messages are spans of the chunks.
+
+        Args:
+            chunk, moved: 1D, on the host; this rank's chunks of the source and of the target.
+
+        Raises:
+            ChannelError: a rank has died, or has not sent its part within the timeout.
+        """
+        sent, received = self._exchanged(self._common)
+        moved.zero_()
+        for place, part in zip(received[self._own], sent[self._own], strict=True):
+            place.of(moved).copy_(part.of(chunk))
+        for distance in range(1, len(self._ranks)):
+            to, source = (self._own + distance) % len(self._ranks), (self._own - distance) % len(self._ranks)
+            parts, places = [span.of(chunk) for span in sent[to]], [span.of(moved) for span in received[source]]
+            channel.exchange(parts, self._ranks[to], places, self._ranks[source])
+            yield
+
+
+class SendsLater(Protocol):
+    """Something that copies chunks to the host at once, and sends them later."""
+
+    def send_later(self, chunk: Tensor, relayout: Relayout) -> Tensor:
+        """Return this rank's chunk of the target, 1D, on the host: it is filled later.
+
+        Args:
+            chunk: 1D, this rank's chunk of the source.
+        """
+        ...
 
 
 def _portions(numel: int, ranks: int) -> Iterator[Span]:

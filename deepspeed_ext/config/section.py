@@ -21,6 +21,8 @@ from deepspeed_ext.strategy import Strategy
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
+_REMOVED_SAVE_KEY = "zero_order"  # of ``checkpoint``
+
 
 class ParoZeroConfig(ParoConfig, DeepSpeedZeroConfig):
     """``zero_optimization`` with PaRO, or of an engine whose steps are recorded."""
@@ -116,9 +118,15 @@ def save_settings(config: "DeepSpeedConfig") -> SaveSettings:
     """Return our keys in the section ``checkpoint`` of a configuration.
 
     Raises:
-        ValueError: a value is of another type, or another writer is configured beside ``async_save``.
+        ValueError: a value is of another type, another writer is configured beside ``async_save``, or a key is there
+            that has been removed.
     """
     section = _save_keys(config)
+    if _REMOVED_SAVE_KEY in (config._param_dict.get(SaveSettings.key) or {}):
+        raise ValueError(
+            f"{SaveSettings.key}.{_REMOVED_SAVE_KEY} has been removed, since all files have ZeRO's order now. Remove "
+            f"the key."
+        )
     settings = SaveSettings.parse(section)
     writer = (config._param_dict.get(SaveSettings.key) or {}).get("writer")
     if settings.async_save and (writer is not None or config.datastates_config.enabled):

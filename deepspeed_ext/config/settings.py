@@ -314,11 +314,3 @@ class SaveSettings(Settings):
     in a folder of their own."""
     memory_copies: Annotated[int, allowed("an integer of at least 0", ge=0)] = 1
     """Number of other groups that keep a copy of each file in memory that only one group's ranks have."""
-    zero_order: Annotated[bool, allowed("true or false", "`true`; with `async_save` `false`")] = True
-    """With p = N: files have optimizer states in ZeRO's order, for which 12 bytes of each parameter of a shard are
-    exchanged between ranks in a save."""
-
-    @property
-    def in_zeros_order(self) -> bool:
-        """Return whether files of optimizer states have them in ZeRO's order; see ``zero/flat/saved.py``."""
-        return self.zero_order if "zero_order" in self.model_fields_set else not self.async_save

@@ -141,12 +141,6 @@ REPLACED: tuple[Patch, ...] = (
         "(self, checkpoints_path, tag)",
         seams.find_files_of_other_stages,
     ),
-    Patch(
-        "deepspeed.utils.zero_to_fp32:parse_optim_states",
-        "read weights also where ranks have saved them in the order in which they hold them",
-        "(files, ds_checkpoint_dir)",
-        lazily("deepspeed_ext.checkpoint.in_order:parse_optim_states"),
-    ),
     *(
         Patch(
             f"{optimizer}._load_universal_checkpoint",

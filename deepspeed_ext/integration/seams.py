@@ -326,13 +326,7 @@ def load_what_was_checked(
 ) -> Any:
     ours = _has_our_files(self)
     if not ours and not (self.load_universal_checkpoint() and self.zero_optimization()):
-        try:
-            return load(self, load_dir, tag, *args, **kwargs)
-        except KeyError as error:
-            from deepspeed_ext.checkpoint import loading
-
-            loading.explain(error, self, load_dir, tag)
-            raise
+        return load(self, load_dir, tag, *args, **kwargs)
     from deepspeed_ext.checkpoint import loading
 
     by_us = loading.load_checkpoint if ours else loading.load_into_stock

@@ -4,8 +4,7 @@
 
 Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
 one, ``plan`` what each strategy costs, ``report`` where a step's time goes, and ``doctor`` what is wrong with nodes.
-``compare`` runs a script under several configurations, ``convert`` makes a universal checkpoint, and ``zero-order``
-puts an ordinary one into ZeRO's order.
+``compare`` runs a script under several configurations, and ``convert`` makes a universal checkpoint.
 """
 
 import argparse
@@ -68,11 +67,6 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
 
 
-def add_zero_order_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``zero-order``."""
-    parser.add_argument("--folder", required=True, help="the checkpoint, D/TAG, which no run saves to meanwhile")
-
-
 def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     """Run a command, of ``report`` what comes before its script; return the exit status."""
     if arguments.command == comparing.NAME:
@@ -85,14 +79,6 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
         from deepspeed_ext.checkpoint.to_universal import convert
 
         convert(arguments)
-    elif arguments.command == "zero-order":
-        from deepspeed_ext.checkpoint.folder import CheckpointError
-        from deepspeed_ext.checkpoint.in_order import put_in_zeros_order
-
-        try:
-            print(put_in_zeros_order(arguments.folder))
-        except CheckpointError as error:
-            raise ValueError(str(error)) from error
     else:
         from deepspeed_ext.tools import leaf
 
@@ -125,7 +111,6 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
     for name, add, text in (
         ("leaf-modules", add_leaf_arguments, "what ZeRO-3 would fetch as one of a model"),
         ("convert", add_convert_arguments, "make a universal checkpoint of an ordinary one"),
-        ("zero-order", add_zero_order_arguments, "put a checkpoint's optimizer states into ZeRO's order"),
         ("plan", planning.add_arguments, "what each strategy would cost, and which to use"),
         (reporting.NAME, reporting.add_arguments, "run a script, and show where its steps' time goes"),
         ("doctor", examining.add_arguments, "what is wrong with the nodes of a launch"),

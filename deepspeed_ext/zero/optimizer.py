@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.comm.relayout import SendsLater
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import override, replaced
 from deepspeed_ext.strategy import Strategy
@@ -66,7 +67,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     writers: CheckpointWriters  # the ranks that write files of optimizer states
     unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
     # scale; None with optimizer offload
-    own_order = False  # whether ``state_dict`` returns partitions as they are held; see Note [Own order]
+    sends_later: SendsLater | None = None  # sends other ranks' parts of ``state_dict`` later; None: at once
     is_saved = False  # whether a checkpoint is being saved, which changes no model state
     _begun = False  # whether the next step has begun with the end of an accumulation that the caller owns
 
@@ -117,6 +118,15 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         Raises:
             ValueError: it is.
         """
+
+    @contextmanager
+    def being_saved(self, sends_later: SendsLater | None) -> Iterator[None]:
+        """Let ``state_dict`` be for a checkpoint in this context."""
+        self.is_saved, self.sends_later = True, sends_later
+        try:
+            yield
+        finally:
+            self.is_saved, self.sends_later = False, None
 
     # The accumulation boundary ########################################################################
 

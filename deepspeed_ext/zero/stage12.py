@@ -17,33 +17,28 @@ Note [What runs when]
     gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from types import MappingProxyType
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.module_inject.auto_ep_folding import reduce_autoep_folding_gradient
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import checked, override, replaced
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE
-from deepspeed_ext.zero.flat import saved
-from deepspeed_ext.zero.flat.buffers import FlatBuffer, FlatBuffers
+from deepspeed_ext.zero.flat.buffers import FlatBuffers
 from deepspeed_ext.zero.flat.gradients import AllFlatGradients, Mean
 from deepspeed_ext.zero.flat.shard_gradients import ShardGradients
 from deepspeed_ext.zero.flat.stage12_view import Stage12View
+from deepspeed_ext.zero.flat.states import FlatStates
 from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE
-from deepspeed_ext.zero.muon import uses_muon
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
@@ -66,6 +61,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         shards: gradients of the optimizer's shards.
         gradients: gradients that are being reduced to these, by family.
         updates: updated parameters after a step.
+        flat_states: state dicts of checkpoints.
     """
 
     gradients: AllFlatGradients
@@ -95,6 +91,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
             partitions=self.parallel_partitioned_bit16_groups,
         )
         self.bit16_groups_flat = self.updates.flat
+        self.flat_states = FlatStates(self)
         self.writers = CheckpointWriters(self.families, self.strategy, [buffer.rank for buffer in self.buffers])
 
     @override
@@ -443,81 +440,20 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's, in its order, or in ours while that is asked for; see ``flat/saved.py``."""
-        if self.own_order and self._striped:
-            state = saved.in_own_order(super().state_dict(), self.buffers, self._file_mappings())
-        else:
-            with self._in_zeros_order():
-                state = dict(super().state_dict())
-        return {**state, MOMENTUM_SCALE: 1.0} if uses_muon(self.optimizer) else state
-
-    @property
-    def _striped(self) -> list[FlatBuffer]:
-        return [buffer for buffer in self.buffers if buffer.striped]
-
-    @contextmanager
-    def _in_zeros_order(self) -> Iterator[None]:
-        """Show the parent, in this context, partitions in its own order."""
-        weights, paddings = list(self.single_partition_of_fp32_groups), list(self.groups_padding)
-        for buffer in self._striped:
-            held = weights[buffer.number]
-            saved.require_one_value_per_element(self.optimizer.state[held], {held.numel()})
-        with ExitStack() as stack:
-            for buffer in self._striped:
-                held = weights[buffer.number]
-                weights[buffer.number], states = saved.in_zeros_order(buffer, held, self.optimizer.state[held])
-                paddings[buffer.number] = buffer.zeros_padding
-                # Another dict: those that are given out must not change when this context ends.
-                stack.callback(self.optimizer.state.__setitem__, held, self.optimizer.state[held])
-                self.optimizer.state[held] = states
-            if self._striped:
-                stack.enter_context(replaced(self, single_partition_of_fp32_groups=weights, groups_padding=paddings))
-                stack.enter_context(replaced(self, _param_slice_mappings=self._file_mappings()))
-            yield
-
-    def _file_mappings(self, layouts: Mapping[int, FlatLayout] = MappingProxyType({})) -> list[Any]:
-        return saved.mappings(self.buffers, self._param_slice_mappings, self.param_names, layouts)
+        """Return DeepSpeed's, in its order; see ``flat/states.py``."""
+        return self.flat_states.in_zeros_order(super().state_dict())
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is sharded otherwise; see ``flat/saved.py``.
-
-        Raises:
-            ValueError: it is.
-        """
-        names = set(self.param_names.values())
-        saved.check(state, self.partition_count, self.buffers, self._file_mappings, names)
+        """Refuse a rank's state dict that is sharded otherwise; see ``FlatStates.check``."""
+        self.flat_states.check(state)
 
     @override
     def _load_legacy_checkpoint(
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
-        """Refuse optimizer states that are sharded otherwise, and take them in our order.
-
-        Raises:
-            ValueError: see ``check_states``.
-        """
-        rank, states = dist.get_rank(group=self.dp_process_group), list(state_dict_list)
-        self._check_together(states[rank])
-        own_order = saved.OWN_ORDER in states[rank]
-        if load_optimizer_states and not own_order:
-            groups = zip(self.buffers, self.optimizer.param_groups, strict=True)
-            muon = [buffer for buffer, row in groups if row.get("use_muon", False)]
-            states[rank] = saved.with_own_momentum(muon, states[rank], self.dp_process_group)
-        if own_order or (self._striped and (load_optimizer_states or load_from_fp32_weights)):
-            states[rank] = saved.as_held(self.buffers, states[rank])
+        """Refuse optimizer states that are sharded otherwise, and take them in our order."""
+        states = self.flat_states.as_held(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
-
-    def _check_together(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state dict on all ranks if one does, where what follows is collective: nobody may be left alone."""
-        problem: ValueError | None = None
-        try:
-            self.check_states(state)
-        except ValueError as error:
-            problem = error
-        if self._striped or saved.OWN_ORDER in state or uses_muon(self.optimizer):
-            saved.raise_if_any(problem, self.dp_process_group)
-        if problem is not None:
-            raise problem
 
     # To the host and back #########################################################################
 

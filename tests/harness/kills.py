@@ -25,13 +25,20 @@ CALLS = {
     "torch.save": ("torch", "save"),
     "fsync": ("os", "fsync"),
     "HostChannel": ("deepspeed_ext.comm.host_channel:HostChannel", "_all_reduce"),
+    "HostChannel.exchange": ("deepspeed_ext.comm.host_channel:HostChannel", "exchange"),
     "copytree": ("shutil", "copytree"),
     "rename": ("pathlib:Path", "rename"),
     "exchange": ("deepspeed_ext.checkpoint.owned", "_exchange"),
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }
-OF_ALL = ("Snapshot.take", "Snapshot.complete", "torch.save", "HostChannel")  # the others are of rank 0, which commits
+OF_ALL = (
+    "Snapshot.take",
+    "Snapshot.complete",
+    "torch.save",
+    "HostChannel",
+    "HostChannel.exchange",
+)  # the others are of rank 0, which commits
 
 
 @dataclass(frozen=True)

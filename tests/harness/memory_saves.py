@@ -57,7 +57,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     sent, exchange = [0], HostChannel.exchange
 
     def counted(self: Any, one: Any, *args: Any) -> None:
-        sent[0] += 0 if one is None else one.nbytes
+        sent[0] += sum(part.nbytes for part in one)
         exchange(self, one, *args)
 
     folder = f"{base}/saved"

@@ -25,11 +25,11 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.clocks import Clock, device_name, make_clock
 from deepspeed_ext.comm.agreement import all_reduce_max, all_reduced
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
+from deepspeed_ext.tools.clocks import Clock, device_name, make_clock
 from deepspeed_ext.tools.compare.turn import UNFINISHED, Turn
 from deepspeed_ext.version import __version__
 

@@ -37,7 +37,7 @@ def _examine_versions(launch: Launch) -> dict[str, Any]:
     import torch
     from deepspeed.accelerator import get_accelerator
 
-    from deepspeed_ext.clocks import device_name
+    from deepspeed_ext.tools.clocks import device_name
 
     versions = {"deepspeed_ext": __version__, "deepspeed": deepspeed.__version__, "torch": torch.__version__}
     versions |= {"python": platform.python_version(), "device": device_name()}

@@ -21,7 +21,6 @@ from deepspeed import version as deepspeed_version
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import groups, logger
 
-from deepspeed_ext.clocks import device_name
 from deepspeed_ext.comm.agreement import all_gather_texts, broadcast_text
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
 from deepspeed_ext.config.keys import OUTER
@@ -36,6 +35,7 @@ from deepspeed_ext.planner.described import compression_of, describe_engine, dty
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes
+from deepspeed_ext.tools.clocks import device_name
 from deepspeed_ext.tools.plan import recorded
 from deepspeed_ext.tools.report import flat, measures, page
 from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step

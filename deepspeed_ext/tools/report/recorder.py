@@ -17,8 +17,8 @@ from deepspeed import comm as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, irecv
 
-from deepspeed_ext.clocks import Clock
 from deepspeed_ext.comm import watching
+from deepspeed_ext.tools.clocks import Clock
 from deepspeed_ext.tools.report.measures import HANDLING, Communication, Moment, Phase, Step, Wait
 
 _Timed = TypeVar("_Timed", Communication, Phase, Wait)

@@ -27,13 +27,13 @@ from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from deepspeed_ext.clocks import Clock, make_clock
 from deepspeed_ext.comm import watching
 from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
 from deepspeed_ext.config.settings import UNDISTURBED, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
 from deepspeed_ext.strategy import StateBytes
+from deepspeed_ext.tools.clocks import Clock, make_clock
 from deepspeed_ext.tools.report.contents import make, write
 from deepspeed_ext.tools.report.measures import BACKWARD, FORWARD, UPDATE, hop_of
 from deepspeed_ext.tools.report.recorder import OPERATIONS, Recorder, recorded

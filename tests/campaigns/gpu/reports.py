@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 
 from deepspeed_ext.__main__ import patch_problems
-from deepspeed_ext.clocks import DeviceClock, make_clock
+from deepspeed_ext.tools.clocks import DeviceClock, make_clock
 from deepspeed_ext.tools.doctor.cli import CHECKS, add_arguments, run
 from scripts.examples.gpt import ByteGPT
 from tests.campaigns.gpu.one_by_one import Case, run_cases

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 import torch.distributed as dist
 
-from deepspeed_ext.clocks import HostClock
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import StateBytes
+from deepspeed_ext.tools.clocks import HostClock
 from deepspeed_ext.tools.plan.recorded import Recorded
 from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import measures

@@ -210,7 +210,7 @@ class SavesMeasurement(Measurement):
     def missed(cls, rows: Sequence[Row]) -> list[str]:
         """Return which asynchronous saves, in the order of ranks, stop or slow the training too much."""
         found = []
-        for row in (row for row in rows if "asynchronous" in row.method and "zero_order" not in row.method):
+        for row in (row for row in rows if "asynchronous" in row.method):
             where, share = f"{row.setting}, {row.more['disk']} disk: {row.method}", tabulated.stopped_share(row, rows)
             if (share or 0.0) > cls.critical:
                 found.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")

@@ -113,7 +113,6 @@ SAVE_SECTIONS: dict[str, dict[str, Any]] = {  # ``checkpoint`` of the configurat
     "ZeRO-3": {},
     "NIG": {},
     "NIG, asynchronous": _ASYNC,
-    "NIG, asynchronous, zero_order": {**_ASYNC, "zero_order": True},
     "IIG": {},
     "IIG, asynchronous": _ASYNC,
 }

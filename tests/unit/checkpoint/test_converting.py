@@ -22,7 +22,7 @@ from tests.harness.tiers import deep
 # What saves on 4 ranks in groups of 2; what loads on 2, and in which groups.
 RUNS = [
     ("IIG + LoCo", "NIG + LoCo", 1),
-    ("NIG + own order", "GGG", 2),
+    ("NIG + aside", "GGG", 2),
     *deep(("2", "III", 2), ("NIG + Muon", "III + Muon", 2)),
 ]
 
@@ -37,7 +37,7 @@ def names_in(folder: str) -> list[str]:
 def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
     """Return a job that loads universal checkpoints, and engine and model of a strategy or stage."""
     kind, *more = name.split(" + ")
-    checkpoint = {"load_universal": True, **({"zero_order": False} if "own order" in more else {})}
+    checkpoint = {"load_universal": True, **({"async_save": True} if "aside" in more else {})}
     optimizer = "Muon" if "Muon" in more else "Adam"
     job = training.Job(optimizer=optimizer, empty=False, zero=training.SMALL, config={"checkpoint": checkpoint})
     loco = {"zeropp_loco_param": {}} if "LoCo" in more else {}

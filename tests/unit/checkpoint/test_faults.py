@@ -326,6 +326,7 @@ KILLS = [
         (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
         (Kill("IIG", True, 0, call="replace", aside=False), 1),
         (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
+        (Kill("NIG", True, 1, call="HostChannel.exchange", number=1), 0),
         (Kill("IIG", True, 0, call="torch.save", number=1, aside=False), 0),
         (Kill("IIG", True, 0, call="exchange", aside=False), 0),
         (Kill("IIG", True, 0, call="exchange"), 0),

@@ -22,7 +22,7 @@ import torch
 from deepspeed import comm as dist
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint import host_memory, in_memory, memory_folder
+from deepspeed_ext.checkpoint import in_memory, memory_folder
 from deepspeed_ext.checkpoint.loading import _warn_if_older
 from deepspeed_ext.checkpoint.memory_folder import Identity, MemoryFolder, Part
 from deepspeed_ext.comm.agreement import broadcast_text
@@ -394,8 +394,8 @@ def test_room_is_what_memory_and_control_groups_leave(
     (tmp_path / "proc" / "self").mkdir(parents=True)
     (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {9 * GIB // 1024} kB\nHugePages: 0\n")
     (tmp_path / "proc" / "self" / "cgroup").write_text(f"{groups}\n")
-    monkeypatch.setattr(host_memory, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(host_memory, "_CONTROL_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory_folder, "_PROC", tmp_path / "proc")
+    monkeypatch.setattr(memory_folder, "_CONTROL_GROUPS", tmp_path / "cgroup")
     folder = folder_of(tmp_path, tmp_path, "a" * 32)
     folder.path.mkdir()
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=20 * GIB, f_frsize=1))

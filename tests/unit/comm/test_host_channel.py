@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 
 from deepspeed_ext.comm import host_channel
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, require_same, run_on_all_or_raise, unique_number
-from deepspeed_ext.comm.host_channel import HostChannel, tree, windows
+from deepspeed_ext.comm.host_channel import HostChannel, tree
 from tests.harness.snapshots import error_of
 
 pytestmark = pytest.mark.quick
@@ -28,34 +28,6 @@ def test_groups_of_a_tree_are_the_same_on_all_members_and_small(world: int) -> N
         assert all(groups[level] == trees[member][level] for level, ranks in enumerate(groups) for member in ranks)
         assert sum(len(ranks) - 1 for ranks in groups) <= 31 * 3, "connections"
         assert not groups or groups[-1][0] == 0 or rank != groups[-1][0], "the leader of a group is in a larger one"
-
-
-def making_ends(lists: dict[int, list[list[int]]]) -> bool:
-    """Whether ranks that make their groups in this order, each of which waits for all members, do not deadlock."""
-    left = {rank: [tuple(group) for group in groups] for rank, groups in lists.items()}
-    while any(left.values()):
-        next_ones = {groups[0] for groups in left.values() if groups}
-        ready = [group for group in next_ones if all(left[rank][:1] == [group] for rank in group)]
-        if not ready:
-            return False
-        for group in ready:
-            for rank in group:
-                left[rank].pop(0)
-    return True
-
-
-def test_windows_have_all_neighbors_of_a_rank() -> None:
-    for count in (*range(2, 24), 513):
-        ring = list(range(5, 5 + 3 * count, 3))
-        for reach in range(1, min(count, 6)):
-            lists = {rank: windows(place, ring, reach) for place, rank in enumerate(ring)}
-            for place, rank in enumerate(ring):
-                assert len(lists[rank]) <= 2 and all(len(group) < 4 * reach for group in lists[rank])
-                for step in range(1, reach + 1):
-                    target = ring[(place + step) % count]
-                    shared = [group for group in lists[rank] if target in group]
-                    assert shared and shared[0] in lists[target], (count, reach, place, step)
-            assert making_ends(lists), (count, reach)
 
 
 def test_votes_texts_and_slow_disks(ranks: Any) -> None:
@@ -75,7 +47,6 @@ def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
     ):
         channel = host_channel.HostChannel(unique_number())
         rank, world = channel.rank, channel.world
-        channel.connect(unique_number(), host_channel.windows(rank, range(world), 1))
     numbers = [channel.all_reduce_min(-rank), channel.all_reduce_sum(rank), channel.all_reduce_min(7 + rank)]
     texts = [channel.broadcast_text(text if rank == 3 else "another one", 3) for text in TEXTS]
     messages = [channel.exchange_text(f"from {rank}" + "x" * rank, (rank + 1) % world, (rank - 1) % world)]

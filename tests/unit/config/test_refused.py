@@ -295,7 +295,7 @@ ELSEWHERE: list[Row] = [
     (FASTEST, muon(["gram"]), r"ns_method must be one of gram, standard, got \['gram'\]"),
     *(
         (strategy, {"checkpoint": {key: value}}, f"checkpoint.{key} must be true or false, got {value!r}")
-        for strategy, key, value in ((NIG, "async_save", "yes"), (NIG, "zero_order", 1), (FASTEST, "async_save", 0.0))
+        for strategy, key, value in ((NIG, "async_save", "yes"), (FASTEST, "async_save", 0.0))
     ),
     (
         NIG,
@@ -367,7 +367,7 @@ def test_every_reason_to_refuse_is_tested() -> None:
 
 WITHOUT_STRATEGY: list[Row] = [
     ({"stage": stage}, {"checkpoint": {key: True}}, f"checkpoint.{key} needs a strategy: set zero_optimization.paro_s")
-    for stage, key in ((0, "async_save"), (2, "async_save"), (3, "zero_order"))
+    for stage, key in ((0, "async_save"), (2, "async_save"), (3, "memory_copies"))
 ]
 
 

@@ -103,8 +103,8 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
     import torch.distributed as dist
     from transformers import TrainerCallback
 
+    from deepspeed_ext.checkpoint.frameworks import finish_saves
     from deepspeed_ext.checkpoint.snapshots import Snapshot
-    from deepspeed_ext.checkpoint.trainer_callback import FinishSaves
     from tests.harness import training
     from tests.harness.frameworks import tiny
 
@@ -121,13 +121,13 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
 
     weights, zero = [], placed("NIG")
     more = {"save_total_limit": 1, "deepspeed": {**for_trainer(zero), "checkpoint": {"async_save": True}}}
-    with mock.patch.object(Snapshot, "complete", lambda self: (returned.acquire(), complete(self))):
+    with mock.patch.object(Snapshot, "complete", lambda self: returned.acquire() and complete(self)):
         for resumes in (False, True):
             trainer = make(folder, "model", more, zero)
             trainer.add_callback(Watch)
             trainer.train(resume_from_checkpoint=resumes)
             weights.append(training.whole_weights(trainer.model))
-            finishing.append(FinishSaves in map(type, trainer.callback_handler.callbacks))
+            finishing.append(finish_saves() in map(type, trainer.callback_handler.callbacks))
             tiny.ended(trainer.deepspeed, trainer.micro_losses)
             if dist.get_rank() == 0 and not resumes:
                 Path(folder, "checkpoint-2", "latest").unlink()

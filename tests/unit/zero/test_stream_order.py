@@ -99,7 +99,7 @@ _WRITER = "for the thread that writes, and the host"
 # By file or folder: why waits there are of no device.
 OF_HOST = {
     "checkpoint/": _WRITER,
-    "clocks.py": _MEASURES,
+    "tools/clocks.py": _MEASURES,
     "comm/background.py:Background": _THREAD,
     "comm/background.py:Job": _THREAD,
     "comm/host_channel.py": _GLOO,
@@ -113,6 +113,7 @@ OF_HOST = {
 }
 # By call: why no case can find it.
 UNFOUND = {
+    "checkpoint/snapshots.py:Pace.pause:wait": _WRITER,
     "checkpoint/snapshots.py:Snapshot.give_up:synchronize": _WRITER,
     "checkpoint/snapshots.py:Snapshot._copy_on_stream:wait_stream": _ASIDE,
     "checkpoint/snapshots.py:Snapshot.complete:synchronize": _WRITER,
