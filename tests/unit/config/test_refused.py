@@ -297,6 +297,7 @@ ELSEWHERE: list[Row] = [
         (strategy, {"checkpoint": {key: value}}, f"checkpoint.{key} must be true or false, got {value!r}")
         for strategy, key, value in ((NIG, "async_save", "yes"), (FASTEST, "async_save", 0.0))
     ),
+    (NIG, {"checkpoint": {"zero_order": True}}, "checkpoint.zero_order has been removed"),
     (
         NIG,
         {"checkpoint": {"async_save": True, "writer": {"type": "fast"}}},

@@ -15,6 +15,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.comm import comms_logger
 
 from deepspeed_ext.loco.sampling import Sampling
+from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness import training
 from tests.harness.logs import is_ours, logged
 from tests.harness.tiers import by_strategies, deep
@@ -78,7 +79,7 @@ def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, 
                 skipped = [1 + step % 2] if accumulation > 1 else []
                 engine.backward(((engine(x, skipped) - y) ** 2).mean())
                 if number == accumulation - 1:
-                    if hasattr(optimizer, "_shard"):
+                    if isinstance(optimizer, Stage12Optimizer):
                         parts = [optimizer.shard_gradient(group) for group in range(2)]
                     else:
                         parts = [optimizer.gradients["dense"].shard]
@@ -119,7 +120,7 @@ def padding_case() -> list[tuple[str, int, float]]:
         padding = []
         for number in range(2):
             training.micro_step(engine, job, number, *next(data))
-            if hasattr(optimizer, "_shard"):
+            if isinstance(optimizer, Stage12Optimizer):
                 paddings = optimizer.groups_padding
                 padding = [optimizer.shard_gradient(i)[-count:] for i, count in enumerate(paddings) if count]
             else:
