@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks agree with one another, or raise together.
+"""Reduces and compares small values over ranks, and raises errors on all of them.
 
-All functions are collective: over ``group``, a process group, or where there is none, or it is None, over all ranks.
-What raises together may do so over another ``Channel`` than the process group of all ranks.
+All functions are collective over ``group``, a process group; without that argument, or if it is None, over all ranks.
+Functions that raise on all ranks may use another ``Channel`` than the process group of all ranks.
 """
 
 import hashlib
@@ -18,26 +18,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _Result = TypeVar("_Result")
-_DIGEST_BYTES = 7  # of which an int64 holds the negative, too
+_DIGEST_BYTES = 7  # fits an int64, and so does its negative
 _RANDOM_BITS = 62
 _FIRST_INTERVAL, _LONGEST_INTERVAL = 0.01, 1.0  # seconds between votes on whether all ranks have ended
-_LOSSLESS = "surrogatepass"  # takes every text
+_LOSSLESS = "surrogatepass"  # encodes every text
 
 
 def all_reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
-    """Return an all-reduce of values, of any shape, dtype and device; where they were."""
-    found = values.to(get_accelerator().current_device_name(), copy=True)
-    dist.all_reduce(found, op=operation, group=group)
-    return found.to(values.device)
+    """Return an all-reduce of values of any shape, dtype, and device, on their device."""
+    reduced = values.to(get_accelerator().current_device_name(), copy=True)
+    dist.all_reduce(reduced, op=operation, group=group)
+    return reduced.to(values.device)
 
 
 def all_reduce_max(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """Return the largest of all ranks' values, each by itself."""
+    """Return the elementwise maximum of all ranks' values."""
     return all_reduced(values, dist.ReduceOp.MAX, group)
 
 
 def any_rank(found: bool, group: ProcessGroup | None = None) -> bool:
-    """Whether one of the ranks has found it."""
+    """Return whether ``found`` is true on any rank."""
     return bool(all_reduce_max(torch.tensor([float(found)]), group).item())
 
 
@@ -57,43 +57,44 @@ def unique_number() -> int:
 
 
 def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:
-    """Return of each value the smallest and the largest among the ranks, by one all-reduce."""
-    mine = torch.tensor(values, dtype=torch.int64)
-    highest, lowest = all_reduce_max(torch.stack([mine, -mine]), group).tolist()
+    """Return (minimum, maximum) over ranks of each value, by one all-reduce."""
+    local = torch.tensor(values, dtype=torch.int64)
+    highest, lowest = all_reduce_max(torch.stack([local, -local]), group).tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
 
 def all_gather_rows(values: Sequence[int], group: ProcessGroup | None = None) -> Tensor:
-    """Return the values of every rank, as many on each, in the order of the group: a row for each, on the host."""
-    mine = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
-    everybody = mine.new_empty(dist.get_world_size(group=group) * mine.numel())
-    dist.all_gather_into_tensor(everybody, mine, group=group)
-    return everybody.view(-1, mine.numel()).cpu()
+    """All-gather values, the same number on each rank, in group order: a row for each rank, on the host."""
+    local = torch.tensor(values, dtype=torch.int64, device=get_accelerator().current_device_name())
+    gathered = local.new_empty(dist.get_world_size(group=group) * local.numel())
+    dist.all_gather_into_tensor(gathered, local, group=group)
+    return gathered.view(-1, local.numel()).cpu()
 
 
 def all_gather_ints(values: Sequence[int], group: ProcessGroup | None = None) -> list[list[int]]:
-    """Return what ``all_gather_rows`` does, as lists."""
+    """Return the result of ``all_gather_rows`` as lists."""
     rows: list[list[int]] = all_gather_rows(values, group).tolist()
     return rows
 
 
 def all_gather_texts(text: str, device: str | None = None) -> list[str]:
-    """Return the text of every rank.
+    """All-gather the text of every rank.
 
-    DeepSpeed's ``all_gather_object`` takes no device, and ends the process if the comms logger is on.
+    DeepSpeed's ``all_gather_object`` has no device argument, and ends the process if the comms logger is enabled.
 
     Args:
-        text: of this rank; names of files may hold bytes that are no UTF-8.
-        device: where to put it for that, if not on the current one.
+        text: this rank's text; file names may contain bytes that are not UTF-8.
+        device: device of the buffers; by default the current one.
     """
     device = device or get_accelerator().current_device_name()
+    # At least one byte: torch.frombuffer refuses an empty buffer.
     content = torch.frombuffer(bytearray(text.encode(errors=_LOSSLESS)) or bytearray(1), dtype=torch.uint8).to(device)
     lengths = content.new_empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_into_tensor(lengths, lengths.new_tensor([content.numel() if text else 0]))
     longest = max(1, int(lengths.max()))
-    everybody = content.new_empty(len(lengths) * longest)
-    dist.all_gather_into_tensor(everybody, torch.nn.functional.pad(content, (0, longest - content.numel())))
-    rows = everybody.cpu().numpy().tobytes()
+    gathered = content.new_empty(len(lengths) * longest)
+    dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(content, (0, longest - content.numel())))
+    rows = gathered.cpu().numpy().tobytes()
     starts = range(0, len(rows), longest)
     return [
         rows[start : start + length].decode(errors=_LOSSLESS)
@@ -102,12 +103,12 @@ def all_gather_texts(text: str, device: str | None = None) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Return a text that every encoder takes: a name of a file may hold bytes that are no UTF-8."""
+    """Return a text that every encoder accepts: file names may contain bytes that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _message_of(error: Exception) -> str:
-    """Return what an error says, also where that fails: the other ranks wait for it."""
+    """Return the text of an error. Never raises, because the other ranks wait for this text."""
     try:
         return printable(str(error))
     except Exception as failure:
@@ -115,14 +116,14 @@ def _message_of(error: Exception) -> str:
 
 
 def broadcast_text(text: str, source: int) -> str:
-    """Return the text of global rank ``source``, on all ranks."""
-    said = [text]
-    dist.broadcast_object_list(said, source)
-    return said[0]
+    """Broadcast the text of global rank ``source``."""
+    texts = [text]
+    dist.broadcast_object_list(texts, source)
+    return texts[0]
 
 
 class Channel(Protocol):
-    """How all ranks tell one another numbers and texts. Its methods are collective.
+    """Reduces numbers and broadcasts texts over all ranks. Its methods are collective.
 
     Attributes:
         rank: this rank's number.
@@ -144,11 +145,11 @@ class Channel(Protocol):
         ...
 
     def broadcast_text(self, text: str, source: int) -> str:
-        """Return the text of rank ``source``, on all ranks."""
+        """Broadcast the text of rank ``source``."""
         ...
 
     def wait_for(self, act: Callable[[], _Result]) -> _Result:
-        """Do what may take long, and return its result."""
+        """Run a function that may take long, and return its result."""
         ...
 
 
@@ -175,11 +176,11 @@ WORLD: Channel = _World()
 
 
 def wait_on_all(ends_within: Callable[[float], bool], over: Channel = WORLD) -> None:
-    """Wait until something has ended on all ranks, which may take longer than the timeout of a collective.
+    """Wait until a task has ended on all ranks, which may take longer than the timeout of a collective.
 
     Args:
-        ends_within: waits for it on this rank, at most so many seconds; returns whether it has ended.
-        over: how ranks agree.
+        ends_within: waits for this rank's task, at most this many seconds; returns whether it has ended.
+        over: channel of the votes.
     """
     interval = _FIRST_INTERVAL
     while not over.all_reduce_min(int(ends_within(interval))):
@@ -201,16 +202,16 @@ def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError
 def run_on_all_or_raise(
     act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError, over: Channel = WORLD
 ) -> _Result:
-    """Do what may fail on one rank and not on others, which would then wait for it.
+    """Run a function on all ranks; if it fails on one of them, raise on all, so that none waits for it.
 
     Args:
-        act: without any communication.
-        doing: the beginning of the message of errors that do not have their own, which are those of ``kind``.
-        kind: what is raised.
-        over: how ranks agree.
+        act: the function, which must not communicate.
+        doing: start of the message of errors that are not of type ``kind``; those keep their own message.
+        kind: type of the raised error.
+        over: channel of the votes.
 
     Raises:
-        kind: on all ranks, if it failed on one.
+        kind: on all ranks, if ``act`` failed on one.
     """
     result, error = over.wait_for(lambda: _attempt(act, doing, kind))
     raise_together(error, kind, over)
@@ -218,7 +219,7 @@ def run_on_all_or_raise(
 
 
 def _attempt(act: Callable[[], _Result], doing: str, kind: type[Exception]) -> tuple[_Result | None, Exception | None]:
-    """Return the result, or the error."""
+    """Return (result, None) or (None, error)."""
     try:
         return act(), None
     except kind as error:
@@ -230,14 +231,14 @@ def _attempt(act: Callable[[], _Result], doing: str, kind: type[Exception]) -> t
 
 
 def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) -> None:
-    """Refuse a string that differs between ranks. Unless it does, this is a single all-reduce.
+    """Raise if a string differs between ranks. If it does not, this takes a single all-reduce.
 
     Raises:
-        kind: it does; with the value of the first rank that differs from rank 0.
+        kind: the string differs; the message has the value of the first rank that differs from rank 0.
     """
     digest = hashlib.sha256(value.encode(errors=_LOSSLESS)).digest()
-    (found,) = bounds([int.from_bytes(digest[:_DIGEST_BYTES], "big")])
-    if found[0] == found[1]:
+    (bound,) = bounds([int.from_bytes(digest[:_DIGEST_BYTES], "big")])
+    if bound[0] == bound[1]:
         return
     problem = ValueError(f"{what} must be the same on all ranks, but here it is {value!r}.")
     raise_together(None if broadcast_text(value, 0) == value else problem, kind)

@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The collectives of one process group, started in the way that suits its backend.
+"""Collectives of one process group, started in the way that suits its backend.
 
 Note [Pairwise messages]
-    gloo's collectives send before they say that they are ready to receive. Then the rank that comes last puts its
-    whole message before these words, and the other one waits for it: the link is used in one direction at a time
-    (measured: up to twice the time). So an all-to-all is made of messages between pairs of ranks, and all receives are
-    posted first.
+    gloo's collectives send before they announce that they are ready to receive. The last rank's announcement then
+    queues behind its complete message, and the other rank waits for it: the link is used in one direction at a time
+    (measured: up to twice the time). So an all-to-all consists of messages between pairs of ranks, and all receives
+    are posted first.
 """
 
 import threading
@@ -31,7 +31,7 @@ from deepspeed_ext.comm.packing import WIDEST_LOAD
 
 
 def backend_of(group: ProcessGroup | None) -> str:
-    """Return the backend for tensors of the accelerator; a group may have one for each kind of device."""
+    """Return the backend for tensors of the accelerator; a group may have one for each device type."""
     device = get_accelerator().device_name().partition(":")[0]
     backends = dict(
         entry.split(":") for entry in torch.distributed.get_backend_config(group).split(",") if ":" in entry
@@ -40,10 +40,10 @@ def backend_of(group: ProcessGroup | None) -> str:
 
 
 def is_pairwise(group: ProcessGroup | None) -> bool:
-    """Return whether messages between pairs of ranks stand for a group's collectives, as gloo's do.
+    """Return whether messages between pairs of ranks replace a group's collectives: with gloo on the host.
 
-    Each message then finds its receiver; elsewhere all ranks must start a group's collectives in one order. gloo's own
-    messages are for tensors of the host only, its collectives also for others.
+    Such messages are matched by tag; otherwise all ranks must start a group's collectives in one order. gloo's
+    point-to-point messages take host tensors only, its collectives others too.
     """
     return backend_of(group) == "gloo" and get_accelerator().device_name() == "cpu"
 
@@ -51,15 +51,15 @@ def is_pairwise(group: ProcessGroup | None) -> bool:
 class Collectives:
     """Starts collectives over one process group, and returns their handles.
 
-    Each is recorded by DeepSpeed's comms logger as ``{name}_{operation}``, and labeled ``paro::{name}_{operation}`` in
-    a profiler's trace.
+    DeepSpeed's comms logger records each as ``{name}_{operation}``, and profiler traces label it
+    ``paro::{name}_{operation}``.
 
     Args:
         group: process group; None for all ranks.
-        name: "intra" or "inter", for one.
+        name: for example "intra" or "inter".
 
     Attributes:
-        multiple: elements; buckets travel fastest if their parts begin at multiples of it.
+        multiple: elements; buckets are sent fastest if their parts start at multiples of it.
         pairwise: see ``is_pairwise``.
     """
 
@@ -73,7 +73,7 @@ class Collectives:
 
     @contextmanager
     def labeled(self, operation: str) -> Iterator[str]:
-        """Label what runs in this context in a profiler's trace; gives the name for the comms logger's records."""
+        """Label this context in profiler traces; yields the name for the comms logger."""
         name = f"{self.name}_{operation}"
         with record_function(f"paro::{name}"), watching.ours():
             yield name
@@ -84,8 +84,8 @@ class Collectives:
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
 
     def watched(self, operation: str, nbytes: float, handle: Any) -> Any:
-        """Return the handle of what has been started, by which this rank receives so many bytes: a recorder's, if
-        there is one."""
+        """Return the handle of a communication by which this rank receives ``nbytes``; if steps are recorded, the
+        recorder's handle."""
         return watching.started(f"{self.name}_{operation}", self.group, nbytes, handle)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
@@ -94,7 +94,7 @@ class Collectives:
         Args:
             gathered: 1D of ``size * shard.numel()`` elements.
             shard: 1D, contiguous; may be this rank's part of ``gathered``.
-            operation: what it is for.
+            operation: name in logs and traces.
         """
         nbytes = (self.size - 1) * shard.nbytes
         if not self.pairwise:
@@ -118,50 +118,50 @@ class Collectives:
             received: 1D, a part from each rank.
             sent: 1D, a part for each rank.
             splits: lengths of the parts of ``sent``.
-            operation: what it is for.
+            operation: name in logs and traces.
             received_splits: lengths of the parts of ``received``; by default all ranks have the same ``splits``.
         """
-        theirs = [splits[self.rank]] * self.size if received_splits is None else list(received_splits)
-        nbytes = (sum(theirs) - theirs[self.rank]) * received.element_size()
+        output_splits = [splits[self.rank]] * self.size if received_splits is None else list(received_splits)
+        nbytes = (sum(output_splits) - output_splits[self.rank]) * received.element_size()
         if not self.pairwise:
-            handle = self.start(operation, dist.all_to_all_single, received, sent, theirs, list(splits))
+            handle = self.start(operation, dist.all_to_all_single, received, sent, output_splits, list(splits))
             return self.watched(operation, nbytes, handle)
         with self.labeled(operation) as name:
-            handle = pairwise_all_to_all(self.group, received.split(theirs), sent.split(list(splits)), name)
+            handle = pairwise_all_to_all(self.group, received.split(output_splits), sent.split(list(splits)), name)
         return self.watched(operation, nbytes, handle)
 
     def reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part to the rank of its number.
 
-        All are one launch where that can be: else each waits for the one before it to go through all ranks.
+        If possible they are one launch; otherwise each waits until the one before it has passed through all ranks.
         """
         together = _launches_together(self.group, parts[0].device)
-        ranks = get_process_group_ranks(self.group)  # of which get_global_rank would look for each
+        ranks = get_process_group_ranks(self.group)  # get_global_rank would search them for each part
         with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
             handles = [
                 self.start("reduce_scatter", dist.reduce, part, ranks[owner])
                 for owner, part in enumerate(parts)
                 if part.numel()
             ]
-        nbytes = sum(part.nbytes for part in parts) * (self.size - 1) / self.size  # each goes through all ranks
+        nbytes = sum(part.nbytes for part in parts) * (self.size - 1) / self.size  # each part passes through all ranks
         return self.watched("reduce_scatter", nbytes, launch if together else Handles(handles))
 
 
 def _launches_together(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether the backend can start several collectives as one; not while DeepSpeed's comms logger times each."""
+    """Return whether the backend can coalesce collectives; not while DeepSpeed's comms logger times each one."""
     return not comms_logger.enabled and group._get_backend(device).supports_coalescing
 
 
 # Messages between pairs of ranks ##################################################################
 
-# Messages between two ranks are received in the order in which they were sent, those of each tag by themselves.
+# Messages between two ranks are received in the order of sending, separately for each tag.
 _tag: ContextVar[int] = ContextVar("tag of messages that are started", default=0)
 _launch = threading.Lock()  # DeepSpeed's comms logger has one timer for all messages of a name
 
 
 @contextmanager
 def tagged(tag: int) -> Iterator[None]:
-    """Match messages that this thread starts in this context with those of the same tag only."""
+    """Set the tag of messages that this thread starts in this context; they match messages of this tag only."""
     token = _tag.set(tag)
     try:
         yield
@@ -170,7 +170,7 @@ def tagged(tag: int) -> Iterator[None]:
 
 
 class Handles:
-    """Several started communications as one handle; may be waited for again."""
+    """Combines several communications into one handle; repeated waits are allowed."""
 
     def __init__(self, handles: Iterable[Any]) -> None:
         self._handles = list(handles)
@@ -181,13 +181,13 @@ class Handles:
             handle.wait()
 
 
-# A connection breaks if a message that was announced is not taken. So whoever drops a transfer does not drop its
-# messages: they are kept until somebody has waited for them, or the group is gone.
+# A connection breaks if an announced message is not received. So dropping a transfer must not drop its messages:
+# this reference keeps them until a wait completes them, or the group is destroyed.
 _under_way: "weakref.WeakKeyDictionary[ProcessGroup, set[PairwiseHandles]]" = weakref.WeakKeyDictionary()
 
 
 class PairwiseHandles(Handles):
-    """The messages of a pairwise all-to-all."""
+    """Handle of the messages of a pairwise all-to-all."""
 
     def __init__(self, group: ProcessGroup, handles: Iterable[Any]) -> None:
         super().__init__(handles)
@@ -201,20 +201,20 @@ class PairwiseHandles(Handles):
         self._others.discard(self)
 
     def break_off(self) -> None:
-        """Close the connections of the group if a message is still under way: whoever waits for one gets an error."""
+        """Close the connections of the group if a message is in flight; all waits for its messages raise."""
         for handle in list(self._handles):
             with suppress(RuntimeError):
                 handle.wait(timedelta(milliseconds=1))
 
 
 def break_off_all() -> None:
-    """Close the connections of all groups over which messages are under way.
+    """Close the connections of all groups with messages in flight.
 
-    gloo cannot take a message back, but a wait that ends by its time ends all waits for messages of the same group.
+    gloo cannot cancel a message, but a wait that times out ends all waits for messages of the same group.
     """
-    with _launch:  # a thread may start a group's first messages
-        under_way = [handles for started in _under_way.values() for handles in list(started)]
-    for handles in under_way:
+    with _launch:  # a thread may add a group's first messages, which would change the dictionary during iteration
+        in_flight = [handles for started in _under_way.values() for handles in list(started)]
+    for handles in in_flight:
         handles.break_off()
 
 
@@ -225,20 +225,21 @@ def pairwise_all_to_all(
 
     Args:
         group: process group.
-        received: from each rank, contiguous.
-        sent: to each rank, contiguous.
-        log_name: for the records of the comms logger.
+        received: output buffers, one from each rank, contiguous.
+        sent: tensors, one for each rank, contiguous.
+        log_name: name in the comms logger.
     """
     rank, size = dist.get_rank(group=group), len(sent)
     received[rank].copy_(sent[rank])
-    # Each rank begins with the next one, so that not all begin with the same.
-    others = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
-    receives = [(dist.irecv, received[source], source) for _, source in others]
-    sends = [(dist.isend, sent[target], target) for target, _ in others]
-    started = [
+    # Each rank starts with its successor, so that not all ranks start with the same peer.
+    peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
+    # Receives come first in the batch: see Note [Pairwise messages].
+    receives = [(dist.irecv, received[source], source) for _, source in peers]
+    sends = [(dist.isend, sent[target], target) for target, _ in peers]
+    operations = [
         dist.P2POp(operation, part, dist.get_global_rank(group, peer), group, _tag.get())
         for operation, part, peer in receives + sends
         if part.numel()
     ]
     with _launch:
-        return PairwiseHandles(group, dist.batch_isend_irecv(started, log_name=log_name) if started else ())
+        return PairwiseHandles(group, dist.batch_isend_irecv(operations, log_name=log_name) if operations else ())

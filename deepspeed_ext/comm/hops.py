@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Hops: how bytes travel over one process group: reductions of gradients, and gathers of parameters.
+"""Hops: reductions of gradients and gathers of parameters over one process group.
 
 Note [Hops and transfers]
     A hop is a reduction or a gather over one process group. Its methods are generators: they start one communication,
-    yield its handle, and go on when it is done; the result is the generator's return value. A *transfer* composes
-    them into a redistribution (``redistribution.py``). ``TransferQueue`` runs transfers, one after the other or
-    overlapped: the first hop of a transfer is on the wire while the one before it is in its second hop.
+    yield its handle, and continue when it is done; the result is the generator's return value. A *transfer* composes
+    hops into a redistribution (``redistribution.py``). ``TransferQueue`` runs transfers one at a time, or overlaps
+    the first hop of a transfer with the second hop of the one before it.
 
-    Gradients travel by a ``ReduceHop``, parameters by a ``GatherHop``. Another one between groups, or
-    inside them, changes nothing else: a hop's caller knows neither what it sends nor in which form.
+    A ``ReduceHop`` reduces gradients, a ``GatherHop`` gathers parameters. Replacing a hop between or inside groups
+    changes nothing else: its callers do not depend on the data that it sends, nor on its format.
 """
 
 from abc import ABC, abstractmethod
@@ -28,12 +28,12 @@ Transfer = Generator[Any, None, Tensor]  # yields handles with a wait() method
 
 
 class Update(NamedTuple):
-    """Parameters that a step has changed, on their way to all that hold them.
+    """Parameters that a step has updated, to be sent to their replicas.
 
     Attributes:
-        updated: gives them: 1D.
-        held: what all ranks hold of them, 1D, of that dtype.
-        most: elements that a rank has at most.
+        updated: returns the updated parameters, 1D.
+        held: the values before the update, identical on all ranks, 1D, of that dtype.
+        most: largest number of elements on any rank.
     """
 
     updated: Callable[[], Tensor]
@@ -41,51 +41,51 @@ class Update(NamedTuple):
     most: int
 
 
-Agree = Callable[[Tensor], Tensor]  # of each number the largest among the ranks that gather
+Agree = Callable[[Tensor], Tensor]  # elementwise maximum over the ranks that gather
 
 
 class GradientScale:
     """The factor by which loss scaling multiplies gradients; this one is constant."""
 
     def value(self) -> float:
-        """Return the factor of the gradients that are reduced now."""
+        """Return the current factor."""
         return 1.0
 
 
 class ErrorState:
-    """What a lossy reduction keeps from bucket to bucket, and from step to step; this one keeps nothing."""
+    """State that a lossy reduction keeps between buckets and between steps; this class keeps none."""
 
     keeps_errors = False
 
     @property
     def halves(self) -> set[str]:
-        """Of which halves of an all-reduce something is kept: "reductions", "sums"."""
+        """The halves of an all-reduce that keep errors: "reductions", "sums"."""
         return {"reductions"} if self.keeps_errors else set()
 
     def finish_step(self, applied: bool) -> None:
         """Called at the end of each step.
 
         Args:
-            applied: whether the step has used what was reduced since the last call, or skipped it.
+            applied: whether the step has used the gradients reduced since the last call, or skipped them.
         """
 
     def commit(self) -> None:
-        """Keep the errors of what was reduced, since a later step is sure to use it: no step will skip it."""
+        """Keep the errors of the last reductions, because a later step certainly uses their sums: none is skipped."""
 
     def states(self) -> dict[str, Any]:
-        """Return plain values, and tensors on the CPU, for a checkpoint: committed errors, without those of gradients
-        that no step has used, for a checkpoint has no such gradients either."""
+        """Return plain values and CPU tensors for a checkpoint: committed errors only. Errors of gradients that no
+        step has used are left out, because a checkpoint has no such gradients either."""
         return {}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Load the states of the same buckets; without any, all errors are zero."""
+        """Load the states of the same buckets; if empty, all errors are zero."""
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[ShardSpan, Tensor]]:
-        """Return what such states, of this rank or another, have not sent yet of each span: fp32, 1D."""
+        """Return the unsent part of each span in such states of any rank: fp32, 1D."""
         return ()
 
     def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
-        """Load what was not sent yet of other buckets: fp32, 1D, of each span; after so many steps."""
+        """Load the unsent part of each span of other buckets, fp32, 1D, and set the number of steps."""
 
     def forget(self) -> None:
         """Reset all errors to zero."""
@@ -95,12 +95,12 @@ class ErrorState:
 
 
 class JointErrorState(ErrorState):
-    """Several states as one: of both halves of an all-reduce, and of the hops of several families of parameters.
+    """Combines error states: of both halves of an all-reduce, and of the hops of several families.
 
     Args:
-        parts: by their places in what is saved: keys of dictionaries, from the outermost on. A place that ends in
-            ``GATHERED`` is that of a gather of sums.
-        place_of: gives the place of the part that takes errors of a flat buffer, by its number.
+        parts: error states by their paths in saved states: keys of nested dictionaries, outermost first. A path that
+            ends in ``GATHERED`` belongs to a gather of sums.
+        place_of: maps the number of a flat buffer to the path of the part that loads its errors.
     """
 
     GATHERED = "gathered"
@@ -115,8 +115,8 @@ class JointErrorState(ErrorState):
     @property
     def halves(self) -> set[str]:
         """See ``ErrorState``."""
-        keeping = {place for place, part in self._parts.items() if part.keeps_errors}
-        return {"sums" if self._is_gathered(place) else "reductions" for place in keeping}
+        paths = {path for path, part in self._parts.items() if part.keeps_errors}
+        return {"sums" if self._is_gathered(path) else "reductions" for path in paths}
 
     def _is_gathered(self, place: tuple[str, ...]) -> bool:
         return place[-1:] == (self.GATHERED,)
@@ -132,36 +132,36 @@ class JointErrorState(ErrorState):
             part.commit()
 
     def states(self) -> dict[str, Any]:
-        """See ``ErrorState``; those of each part in its place."""
+        """See ``ErrorState``; the states of each part are at its path."""
         saved: dict[str, Any] = {}
         steps = 0
-        for place, part in self._parts.items():
+        for path, part in self._parts.items():
             states = part.states()
             steps = max(steps, states.get("steps", 0))
-            found = saved
-            for key in place:
-                found = found.setdefault(key, {})
-            found.update(states)
+            node = saved
+            for key in path:
+                node = node.setdefault(key, {})
+            node.update(states)
         return saved if () in self._parts else {**saved, "steps": steps}
 
     def load_states(self, states: Mapping[str, Any]) -> None:
-        """Load what each part has kept, which may have been saved by some of them alone; see ``ErrorState``."""
-        for place, part in self._parts.items():
-            part.load_states(_at(states, place))
+        """Load the states of each part, of which some may be missing; see ``ErrorState``."""
+        for path, part in self._parts.items():
+            part.load_states(_at(states, path))
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterable[tuple[ShardSpan, Tensor]]:
-        """Return those of all parts: what a sum lacks may as well come with a summand."""
-        for place, part in self._parts.items():
-            yield from part.errors_in(_at(states, place))
+        """Return the errors of all parts: an error of a sum may be sent with a summand instead."""
+        for path, part in self._parts.items():
+            yield from part.errors_in(_at(states, path))
 
     def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
-        """Give them to the reductions; see ``ErrorState``."""
+        """Load errors into the reductions only; see ``ErrorState``."""
         for place, part in self._parts.items():
             if self._is_gathered(place):
                 part.forget()
             else:
-                mine = {span: kept for span, kept in errors.items() if self._place_of(span.buffer) == place}
-                part.load_errors(mine, steps)
+                part_errors = {span: error for span, error in errors.items() if self._place_of(span.buffer) == place}
+                part.load_errors(part_errors, steps)
 
     def forget(self) -> None:
         """See ``ErrorState``."""
@@ -175,20 +175,20 @@ class JointErrorState(ErrorState):
 
 
 def _at(states: Mapping[str, Any], place: Sequence[str]) -> Mapping[str, Any]:
-    """Return what is saved in a place; nothing if there is none."""
+    """Return the states saved at a path; empty if there are none."""
     for key in place:
         states = states.get(key, {})
     return states
 
 
 class Hop:
-    """One leg of a redistribution, over one process group.
+    """One step of a redistribution, over one process group.
 
-    Any bucket is right. One is cheapest if its parts begin at multiples of ``multiple`` elements.
+    Buckets may have any layout. Sending is cheapest if their parts start at multiples of ``multiple`` elements.
 
     Args:
-        group: process group of ``size`` ranks, of which this is number ``rank``; None for all ranks.
-        name: for the comms logger's records and profilers' traces: intra_all_gather, inter_reduce_scatter, ...
+        group: process group of ``size`` ranks, in which this is rank ``rank``; None for all ranks.
+        name: prefix in the comms logger and in profiler traces: intra_all_gather, inter_reduce_scatter, ...
 
     Attributes:
         pairwise: whether other threads may start communications over the same group; see ``is_pairwise``.
@@ -208,37 +208,36 @@ class Hop:
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """This rank's number in the group."""
         return self.collectives.rank
 
 
 class Differences(Protocol):
-    """How updated parameters are sent as what receivers lack of them.
+    """Sends updated parameters as differences to the receivers' values.
 
-    What is sent is made of updates and of what all ranks hold (``encode``), goes through one all-gather, or one for
-    each hop, and is written to what is held (``write``): by all ranks alike, so that they hold the same bits, the
-    owner included.
+    ``encode`` computes a code from updates and from the values before them. It is sent by one all-gather per hop.
+    ``write`` applies it to these values on all ranks, the owner included, so replicas stay bit-identical.
 
     Attributes:
-        whole_every: updates after which one travels as it is.
+        whole_every: number of updates after which parameters are sent unencoded (resync).
     """
 
     whole_every: int
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        """Return what is sent of each update: uint8, 1D, of as many elements on every rank that gathers.
+        """Return the code of each update: uint8, 1D, with the same number of elements on all ranks that gather.
 
         Args:
-            updates: as many on every rank.
-            agree: for lengths that are not the same on all ranks by themselves. Collective.
+            updates: the same number on every rank.
+            agree: maximum over ranks, for lengths that depend on the values. Collective.
         """
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Write what has arrived.
+        """Apply received codes.
 
         Args:
-            arrived: (parts, elements of what ``encode`` gives).
-            held: what this rank holds of each part: (parts, elements), rows without gaps; written.
+            arrived: (parts, elements of a code).
+            held: this rank's values of each part: (parts, elements), rows without gaps; written.
         """
 
     def finish_step(self) -> None:
@@ -250,11 +249,11 @@ class GatherHop(Hop):
 
     Args:
         group, name: see ``Hop``.
-        differences: how it sends updates as what receivers lack; None if it does not.
+        differences: encodes updates as differences; None to send parameters unencoded.
 
     Attributes:
         differences: the same.
-        exact: whether what arrives is what was sent, so that any other all-gather would do as well.
+        exact: whether receivers get the sent bits, so that any other all-gather gives the same result.
     """
 
     def __init__(self, group: ProcessGroup | None, name: str = "hop", differences: Differences | None = None) -> None:
@@ -263,22 +262,22 @@ class GatherHop(Hop):
         self.exact = differences is None
 
     def all_gather(self, shard: Tensor, out: Tensor | None = None) -> Transfer:
-        """Gather every rank's ``shard`` (1D), in rank order: 1D of ``size * shard.numel()`` elements.
+        """All-gather ``shard`` (1D) in rank order into 1D of ``size * shard.numel()`` elements.
 
         Args:
             shard: 1D.
-            out: where to gather, of which ``shard`` may be this rank's part already; by default a new tensor.
+            out: output buffer, of which ``shard`` may be a view at this rank's position; by default a new tensor.
         """
         encoded = self.differences is not None and shard.dtype == torch.uint8
         return all_gather(self.collectives, shard, out, "difference_all_gather" if encoded else "all_gather")
 
 
 class SumsGather:
-    """How the sums of an all-reduce come back to all ranks: as they are.
+    """All-gathers the sums of an all-reduce, without loss.
 
     Attributes:
-        errors: what is kept of them.
-        exact: whether what comes back are the sums.
+        errors: error state of the gather.
+        exact: whether ranks receive the exact sums.
     """
 
     exact = True
@@ -287,12 +286,12 @@ class SumsGather:
         self.errors = ErrorState()
 
     def gather(self, hop: "ReduceHop", sums: Tensor, spans: Spans) -> Transfer:
-        """Gather the sums (1D) of every rank of a hop, in rank order; all ranks get the same bits.
+        """All-gather the sums (1D) of every rank of a hop, in rank order; all ranks get the same bits.
 
         Args:
-            hop: whose sums they are.
-            sums: this rank's, 1D, of as many elements on every rank.
-            spans: what they are of; without, nothing is kept.
+            hop: the hop that has reduced them.
+            sums: this rank's sums, 1D, with the same number of elements on every rank.
+            spans: contents of the sums; if empty, no errors are kept.
         """
         return all_gather(hop.collectives, sums)
 
@@ -300,14 +299,14 @@ class SumsGather:
 class ReduceHop(Hop, ABC):
     """A hop of gradients: a reduction.
 
-    ``reduce_scatter`` is the one to implement; ``all_reduce`` is made of it. Sums are taken in rank order in fp32, or
-    as the backend does; every rank of the group gets the same bits.
+    Subclasses implement ``reduce_scatter``, which ``all_reduce`` uses. Sums are taken in rank order in fp32, or as
+    the backend does; every rank of the group gets the same bits.
 
-    A reduction may keep something of what it has sent; so it is told what buckets hold.
+    A reduction may keep errors by the contents of buckets, so its methods take these.
 
     Attributes:
-        errors: what the reduction keeps.
-        sums: how the sums of an all-reduce come back.
+        errors: error state of the reduction.
+        sums: gathers the sums of an all-reduce.
         keeps_zeros: whether sums of zeros are zeros.
         scale: loss scale of the gradients.
     """
@@ -321,69 +320,69 @@ class ReduceHop(Hop, ABC):
         self.scale = GradientScale()
 
     def use_scale(self, scale: GradientScale) -> None:
-        """Reduce gradients that loss scaling multiplies by this factor from now on."""
+        """Set the loss scale of gradients that are reduced from now on."""
         self.scale = scale
 
     def drop_errors(self) -> None:
-        """Keep no errors from now on, and free the memory of those that are kept."""
+        """Stop keeping errors, and free their memory."""
         self.errors = self.sums.errors = ErrorState()
 
     @property
     def keeps_errors(self) -> bool:
-        """Whether something is kept, of either half of an all-reduce."""
+        """Whether either half of an all-reduce keeps errors."""
         return self.errors.keeps_errors or self.sums.errors.keeps_errors
 
     def error_states(self) -> dict[tuple[str, ...], ErrorState]:
-        """Return what is kept, of both halves of an all-reduce, as parts of a ``JointErrorState``."""
-        kept: dict[tuple[str, ...], ErrorState] = {(): self.errors}
+        """Return the error states of both halves of an all-reduce, as parts of a ``JointErrorState``."""
+        states: dict[tuple[str, ...], ErrorState] = {(): self.errors}
         if self.sums.errors.keeps_errors:
-            kept[(JointErrorState.GATHERED,)] = self.sums.errors
-        return kept
+            states[(JointErrorState.GATHERED,)] = self.sums.errors
+        return states
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
-        """Return to what lengths parts are best filled up, so that nothing is copied; empty ones may stay so."""
+        """Return lengths to pad parts to, so that the reduction copies nothing; empty parts may stay empty."""
         return [fill_up(split, self.multiple) for split in splits]
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
-        """Sum ``flat`` (1D) over the group; this rank gets part ``rank``.
+        """Reduce-scatter ``flat`` (1D); this rank gets part ``rank``.
 
         Args:
-            flat: 1D, the parts one after the other; may be overwritten.
-            splits: length of each part, the same on all ranks; they may differ.
-            contents: what each part holds; without, nothing is kept of the bucket.
+            flat: 1D, concatenated parts; may be overwritten.
+            splits: lengths of the parts, the same on all ranks; parts may have different lengths.
+            contents: contents of each part; if empty, no errors of the bucket are kept.
 
         Returns:
             1D of ``splits[rank]`` elements, dtype of ``flat``.
         """
 
     def all_reduce(self, flat: Tensor, spans: Spans = ()) -> Transfer:
-        """Sum ``flat`` (1D) over the group, on all ranks; ``flat`` may be overwritten.
+        """All-reduce ``flat`` (1D), which may be overwritten.
 
         Args:
             flat: 1D.
-            spans: what it holds.
+            spans: its contents.
         """
         if self.size == 1 or not flat.numel():
             return flat
         part = fill_up(-(-flat.numel() // self.size), self.multiple)
         numel, missing = flat.numel(), part * self.size - flat.numel()
-        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat  # a pad by nothing is a copy
+        padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat  # padding by 0 copies
         splits = [part] * self.size
         contents = split_spans(spans, splits) if spans else ()
-        mine = yield from self.reduce_scatter(padded, splits, contents)
-        gathered = yield from self.gather_sums(mine, contents[self.rank] if contents else ())
+        shard = yield from self.reduce_scatter(padded, splits, contents)
+        gathered = yield from self.gather_sums(shard, contents[self.rank] if contents else ())
         return gathered[:numel]
 
     def gather_sums(self, sums: Tensor, spans: Spans = ()) -> Transfer:
-        """Gather the sums (1D) of every rank of the group, in rank order; see ``SumsGather``."""
+        """All-gather the sums (1D) of every rank of the group, in rank order; see ``SumsGather``."""
         return self.sums.gather(self, sums, spans)
 
 
 def all_gather(
     collectives: Collectives, shard: Tensor, out: Tensor | None = None, operation: str = "all_gather"
 ) -> Transfer:
-    """Gather as it is; see ``GatherHop.all_gather``. ``operation``: what it is for."""
+    """All-gather without encoding; see ``GatherHop.all_gather``. ``operation``: name in logs and traces."""
     if collectives.size == 1 or not shard.numel():
         return shard
     gathered = shard.new_empty(collectives.size * shard.numel()) if out is None else out

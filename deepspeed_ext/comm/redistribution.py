@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Redistribution of flat buffers: N <-> I <-> G, by at most two hops; see Note [Hops and transfers] in ``hops.py``."""
+"""Redistributes flat buffers: N <-> I <-> G, by at most two hops; see Note [Hops and transfers] in ``hops.py``."""
 
 import functools
 from bisect import bisect_right
@@ -27,17 +27,17 @@ from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, record_on
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.strategy import Placement
 
-# Of so many pieces for each copy that would do for several of them, a bucket is packed by such copies: a kernel for
-# many pieces takes less time than one for each copy, until the host takes more to list them.
+# A bucket with more than this many pieces per strided copy is packed by strided copies. With fewer, one ``cat`` of all
+# pieces takes less time than several kernels; with more, listing the pieces on the host takes longer.
 _MORE_PIECES = 4
 
 
 class _Redistribution:
-    """An intra and an inter hop, composed. This rank is in column ``col`` and row ``row`` of a flat buffer's cells.
+    """Composes an intra and an inter hop. This rank is in column ``col`` and row ``row`` of a flat buffer's cells.
 
     Attributes:
-        multiple: elements; parts of buckets are cheapest to send if they are multiples of it.
-        pairwise: as of both hops.
+        multiple: elements; parts of buckets are cheapest to send if their lengths are multiples of it.
+        pairwise: whether both hops are pairwise.
     """
 
     def __init__(self, intra: Hop, inter: Hop) -> None:
@@ -48,11 +48,11 @@ class _Redistribution:
 
 
 class ParameterRedistribution(_Redistribution):
-    """Gathers of parameters: G -> I, I -> N, G -> N.
+    """Gathers parameters: G -> I, I -> N, G -> N.
 
     Attributes:
-        exact: as of both hops.
-        differences: how updates cross between groups as what receivers lack; None if they do not.
+        exact: whether both hops are exact.
+        differences: encodes updates that are sent between groups as differences; None if they are sent unencoded.
     """
 
     def __init__(self, intra: GatherHop, inter: GatherHop) -> None:
@@ -63,13 +63,13 @@ class ParameterRedistribution(_Redistribution):
         self.differences = inter.differences
 
     def gather(self, shard: Tensor, source: Placement, target: Placement, out: Tensor | None = None) -> Transfer:
-        """Gather a window of this rank's shard: between groups first, while it is smallest.
+        """All-gather a window of this rank's shard: between groups first, while it is smallest.
 
         Args:
-            shard: 1D; for G a window of this rank's chunk (``width`` elements), for I the same of each row of its
+            shard: 1D; for G a window of this rank's chunk (``width`` elements), for I that window of each row of its
                 slice (``rows * width``).
             source, target: placements.
-            out: where the hop inside the group gathers; by default a new tensor.
+            out: output buffer of the intra hop; by default a new tensor.
 
         Returns:
             1D: for I ``rows * width`` elements, for N ``cols * rows * width``, in that order.
@@ -81,16 +81,16 @@ class ParameterRedistribution(_Redistribution):
         return shard
 
     def hops(self, source: Placement, target: Placement) -> int:
-        """Return of how many communications that gather is made."""
+        """Return the number of communications of that gather."""
         between = source == Placement.G > target and self.rows > 1
         within = source > target == Placement.N and self.cols > 1
         return int(between) + int(within)
 
     def complete_rows(self, rows: Tensor) -> Transfer:
-        """Redistribute G -> I in place, as it is: each group has written its own row.
+        """Redistribute G -> I in place, unencoded: each group has written its own row.
 
         Args:
-            rows: (rows, width), rows without gaps; where the whole has some, it is gathered in a buffer and copied.
+            rows: (rows, width), rows without gaps; with gaps between rows, they are gathered in a buffer and copied.
         """
         if rows.is_contiguous():
             return (yield from self.inter.all_gather(rows[self.row], out=rows.view(-1)))
@@ -100,21 +100,22 @@ class ParameterRedistribution(_Redistribution):
         return rows
 
     def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
-        """Redistribute G -> I in place what each group has encoded of its own row.
+        """Redistribute G -> I in place, encoded: each group sends the code of its own row.
 
         Args:
-            code: of this rank's row, from ``encode``.
-            rows: (rows, width), rows without gaps; written, this rank's own, too.
+            code: code of this rank's row, from ``encode``.
+            rows: (rows, width), rows without gaps; all are written, including this rank's own.
         """
+        # Another stream has written the code: its memory must not be reused before the send.
         arrived = yield from self.inter.all_gather(record_on_current_stream(code))
         self.write(arrived.view(self.rows, -1), rows)
         return rows
 
     def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
-        """Return what is sent of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
+        """Return the codes of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
 
         Args:
-            target: where they go; N or I.
+            target: placement of the parameters; N or I.
         """
         assert self.differences is not None
         hops = (self.inter, self.intra) if target == Placement.N else (self.inter,)
@@ -122,7 +123,7 @@ class ParameterRedistribution(_Redistribution):
         return self.differences.encode(updates, lambda numbers: functools.reduce(all_reduce_max, groups, numbers))
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Write what ``gather`` has brought of updates; see ``Differences.write``."""
+        """Apply codes that ``gather`` has received; see ``Differences.write``."""
         assert self.differences is not None
         self.differences.write(arrived, held)
 
@@ -132,7 +133,7 @@ class ParameterRedistribution(_Redistribution):
             self.differences.finish_step()
 
     def gather_rows(self, shard: Tensor) -> Transfer:
-        """Redistribute G -> I what no step updates, as it is: initial and frozen parameters lose nothing.
+        """Redistribute G -> I, always unencoded, for parameters that no step updates: initial and frozen ones.
 
         Args:
             shard: 1D of ``width`` elements.
@@ -144,12 +145,12 @@ class ParameterRedistribution(_Redistribution):
 
 
 class _BucketParts(NamedTuple):
-    """How a packed bucket is made. Its parts are filled up as the first hop likes, rows as both can bear.
+    """Layout of a packed bucket. Its parts are padded to suit the first hop, rows to suit both hops.
 
     Attributes:
         blocks: (offset of the first row, elements from row to row, rows), in the order of the parts.
-        splits: elements for each number in the group.
-        rows: of this rank's part, elements for each group; None where it stays in the group.
+        splits: elements for each rank of the group.
+        rows: elements of this rank's part for each group; None if it is not sent between groups.
     """
 
     blocks: list[tuple[int, int, Rows]]
@@ -158,21 +159,21 @@ class _BucketParts(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Spans of the bucket that stay together."""
+        """Number of spans of the bucket that are copied as units."""
         return sum(rows.times * len(rows.cuts) for *_, rows in self.blocks)
 
     def row_by_row(self) -> Iterator[tuple[int, int, int]]:
-        """Give (offset in the packed bucket, offset in the bucket, numel) of each of them, in order."""
+        """Yield (offset in the packed bucket, offset in the bucket, numel) of each piece, in order."""
         for start, pitch, rows in self.blocks:
             for row in range(rows.times):
-                at = start + row * pitch
+                packed_offset = start + row * pitch
                 for cut in rows.cuts:
-                    yield at, cut.offset + row * cut.stride, cut.span.numel
-                    at += cut.span.numel
+                    yield packed_offset, cut.offset + row * cut.stride, cut.span.numel
+                    packed_offset += cut.span.numel
 
 
 class GradientRedistribution(_Redistribution):
-    """Reductions of gradients: N -> I, I -> G, N -> G; and back to where the optimizer's states are.
+    """Reduces gradients: N -> I, I -> G, N -> G; and gathers sums back to the placement of the optimizer's states.
 
     Attributes:
         inter: the hop between groups, which may keep errors.
@@ -188,7 +189,7 @@ class GradientRedistribution(_Redistribution):
         """Sort a bucket by owners, for ``reduce_bucket``, in one copy.
 
         Args:
-            tensors: 1D each: the bucket, or one for each span of it.
+            tensors: 1D each: the bucket, or one tensor for each span of it.
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
         """
@@ -198,44 +199,44 @@ class GradientRedistribution(_Redistribution):
         if parts.pieces > _MORE_PIECES * copies:
             return _packed_by_rows(tensors, starts, parts)
         zero, packed, end = tensors[0].new_zeros(1), list[Tensor](), 0
-        for at, offset, numel in parts.row_by_row():
-            if at > end:
-                packed.append(zero.expand(at - end))
+        for packed_offset, offset, numel in parts.row_by_row():
+            if packed_offset > end:
+                packed.append(zero.expand(packed_offset - end))
             number = bisect_right(starts, offset) - 1
             packed.append(tensors[number].narrow(0, offset - starts[number], numel))
-            end = at + numel
+            end = packed_offset + numel
         if sum(parts.splits) > end:
             packed.append(zero.expand(sum(parts.splits) - end))
         return torch.cat(packed)
 
     def reduce_bucket(self, packed: Tensor, plan: BucketPlan, target: Placement) -> Transfer:
-        """Redistribute N -> I or N -> G the parts of a bucket.
+        """Redistribute the parts of a bucket: N -> I or N -> G.
 
         Args:
-            packed: 1D, as ``pack_bucket`` makes it; may be overwritten.
+            packed: 1D, from ``pack_bucket``; may be overwritten.
             plan: from ``plan_bucket``, the same on all ranks.
             target: I or G.
 
         Returns:
-            1D: the sums of this rank's ``bucket_rows(plan, target)``; padding follows.
+            1D: the sums of this rank's ``bucket_rows(plan, target)``, followed by padding.
         """
         _, splits, rows = self._bucket_parts(plan, target)
-        told = rows is not None and self.inter.keeps_errors
-        return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if told else ())
+        needs_contents = rows is not None and self.inter.keeps_errors
+        return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if needs_contents else ())
 
     def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[Rows]:
-        """Return what ``reduce_bucket`` gives on this rank, in order: one row after the other."""
+        """Return the contents of ``reduce_bucket``'s result on this rank, row by row."""
         return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
 
     def reduce_cells(self, cells: Tensor, target: Placement, spans: Sequence[Span], buffer: int = 0) -> Transfer:
-        """Redistribute N -> I or N -> G buffers that are sharded each by itself.
+        """Redistribute buffers that are sharded separately: N -> I or N -> G.
 
         Args:
             cells: (cols, rows, width), the cells of all buffers side by side; may be overwritten. Cheapest if the
                 width is a multiple of ``multiple``.
             target: I or G.
-            spans: in the rank's shard, of what a row holds; padding follows.
-            buffer: number of the flat buffer that they are of.
+            spans: contents of a row, as spans of the rank's shard; padding follows.
+            buffer: number of their flat buffer.
 
         Returns:
             1D: for I this rank's column, ``rows * width`` elements; for G its cell, ``width``.
@@ -246,12 +247,12 @@ class GradientRedistribution(_Redistribution):
         return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
     def reduce_rows(self, window: Tensor, spans: Sequence[Span], buffer: int = 0) -> Transfer:
-        """Redistribute I -> G a part of a slice.
+        """Redistribute a part of a slice: I -> G.
 
         Args:
             window: (rows, width), contiguous; may be overwritten. Cheapest if the width is a multiple of ``multiple``.
-            spans: in the rank's shard, of what a row holds; padding follows.
-            buffer: whose slice it is.
+            spans: contents of a row, as spans of the rank's shard; padding follows.
+            buffer: number of the flat buffer.
 
         Returns:
             1D: this rank's row, ``width`` elements.
@@ -262,14 +263,14 @@ class GradientRedistribution(_Redistribution):
     def sync_slice(
         self, window: Tensor, dtype: torch.dtype, target: Placement, start: int, buffer: int = 0
     ) -> Transfer:
-        """Redistribute I -> G -> ``target`` a window of a slice; see ``sync_spans``.
+        """Redistribute a window of a slice: I -> G -> ``target``; see ``sync_spans``.
 
         Args:
             window: (rows, width): a window of each chunk of the I-slice, on any device; may be overwritten.
-            dtype: on the wire.
+            dtype: dtype on the wire.
             target: G or I.
-            start: of the window in each chunk.
-            buffer: whose slice it is.
+            start: start of the window in each chunk.
+            buffer: number of the flat buffer.
         """
         return self.sync_spans([window], dtype, target, [Span(start, window.shape[1])], buffer)
 
@@ -281,15 +282,15 @@ class GradientRedistribution(_Redistribution):
         spans: Sequence[Span],
         buffer: int = 0,
     ) -> Transfer:
-        """Redistribute I -> G -> ``target`` windows of a slice; an all-reduce where the target is coarser than G.
+        """Redistribute windows of a slice: I -> G -> ``target``; an all-reduce if the target is coarser than G.
 
         Args:
             windows: (rows, numel) of each span: windows of each chunk of the I-slice, on any device; may be
                 overwritten.
-            dtype: on the wire.
+            dtype: dtype on the wire.
             target: G or I.
-            spans: of each chunk, one for each window.
-            buffer: whose slice it is.
+            spans: spans of each chunk, one for each window.
+            buffer: number of the flat buffer.
 
         Returns:
             (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
@@ -299,12 +300,12 @@ class GradientRedistribution(_Redistribution):
         if target == Placement.G:
             total = yield from self.reduce_rows(filled, spans, buffer)
         else:
-            contents = self._contents(1, spans, buffer)  # of one row
+            contents = self._contents(1, spans, buffer)  # contents of one row
             total = yield from self.inter.all_reduce(filled.view(-1), *contents)
         return total.view(-1, filled.shape[1])[:, :width]
 
     def gather_slice(self, sums: Tensor) -> Transfer:
-        """Redistribute I -> N a window of sums that all groups have, as they are.
+        """Redistribute a window of sums that all groups have: I -> N.
 
         Args:
             sums: 1D.
@@ -321,34 +322,34 @@ class GradientRedistribution(_Redistribution):
         """Redistribute N -> I or, with ``rows``, N -> G.
 
         Args:
-            packed: 1D, a part for each number in the group; may be overwritten.
+            packed: 1D, a part for each rank of the group; may be overwritten.
             splits: elements of each part, the same on all ranks.
             rows: elements of this rank's part for each group.
-            contents: what these hold.
+            contents: contents of this rank's part for each group.
 
         Returns:
             1D: the sum of this rank's part, or of its row of that part.
         """
-        # One name for all: what a hop has consumed is freed while the next is on the wire.
+        # Reuse one name, so that the input of a hop is freed while the next hop is in flight.
         packed = yield from self.intra.reduce_scatter(packed, splits)
         if rows is not None:
             packed = yield from self.inter.reduce_scatter(packed[: sum(rows)], rows, contents)
         return packed
 
     def _contents(self, rows: int, spans: Sequence[Span], buffer: int = 0) -> Contents:
-        """Return what a bucket between groups holds, whose rows hold the same of each chunk.
+        """Return the contents of an inter bucket whose rows hold the same spans of each chunk.
 
-        It takes rows x spans objects for each bucket: nothing is made for hops that keep no errors.
+        They take rows x spans objects for each bucket, so the result is empty for hops that keep no errors.
         """
         if not self.inter.keeps_errors:
             return ()
         return tuple(tuple(ShardSpan(buffer, row, *span) for span in spans) for row in range(rows))
 
     def _bucket_parts(self, plan: BucketPlan, target: Placement) -> _BucketParts:
-        made = self._parts.setdefault(plan, {})
-        if target not in made:
-            made[target] = self._lay_out(plan, target)
-        return made[target]
+        parts_by_target = self._parts.setdefault(plan, {})
+        if target not in parts_by_target:
+            parts_by_target[target] = self._lay_out(plan, target)
+        return parts_by_target[target]
 
     def _lay_out(self, plan: BucketPlan, target: Placement) -> _BucketParts:
         def filled(numel: int) -> int:
@@ -370,7 +371,7 @@ class GradientRedistribution(_Redistribution):
 
 
 def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
-    """Pack a bucket by a copy for each cut, of all rows that have it."""
+    """Pack a bucket by one strided copy for each cut, over all rows that have it."""
     packed = tensors[0].new_zeros(sum(parts.splits))
     for start, pitch, rows in parts.blocks:
         for cut in rows.cuts:
