@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How bytes move between ranks. Knows no optimizer, no key and nothing of DeepSpeed's ZeRO."""
+"""Communication between ranks, independent of optimizers, configuration keys, and DeepSpeed's ZeRO."""

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Exact reductions, one for each kind of backend."""
+"""Exact reductions, one per backend."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,61 +13,61 @@ from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer
 from deepspeed_ext.comm.packing import joined
 from deepspeed_ext.comm.spans import Contents, Spans
 
-# Elements that a link carries while a step of a ring takes its latency: 64 KB in 6 microseconds at 10 GB/s.
+# Elements that a link sends during the latency of a ring step: 64 KB in 6 microseconds at 10 GB/s.
 _OF_A_STEP = 1 << 15
 
 
 class AllToAllReduce(ReduceHop):
     """A reduction for gloo: an all-to-all and a local sum.
 
-    gloo's reduce-scatter sends what an all-reduce would, twice the bytes (measured at the interface). Unequal parts
-    cost nothing extra here, the sum is taken in fp32, and its order is fixed.
+    gloo's reduce-scatter sends the bytes of an all-reduce, twice as many (measured at the interface). Here, unequal
+    parts cost nothing extra, and the sum is taken in fp32 in a fixed order.
     """
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
         """Sum all parts of this rank; see ``ReduceHop``."""
         if self.size == 1 or not flat.numel():
             return flat
-        mine = splits[self.rank]
-        parts = flat.new_empty(self.size * mine)
+        width = splits[self.rank]
+        parts = flat.new_empty(self.size * width)
         yield self.collectives.all_to_all(parts, flat, splits, "reduce_scatter")
-        total = parts[:mine].float()
+        total = parts[:width].float()  # added in rank order, so that sums do not depend on the owner
         for part in range(1, self.size):
-            total += parts[part * mine : (part + 1) * mine]
+            total += parts[part * width : (part + 1) * width]
         return total.to(flat.dtype)
 
 
 class NativeReduce(ReduceHop):
-    """A reduction for backends that have a reduce-scatter (NCCL): equal parts by it, unequal ones as is cheaper."""
+    """A reduction for backends with a reduce-scatter (NCCL). Unequal parts are padded, or use rooted reduces."""
 
     def lengths(self, splits: Sequence[int]) -> list[int]:
-        """Return equal lengths where that is cheaper; see ``ReduceHop``."""
+        """Return equal lengths if they are cheaper; see ``ReduceHop``."""
         filled = super().lengths(splits)
         longest, rooted = max(filled), sum(length > 0 for length in filled)
-        # A rank receives (size-1)*longest by a padded reduce-scatter, in as many steps, and about all of the bucket by
-        # rooted reduces, one to the owner of each part, each of which goes through all ranks.
+        # A padded reduce-scatter receives (size-1)*longest elements per rank, in size-1 steps. Rooted reduces, one to
+        # the owner of each part, receive about the complete bucket, and each of them passes through all ranks.
         steps = self.size - 1
         padded = steps * (longest + _OF_A_STEP) <= sum(filled) + rooted * steps * _OF_A_STEP
         return [longest] * self.size if padded else filled
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
-        """Sum by one collective, or one for each part; see ``ReduceHop``."""
+        """Reduce by one collective, or one per part; see ``ReduceHop``."""
         if self.size == 1 or not flat.numel():
             return flat
-        lengths, mine = self.lengths(splits), splits[self.rank]
+        lengths, width = self.lengths(splits), splits[self.rank]
         if lengths != list(splits):
             flat = joined(flat.split(list(splits)), lengths)
         if len(set(lengths)) == 1:
             part = flat.new_empty(lengths[0])
             handle = self.collectives.start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
             yield self.collectives.watched("reduce_scatter", flat.nbytes - part.nbytes, handle)
-            return part[:mine]
+            return part[:width]
         parts = flat.split(lengths)
         yield self.collectives.reduce_each(parts)
-        return parts[self.rank][:mine].clone()  # a view would keep the bucket through the next hop
+        return parts[self.rank][:width].clone()  # a view would keep the bucket's memory through the next hop
 
     def all_reduce(self, flat: Tensor, spans: Spans = ()) -> Transfer:
-        """Sum by the backend's all-reduce, unless sums come back otherwise; see ``ReduceHop``."""
+        """Use the backend's all-reduce if the sums are gathered without loss; see ``ReduceHop``."""
         return (yield from _all_reduce(self, flat) if self.sums.exact else super().all_reduce(flat, spans))
 
 
@@ -80,19 +80,19 @@ def _all_reduce(hop: ReduceHop, flat: Tensor) -> Transfer:
 
 
 class AllReduceReduce(ReduceHop):
-    """A reduction for ``reduce_scatter: false``: an all-reduce of everything, of which a rank keeps its part."""
+    """A reduction for ``reduce_scatter: false``: an all-reduce of the bucket, of which a rank keeps its part."""
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
-        """Sum everything, and keep this rank's part; see ``ReduceHop``."""
+        """All-reduce the bucket, and keep this rank's part; see ``ReduceHop``."""
         flat = yield from self.all_reduce(flat)
         return flat.split(list(splits))[self.rank].clone() if self.size > 1 else flat
 
     def all_reduce(self, flat: Tensor, spans: Spans = ()) -> Transfer:
-        """Sum by the backend's all-reduce; see ``ReduceHop``."""
+        """Use the backend's all-reduce; see ``ReduceHop``."""
         return (yield from _all_reduce(self, flat))
 
 
-MakeReduce = Callable[[ProcessGroup | None, str, bool], ReduceHop]  # arguments as those of ``make_reduce``
+MakeReduce = Callable[[ProcessGroup | None, str, bool], ReduceHop]  # arguments of ``make_reduce``
 MakeGather = Callable[[ProcessGroup | None, str], GatherHop]  # process group and name
 
 

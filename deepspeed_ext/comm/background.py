@@ -1,36 +1,36 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A thread of the host that runs transfers, where no device does; see Note [Side streams] in ``transfer_queue.py``.
+"""A host thread that runs transfers on devices without streams; see Note [Side streams] in ``transfer_queue.py``.
 
-gloo's messages can't be asked whether they have arrived: a second hop starts when somebody has waited for the first.
+gloo cannot test whether a message has been received: a second hop can start only after a wait for the first.
 
 Note [Endings]
-    After its last step a rank may have nothing left to do, while another one has not taken that step yet: the updated
-    parameters that the late rank is going to wait for need both. So a rank that ends first completes what it *owes*:
-    the updates of steps that it has taken. It does so on every way out that Python sees: ``destroy_process_group``,
-    which closes the connections, and otherwise ``atexit``, which comes after the end of the script, ``sys.exit``, an
-    exception and SIGINT. A process of ``multiprocessing`` has its finalizers instead: one that is forked ends without
-    ``atexit``.
+    After its last step, a rank may have nothing left to do while another one has not taken that step yet. The late
+    rank will wait for updated parameters, and their transfer needs both ranks. So a rank that ends first completes the
+    transfers that it *owes*: the updates of its completed steps. It does so on every exit path that Python sees:
+    ``destroy_process_group``, which closes the connections, and otherwise ``atexit``, which runs after the end of the
+    script, ``sys.exit``, an exception, and SIGINT. A ``multiprocessing`` process uses its finalizers instead, because
+    a forked process ends without ``atexit``.
 
-    A save that goes on beside the training is owed as well: the others wait for this rank's files. No timeout applies
-    to a disk that is slow, only to votes between the ranks.
+    An asynchronous save is owed as well: the other ranks wait for this rank's files. No timeout applies to a slow
+    disk, only to votes between the ranks.
 
-    That ends. All that is owed has been started by this rank, and needs of the others only that they take the same
-    step. If one of them dies its connections are closed, which is an error here; if one hangs the process group's
-    timeout is. Stock's step would have waited for the same ranks, for as long. A device cannot be told that a peer has
-    died, and stock's host does not wait for it: after an exception what is on a device gets some seconds.
+    These waits are bounded. This rank has started all that it owes, and the others only have to take the same step. If
+    a rank dies, its connections are closed, which raises an error here; if it hangs, the process group's timeout does.
+    Stock's step would have waited for the same ranks, and as long. A device cannot detect that a peer has died, and
+    stock's host does not wait for it: after an exception, transfers on a device get some seconds.
 
-    Gradients are owed to nobody, for who ends does not take their step. After a script that ends well, other ranks may
-    be in the backward that has sent them, so they get some seconds. After an exception they get none: the other ranks
-    wait for something that this one will not send, and would do so until it is gone.
+    Gradients are not owed, because a rank that ends does not take their step. After a script that ends normally, other
+    ranks may be in the backward that has sent them, so they get some seconds. After an exception they get none: the
+    other ranks wait for data that this one will not send, and would do so until it has exited.
 
-    No thread may be left when the interpreter is torn down. Until Python 3.14 a thread that comes back to it then is
-    ended by ``pthread_exit``, which unwinds through functions of torch that let nothing pass: the process aborts. So
-    the connections that threads wait on are closed, and the threads are joined.
+    No thread may be left when the interpreter shuts down. Until Python 3.14, a thread that returns to it then is ended
+    by ``pthread_exit``, which unwinds through functions of torch that must not throw: the process aborts. So the
+    connections that threads wait on are closed, and the threads are joined.
 
-    What is owed and did not arrive is a failure of the run. If nobody has been told of it, ``destroy_process_group``
-    raises it. At ``atexit`` nothing can be raised, so the process exits with status 1, and what was registered with
-    ``atexit`` before the engine was made does not run.
+    If owed data is not received, the run has failed. If no caller has seen that error, ``destroy_process_group``
+    raises it. ``atexit`` cannot raise, so the process exits with status 1, and functions that were registered with
+    ``atexit`` before the engine was created do not run.
 """
 
 import atexit
@@ -53,29 +53,29 @@ from deepspeed.utils import logger
 from deepspeed_ext.comm import watching
 from deepspeed_ext.comm.collectives import break_off_all, tagged
 
-# Ranks make their queues in one order, so those of a world have the same numbers on all ranks.
+# Ranks create their queues in one order, so the queues of a world have the same numbers on all ranks.
 _numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
-_all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a thread that runs keeps its own
-_failed: "set[Background]" = set()  # those whose failure nobody knows of yet
+_all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a running thread keeps its own alive
+_failed: "set[Background]" = set()  # those with a failure that has not been raised yet
 THREAD = "deepspeed_ext transfers"  # the name of threads
 PARAMETERS = "updated parameters of its last step are on their way to or from ranks that take that step later"
-_CHANNELS = 2**15 - 1  # queues, and jobs of each, that tags tell from one another
+_CHANNELS = 2**15 - 1  # number of queues, and of jobs of each, with distinct tags
 _JOBS = 2**16
-_COMES = 10.0  # seconds that a thread may take to begin on a loaded machine
-_LOOKS = 0.001  # seconds
-# Seconds for which a thread waits for its next job: to start another one, the host that trains waits for it to begin.
+_COMES = 10.0  # seconds that a thread may take to start on a loaded machine
+_LOOKS = 0.001  # seconds between polls
+# Seconds for which a thread waits for its next job: starting another thread blocks the training thread until it runs.
 _LINGERS = 0.2
 
-_SILENCE = 10.0  # seconds after which a rank says what it waits for
-_PATIENCE = 10.0  # seconds that gradients get, and after an exception what is on a device
+_SILENCE = 10.0  # seconds after which a rank logs what it waits for
+_PATIENCE = 10.0  # seconds for gradients, and after an exception for transfers on a device
 _JOINING = 10.0  # seconds for threads whose connections have been closed
 
 
 class Owing(Protocol):
-    """What has transfers that other ranks need."""
+    """An object with transfers that other ranks need."""
 
     def synchronize(self, limit: float | None = None) -> None:
-        """Make the host wait for those that no thread completes; with a limit, for at most so many seconds."""
+        """Make the host wait for transfers that no thread completes, at most ``limit`` seconds."""
 
 
 _owing: "weakref.WeakSet[Owing]" = weakref.WeakSet()
@@ -83,16 +83,16 @@ _finalizers: list[multiprocessing.util.Finalize] = []  # of this process, if it 
 
 
 class Explained(Exception):
-    """A failure whose text needs no other words, wherever it is told."""
+    """An error whose message is complete."""
 
 
 class Job:
-    """Something that the thread does.
+    """A job of a ``Background`` thread.
 
     Args:
-        background: whose job it is.
-        run: what.
-        tag: of its messages.
+        background: the owner.
+        run: the function to call.
+        tag: tag of its messages.
     """
 
     def __init__(self, background: "Background", run: Callable[[], None], tag: int) -> None:
@@ -109,25 +109,25 @@ class Job:
 
     @property
     def failed(self) -> bool:
-        """Whether it has raised something."""
+        """Whether it has raised an exception."""
         return self._failure is not None
 
     def wait_within(self, seconds: float | None) -> bool:
-        """Wait until it is done, at most so many seconds; return whether it is, or has failed."""
+        """Wait until it is done, at most ``seconds``; return whether it is done or has failed."""
         if not self.over:
             with watching.waiting():
                 self._over.wait(seconds)
         return self.over
 
     def wait(self) -> None:
-        """Wait until it is done; raises what it has raised."""
+        """Wait until it is done; raises its exception."""
         self.wait_within(None)
         if self._failure is not None:
             self._background.failure_told()
             raise self._failure
 
     def do(self) -> None:
-        """Do it."""
+        """Run the job."""
         assert self._run is not None
         try:
             with tagged(self._tag):
@@ -138,56 +138,56 @@ class Job:
         self._end()
 
     def give_up(self, failure: BaseException) -> None:
-        """Fail by this, without doing it."""
+        """Fail with ``failure``, without running."""
         self._failure = failure
         self._end()
 
     def _end(self) -> None:
-        self._run = None  # and what it refers to
+        self._run = None  # free the objects that it references
         self._over.set()
 
 
 class Background:
-    """Does jobs one after the other, in the order in which they were added, on a thread.
+    """Runs jobs one at a time on a thread, in the order in which they were added.
 
-    It ends when it has had none for a moment, or when somebody joins it and none is left.
+    The thread ends when it has had no job for a moment, or when it is joined and no job is left.
 
-    Messages of its jobs have tags that are the same on all ranks, and differ from those of other threads: whichever
-    starts first, each message finds its receiver.
+    Messages of its jobs have tags that are the same on all ranks and differ from those of other threads: messages
+    match whichever thread starts first.
 
-    What comes after a job that has failed fails by the same exception: other ranks would wait for another message.
+    Jobs after a failed one fail with the same exception, because other ranks would wait for another message.
 
     Args:
-        owed: whether other ranks need what the jobs send, even if this rank's script has ended; see Note [Endings].
-        what: what they do that is owed, for messages.
+        owed: whether other ranks need the jobs' messages, even if this rank's script has ended; see Note [Endings].
+        what: description of the owed jobs, for log messages.
     """
 
     def __init__(self, owed: bool = False, what: str = PARAMETERS) -> None:
         self.owed, self.what = owed, what
-        # Held by itself: a signal between lines of a condition's own ``with`` would leave it locked.
+        # A separate lock: a signal between lines of a condition's own ``with`` would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._last: Job | None = None
-        self._thread: threading.Thread | None = None  # the last one
-        self._earlier: list[threading.Thread] = []  # those before it that have not ended
-        self._takes = False  # whether it will take what is added
-        self._doing = False  # whether it has taken one that is not over
-        self._leaves = False  # whether it ends as soon as there are none
-        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None  # the last thread
+        self._earlier: list[threading.Thread] = []  # earlier threads that have not ended
+        self._takes = False  # whether the thread will run jobs that are added
+        self._doing = False  # whether the thread is running a job
+        self._leaves = False  # whether the thread ends as soon as there are no jobs
+        self._failure: BaseException | None = None  # of the first job that failed
         self._first_tag = 1 + _channel() * _JOBS
         self._added = itertools.count()
         _all.add(self)
 
     @property
     def busy(self) -> bool:
-        """Whether there is a thread that does what was added, and has not done all of it."""
+        """Whether a thread runs jobs, and has not completed all of them."""
         with self._lock:
             return self._takes and (self._doing or bool(self._jobs))
 
     @property
     def joined(self) -> bool:
-        """Whether somebody waits for the end of the thread, as the end of the process does."""
+        """Whether a caller waits for the end of the thread, for example at the end of the process."""
         return self._leaves
 
     def next_tag(self) -> int:
@@ -195,11 +195,11 @@ class Background:
         return self._first_tag + next(self._added) % _JOBS
 
     def add(self, run: Callable[[], None], tag: int | None = None) -> Job:
-        """Give the thread something to do; returns at once.
+        """Add a job; returns at once.
 
         Args:
-            run: what.
-            tag: of ``next_tag``, where something of it has been started.
+            run: the function to call.
+            tag: from ``next_tag``, if communications with it have been started; by default a new tag.
         """
         job = Job(self, run, self.next_tag() if tag is None else tag)
         with self._lock:
@@ -211,7 +211,7 @@ class Background:
                 else:
                     self._begin()
             except BaseException:
-                if not self._takes:  # nobody must wait for what nobody does
+                if not self._takes:  # a wait for a job without a thread would never end
                     self._jobs.clear()
                     self._last = None
                 raise
@@ -219,36 +219,36 @@ class Background:
 
     def _begin(self) -> None:
         thread = threading.Thread(target=self._do_all, name=THREAD, daemon=True)
-        self._earlier = [one for one in (*self._earlier, self._thread) if one is not None and one.is_alive()]
+        self._earlier = [other for other in (*self._earlier, self._thread) if other is not None and other.is_alive()]
         try:
             self._takes, self._leaves, self._thread = True, False, thread
             thread.start()
-        except BaseException:  # the system has no more of them; or a signal, as ``start`` waits for it to begin
+        except BaseException:  # the system has no more threads, or a signal while ``start`` waits for the thread
             if not _has_begun(thread):
                 self._takes, self._thread = False, None
             raise
 
     def wait(self) -> None:
-        """Wait until all is done; raises what a job has raised."""
+        """Wait until all jobs are done; raises the exception of a job."""
         if self._last is not None:
             self._last.wait()
 
     def forget(self) -> None:
-        """Nobody will wait for what was added so far; it is done all the same, since other ranks may wait."""
+        """Stop tracking the jobs added so far. They still run, because other ranks may wait for their messages."""
         self._last = None
 
     def fail(self, failure: BaseException) -> None:
-        """Fail from now on by what a job has raised. Called before anybody who waits for the job is told."""
+        """Fail all later jobs with the exception of a job. Called before waits for that job return."""
         self._failure = failure
         if self.owed:
             _failed.add(self)
 
     def failure_told(self) -> None:
-        """Called when somebody who waits is told of the failure."""
+        """Called before a wait raises the failure."""
         _failed.discard(self)
 
     def have_no_thread(self) -> None:
-        """Be as new, in a process that has none of the threads, and no connections."""
+        """Reset after a fork: the child process has neither the threads nor the connections."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs.clear()
@@ -256,12 +256,12 @@ class Background:
         self._takes = self._doing = False
 
     def join(self, timeout: float | None = None) -> bool:
-        """Let the thread end when all is done; wait for that, at most so many seconds, and return whether it has."""
+        """End the thread when all jobs are done; wait at most ``timeout`` seconds, and return whether it has ended."""
         with self._lock:
             self._leaves = True
             self._changed.notify()
-        # A thread that takes no more jobs may still run: on a loaded machine until the interpreter has been torn down,
-        # and an attempt to run Python then ends the process by std::terminate.
+        # A thread without jobs may still run: on a loaded machine until the interpreter has shut down, and if it then
+        # tries to run Python, the process ends by std::terminate.
         threads = [*self._earlier, *([] if self._thread is None else [self._thread])]
         for thread in threads:
             thread.join(timeout)
@@ -276,9 +276,9 @@ class Background:
                 job.give_up(self._failure)
 
     def _next(self) -> Job | None:
-        """Take the next job; None if there is none for a moment."""
+        """Pop the next job; None if none was added within ``_LINGERS`` seconds."""
         with self._lock:
-            if self._thread is not threading.current_thread():  # it began too late: another one is at work
+            if self._thread is not threading.current_thread():  # it started too late: another thread has replaced it
                 return None
             self._doing = False
             if not self._jobs and not self._leaves:
@@ -288,9 +288,9 @@ class Background:
 
 
 def _has_begun(thread: threading.Thread) -> bool:
-    """Whether a thread whose ``start`` has raised runs all the same: a listed one begins in a moment, or never."""
-    ends = time.monotonic() + _COMES
-    while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < ends:
+    """Return whether a thread whose ``start`` has raised runs anyway: a listed thread starts in a moment, or never."""
+    deadline = time.monotonic() + _COMES
+    while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < deadline:
         time.sleep(_LOOKS)
     return thread.is_alive() or (thread.ident is not None and thread not in threading.enumerate())
 
@@ -304,19 +304,19 @@ def _channel() -> int:
 
 
 def running() -> list[Background]:
-    """Return those that have something to do; the threads of the others have ended."""
+    """Return those with unfinished jobs; the threads of the others have ended."""
     return [background for background in list(_all) if not background.join(0 if background.busy else _COMES)]
 
 
 def untold_failures() -> list[BaseException]:
-    """Return what jobs that other ranks need have raised, where nobody has been told; it is told by this."""
+    """Return exceptions of owed jobs that no wait has raised, and mark them as raised."""
     failures = [background._failure for background in _failed if background._failure is not None]
     _failed.clear()
     return failures
 
 
 def _forget_all() -> None:
-    """Called in a forked process, which has the objects, but not the threads."""
+    """Reset all state in a forked process, which has the objects, but not the threads."""
     for background in list(_all):
         background.have_no_thread()
     _all.clear()
@@ -332,23 +332,23 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def owe(owing: Owing) -> None:
-    """Complete what this object has under way before the process ends."""
+    """Complete this object's transfers before the process ends."""
     _owing.add(owing)
     if multiprocessing.parent_process() is not None and not _finalizers:
         _finalizers.append(multiprocessing.util.Finalize(None, _end, exitpriority=0))
 
 
 def complete(after_an_error: bool) -> BaseException | None:
-    """Complete what other ranks need of this one, and end all threads that run transfers. See Note [Endings].
+    """Complete transfers that other ranks need, and end all threads that run transfers. See Note [Endings].
 
     Args:
         after_an_error: whether the script ends by an exception.
 
     Returns:
-        The first failure of what was owed, if nobody has been told of it and the script does not end by another one.
+        The first failure of an owed transfer, if it has not been raised and the script does not end by an exception.
 
     Raises:
-        KeyboardInterrupt: a signal has ended the wait. Threads have been ended all the same.
+        KeyboardInterrupt: a signal has ended the wait. Threads have been ended anyway.
     """
     failures: list[BaseException] = []
     try:
@@ -359,7 +359,7 @@ def complete(after_an_error: bool) -> BaseException | None:
                 failures.append(error)
         owed = [background for background in running() if background.owed]
         if not _joined(owed, _SILENCE):
-            left = ", and ".join(sorted({one.what for one in owed if not one.join(0)}))
+            left = ", and ".join(sorted({background.what for background in owed if not background.join(0)}))
             logger.warning(
                 f"This rank has ended, but {left}. It waits for that, for at most the timeout of the process group. "
                 f"Ctrl-C ends it at once."
@@ -375,22 +375,25 @@ def complete(after_an_error: bool) -> BaseException | None:
 
 
 def _joined(some: Sequence[Background], seconds: float | None) -> bool:
-    """Wait for all of them, for at most so many seconds; return whether they have ended."""
-    end = None if seconds is None else time.monotonic() + seconds
-    return all([one.join(None if end is None else max(0.0, end - time.monotonic())) for one in some])
+    """Join all of them, at most ``seconds`` in total; return whether they have ended."""
+    deadline = None if seconds is None else time.monotonic() + seconds
+    # A list: a generator would stop at the first one that has not ended, and not join the others.
+    return all(
+        [background.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for background in some]
+    )
 
 
 def _end_threads() -> None:
-    end = time.monotonic() + _JOINING
-    while (left := running()) and time.monotonic() < end:
+    deadline = time.monotonic() + _JOINING
+    while (unfinished := running()) and time.monotonic() < deadline:
         break_off_all()
-        left[0].join(0.05)
-    if left:
-        _exit(f"{len(left)} thread(s) that wait for messages could not be ended")
+        unfinished[0].join(0.05)
+    if unfinished:
+        _exit(f"{len(unfinished)} thread(s) that wait for messages could not be ended")
 
 
 def failed(failure: BaseException) -> str:
-    """Say that what was owed did not arrive."""
+    """Return the message for a failed owed transfer."""
     if isinstance(failure, Explained):
         return str(failure)
     return (
@@ -400,7 +403,7 @@ def failed(failure: BaseException) -> str:
 
 
 def _exit(why: str) -> None:
-    """End the process with an error, where nothing can be raised any more."""
+    """End the process with an error when exceptions can no longer be raised."""
     logger.error(why)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -410,7 +413,7 @@ def _exit(why: str) -> None:
 
 @atexit.register
 def _end() -> None:
-    # The second is set when Python prints an exception that nobody has caught.
+    # Python sets ``sys.last_type`` when it prints an uncaught exception.
     after_an_error = sys.exc_info()[0] not in (None, SystemExit) or hasattr(sys, "last_type")
     try:
         failure = complete(after_an_error)

@@ -1,19 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Votes, texts and messages of all ranks over gloo on the host, beside the process groups that train.
+"""Votes, texts, and messages between all ranks over gloo on the host, separate from the process groups that train.
 
 Note [Channels of threads]
     *Connections.* Ranks form a tree: blocks of 32 consecutive ranks are process groups, the first ranks of 32 blocks
     form the next larger group, and so on. A value is reduced toward the root, and the result is broadcast back. So a
-    rank has at most 31 connections for each level, of which 16,384 ranks have three. A mesh would have one for each
+    rank has at most 31 connections per level; 16,384 ranks have three levels. A mesh would have a connection for each
     pair of ranks. Messages use a process group of all ranks that connects two of them at their first message.
 
-    *Disks.* A disk may be slower than any timeout of a collective. So a second thread does what may take long, and
-    until it has ended on all ranks, they vote at short intervals whether it has. Each vote is subject to the timeout.
-    The disk is not, and a rank that died is found by the next vote.
+    *Disks.* A disk may be slower than any timeout of a collective. So a second thread runs slow functions, and until
+    it is done on all ranks, they vote at short intervals whether it is. The timeout applies to each vote, not to the
+    disk, and the next vote detects a dead rank.
 
     *Failures.* A rank that cannot vote closes its connections, so the others fail as well, at once. A channel is not
-    used after that: its owner makes another one.
+    used after that: its owner creates another one.
 """
 
 import os
@@ -39,7 +39,7 @@ _Result = TypeVar("_Result")
 _PREFIX = "deepspeed_ext"  # of keys in the store
 _FAN_OUT = 32
 _LONGEST = 4096  # bytes of a text that is broadcast
-_PATIENCE = 300.0  # seconds after which a warning says that a disk is slow; the next one after twice as many
+_PATIENCE = 300.0  # seconds until a warning that a disk is slow; each further warning after twice as many
 
 
 class ChannelError(RuntimeError):
@@ -58,7 +58,7 @@ def tree(rank: int, world: int) -> list[list[int]]:
 
 @dataclass
 class _Group:
-    """A process group. Its connections are closed when nothing else, such as an exception, refers to ``gloo``."""
+    """A process group. Its connections are closed when nothing else, such as an exception, references ``gloo``."""
 
     gloo: Any
 
@@ -71,14 +71,14 @@ def _store(name: str, ranks: Sequence[int]) -> Any:
 class HostChannel:
     """A ``Channel`` of one thread of each rank. See Note [Channels of threads].
 
-    All ranks must call its methods in the same order. Its groups are made and called directly, and not by
-    ``deepspeed.comm``: so it also serves a thread that outlives ``destroy_process_group``, and the comms logger times
-    nothing that runs beside the training.
+    All ranks must call its methods in the same order. Its groups do not use ``deepspeed.comm``: so they also work in a
+    thread that outlives ``destroy_process_group``, and the comms logger does not time communication that overlaps
+    training.
 
-    Making one is collective over all ranks.
+    The constructor is collective over all ranks.
 
     Args:
-        number: the same on all ranks, and of no other channel.
+        number: the same on all ranks, and different for each channel.
     """
 
     def __init__(self, number: int) -> None:
@@ -96,13 +96,13 @@ class HostChannel:
         return self._kept(distributed_c10d.ProcessGroupGloo(store, rank, len(ranks), self._timeout))
 
     def _unconnected(self, name: str) -> "_Group":
-        """Make a group of all ranks, of which two are connected when one of them has a message for the other."""
+        """Create a group of all ranks that connects two ranks at their first message."""
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
         options._timeout = self._timeout
-        # As torch does for groups that it connects at once.
-        interfaces = [one for one in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if one]
-        devices = [gloo.create_device(interface=one, lazy_init=True) for one in interfaces]
+        # Same devices as torch creates for its eagerly connected groups.
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
         options._devices = devices or [gloo.create_default_device(lazy_init=True)]
         return self._kept(gloo(_store(name, range(self.world)), self.rank, self.world, options))
 
@@ -113,8 +113,8 @@ class HostChannel:
     def close(self) -> None:
         """End the process groups, with their threads and connections. Not collective.
 
-        Called by the thread that uses it, or when no thread does. What this rank has sent still arrives: another one
-        may be in the last call.
+        Called by the thread that uses the channel, or when no thread does. Data that this rank has sent is still
+        received: another rank may be in the last call.
         """
         self._closed = True
         for group in self._groups:
@@ -131,19 +131,19 @@ class HostChannel:
         return int(self._all_reduce(torch.tensor([value]), ReduceOp.SUM).item())
 
     def broadcast_text(self, text: str, source: int) -> str:
-        """Return the text of rank ``source``, on all ranks; of a long one the beginning."""
+        """Broadcast the text of rank ``source``, truncated to ``_LONGEST`` bytes."""
         content = torch.zeros(_LONGEST, dtype=torch.uint8)
         if self.rank == source:
-            mine = bytearray(printable(text).encode()[:_LONGEST])
-            content[: len(mine)] = torch.frombuffer(mine or bytearray(1), dtype=torch.uint8)[: len(mine)]
-        found = self._all_reduce(content, ReduceOp.MAX)  # all others have zeros
-        return bytes(found.numpy()).rstrip(b"\0").decode(errors="replace")
+            encoded = bytearray(printable(text).encode()[:_LONGEST])
+            content[: len(encoded)] = torch.frombuffer(encoded or bytearray(1), dtype=torch.uint8)[: len(encoded)]
+        reduced = self._all_reduce(content, ReduceOp.MAX)  # other ranks have zeros
+        return bytes(reduced.numpy()).rstrip(b"\0").decode(errors="replace")
 
     def wait_for(self, act: Callable[[], _Result]) -> _Result:
-        """Do what may take any time, and return its result once all ranks have done theirs. Collective.
+        """Run a function of any duration, and return its result when all ranks have run theirs. Collective.
 
-        It runs on another thread. If a vote fails meanwhile, this waits for the thread all the same, since whoever
-        cleans up must not meet a thread that still writes.
+        It runs on another thread. If a vote fails meanwhile, this still waits for the thread, because the caller's
+        cleanup must not run while the thread still writes.
         """
         done, begin = self._started(act), time.monotonic()
         warns = begin + _PATIENCE
@@ -163,7 +163,7 @@ class HostChannel:
         return done.result()
 
     def rest(self) -> None:
-        """Let the second thread end. Called when this channel's thread has nothing more to do for now."""
+        """End the second thread. Called when this channel's thread is idle."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None
@@ -199,19 +199,20 @@ class HostChannel:
     # Messages #########################################################################################
 
     def exchange(self, sent: Sequence[Tensor], target: int, received: Sequence[Tensor], source: int) -> None:
-        """Send tensors to one rank, in order, while others are received from a rank; there may be none of both."""
-        started: list[Any] = []
+        """Send tensors to ``target`` and receive tensors from ``source``, each in order; either list may be empty."""
+        handles: list[Any] = []
         with self._connected():
             try:
-                started += [self._mesh.gloo.recv([one], source, 0) for one in received]
-                started += [self._mesh.gloo.send([one], target, 0) for one in sent]
-                for one in started:
-                    one.wait()
+                handles += [self._mesh.gloo.recv([tensor], source, 0) for tensor in received]
+                handles += [self._mesh.gloo.send([tensor], target, 0) for tensor in sent]
+                for handle in handles:
+                    handle.wait()
             finally:
-                started.clear()  # an exception refers to this list, and they to connections that are to be closed
+                # An exception references this list, and its handles reference connections that must be closed.
+                handles.clear()
 
     def exchange_text(self, text: str, target: int, source: int) -> str:
-        """Send a text to one rank, and return the one that another rank has sent."""
+        """Send a text to ``target``, and return the text received from ``source``."""
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         length = torch.zeros(1, dtype=torch.int64)
         self.exchange([torch.tensor([content.numel()])], target, [length], source)
@@ -230,7 +231,7 @@ class HostChannel:
 
 
 class _Worker:
-    """A thread that does one thing after the other until it is ended."""
+    """A thread that runs functions one at a time until it is ended."""
 
     def __init__(self) -> None:
         self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -238,11 +239,11 @@ class _Worker:
         self._thread.start()
 
     def put(self, act: Callable[[], None]) -> None:
-        """Have something done, which does not raise."""
+        """Queue a function that does not raise."""
         self._acts.put(act)
 
     def end(self) -> None:
-        """Wait until all is done, and for the end of the thread."""
+        """Wait until all functions are done and the thread has ended."""
         self._acts.put(None)
         self._thread.join()
 

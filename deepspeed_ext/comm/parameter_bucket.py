@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters, or their gradients, side by side in a bucket, packed and unpacked by few calls.
+"""Buckets of parameters, or of their gradients, side by side, packed and unpacked by few calls.
 
 Note [Runs of alike parameters]
-    A mixture of experts has hundreds of small parameters, and a handful of tensor operations for each of them costs
-    more than the operations do. Their sizes repeat: w1, w2, w3 of expert 0, of expert 1, ... So a bucket is taken as
-    *runs*, each a pattern of sizes that is repeated: one strided copy serves one size of a pattern, in all
-    repetitions. A list without any repetition is one run for each parameter, and is packed one by one.
+    A mixture of experts has hundreds of small parameters, and launching a few tensor operations for each costs more
+    than the operations themselves. Their sizes repeat: w1, w2, w3 of expert 0, of expert 1, ... So a bucket is divided
+    into *runs*, each a repeated pattern of sizes: one strided copy packs one size of a pattern, in all repetitions.
+    Without repetition, each parameter is one run, and is packed separately.
 """
 
 import math
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from deepspeed_ext.comm.layout import FlatLayout
 
-_LONGEST_PATTERN = 16  # parameters of an expert, say
-_STACKED_AT_MOST = 1 << 22  # elements copied once more in order to be packed by one call
+_LONGEST_PATTERN = 16  # parameters, for example of an expert
+_STACKED_AT_MOST = 1 << 22  # elements that take an extra copy to be packed by one call
 
 
 class _Repeated(NamedTuple):
-    """A pattern of layouts that stands ``times`` times in a row."""
+    """A pattern of layouts that is repeated ``times`` times."""
 
     first: int  # number of the first parameter
     start: int  # its first element in the bucket
@@ -36,11 +36,11 @@ class _Repeated(NamedTuple):
         return sum(layout.chunk for layout in self.pattern)
 
     def parts(self, cells: Tensor) -> Iterator[tuple[int, FlatLayout, Tensor]]:
-        """Return for each place in the pattern its number, its layout and its cells, (cols, rows, times, chunk)."""
-        mine = cells[:, :, self.start : self.start + self.times * self.width].unflatten(-1, (self.times, self.width))
+        """Yield (index, layout, cells) of each position in the pattern; cells: (cols, rows, times, chunk)."""
+        run = cells[:, :, self.start : self.start + self.times * self.width].unflatten(-1, (self.times, self.width))
         offset = 0
-        for place, layout in enumerate(self.pattern):
-            yield place, layout, mine[..., offset : offset + layout.chunk]
+        for index, layout in enumerate(self.pattern):
+            yield index, layout, run[..., offset : offset + layout.chunk]
             offset += layout.chunk
 
 
@@ -48,8 +48,8 @@ class ParameterBucket:
     """The cells of parameters side by side, (cols, rows, width). See Note [Runs of alike parameters].
 
     Args:
-        layouts: of the parameters, in order; of the same numbers of rows and columns.
-        alone: whether parameters that are unpacked must not share memory, as those of a run do.
+        layouts: layouts of the parameters, in order, with the same numbers of rows and columns.
+        alone: whether unpacked parameters must not share memory, as those of a run do.
     """
 
     def __init__(self, layouts: Sequence[FlatLayout], alone: bool = False) -> None:
@@ -59,11 +59,11 @@ class ParameterBucket:
         self._runs = list(_runs(layouts, 0 if alone else _LONGEST_PATTERN))
 
     def arrived(self, flat: Tensor, parts: int) -> Tensor:
-        """Return the cells, out of what all ranks have sent: a view.
+        """Return the cells received from all ranks: a view.
 
         Args:
-            flat: 1D: one after the other ``parts`` rows, and padding, of each rank.
-            parts: 1 or all rows.
+            flat: 1D: for each rank in order, ``parts`` rows followed by padding.
+            parts: number of rows per rank: 1 or all.
         """
         senders = (self.cols, self.rows // parts)
         sent = flat.view(*senders, flat.numel() // math.prod(senders))[..., : parts * self.width]
@@ -71,52 +71,52 @@ class ParameterBucket:
 
     def unpack(self, cells: Tensor) -> list[Tensor]:
         """Return the parameters, 1D each."""
-        wholes: list[Tensor] = [cells] * self._len
+        flats: list[Tensor] = [cells] * self._len
         for run in self._runs:
-            for place, layout, part in run.parts(cells):
-                many = part.permute(2, 1, 0, 3).reshape(run.times, -1)
-                if many.stride(1) != 1:  # of chunks of one element; a parameter is contiguous, and viewed as bytes
-                    many = many.clone(memory_format=torch.contiguous_format)
+            for index, layout, part in run.parts(cells):
+                params = part.permute(2, 1, 0, 3).reshape(run.times, -1)
+                if params.stride(1) != 1:  # chunks of one element; parameters must be contiguous to be viewed as bytes
+                    params = params.clone(memory_format=torch.contiguous_format)
                 last = run.first + run.times * len(run.pattern)
-                wholes[run.first + place : last : len(run.pattern)] = many[:, : layout.numel].unbind()
-        return wholes
+                flats[run.first + index : last : len(run.pattern)] = params[:, : layout.numel].unbind()
+        return flats
 
     def pack(self, flats: Sequence[Tensor | None], cells: Tensor) -> None:
         """Copy parameters into their cells, with zeros after their ends.
 
         Args:
-            flats: any shape, of the layouts' elements; None stands for zeros.
-            cells: of any dtype.
+            flats: tensors of any shape, with the layouts' numbers of elements; None for zeros.
+            cells: cells of any dtype.
         """
         for run in self._runs:
-            for place, layout, part in run.parts(cells):
+            for index, layout, part in run.parts(cells):
                 last = run.first + run.times * len(run.pattern)
-                _pack(flats[run.first + place : last : len(run.pattern)], layout, part)
+                _pack(flats[run.first + index : last : len(run.pattern)], layout, part)
 
 
 def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> None:
     """Copy tensors of one layout into their cells, (cols, rows, times, chunk)."""
     at_once = max(1, _STACKED_AT_MOST // max(1, layout.numel))
     for start in range(0, len(flats), at_once):
-        some = flats[start : start + at_once]
-        target = cells[:, :, start : start + len(some)]
-        if all(flat is None for flat in some):
+        batch = flats[start : start + at_once]
+        target = cells[:, :, start : start + len(batch)]
+        if all(flat is None for flat in batch):
             target.zero_()
-        elif len(some) == 1:
-            layout.pack(some[0].reshape(-1), target[:, :, 0])  # type: ignore[union-attr]
+        elif len(batch) == 1:
+            layout.pack(batch[0].reshape(-1), target[:, :, 0])  # type: ignore[union-attr]
         else:
-            known = next(flat for flat in some if flat is not None)
-            zeros = known.new_zeros(1).expand(layout.numel)
-            stacked = torch.stack([zeros if flat is None else flat.reshape(-1) for flat in some])
+            example = next(flat for flat in batch if flat is not None)
+            zeros = example.new_zeros(1).expand(layout.numel)
+            stacked = torch.stack([zeros if flat is None else flat.reshape(-1) for flat in batch])
             missing = layout.rows * layout.cols * layout.chunk - layout.numel
             if missing:
                 stacked = torch.nn.functional.pad(stacked, (0, missing))
-            whole = stacked.view(len(some), layout.rows, layout.cols, layout.chunk)
-            target.permute(2, 1, 0, 3).copy_(whole)
+            stacked_cells = stacked.view(len(batch), layout.rows, layout.cols, layout.chunk)
+            target.permute(2, 1, 0, 3).copy_(stacked_cells)
 
 
 def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
-    """Divide a list into runs: from the left, the pattern of at most ``longest`` that reaches farthest."""
+    """Divide a list into runs: from the left, the pattern of at most ``longest`` layouts that covers the most."""
     numels = [layout.numel for layout in layouts]
     first = start = 0
     while first < len(layouts):
@@ -132,7 +132,7 @@ def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
 
 
 def _repetitions(numels: Sequence[int], first: int, period: int) -> int:
-    """Return how often the pattern at ``first`` stands there in a row."""
+    """Return the number of repetitions of the pattern at ``first``."""
     end = first + period
     while end < len(numels) and numels[end] == numels[end - period]:
         end += 1

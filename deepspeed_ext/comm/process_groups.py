@@ -3,8 +3,8 @@
 """Process groups within and between the groups of a data-parallel group.
 
 Data-parallel rank r = j*m + i is number i of group j. Its *intra* group is the m ranks of group j; its *inter* group
-is the k ranks of number i, one in each group. Groups are formed from the ranks of the data-parallel group that
-DeepSpeed uses for ZeRO, so tensor, sequence and pipeline parallelism keep their own ranks apart.
+is the k ranks of number i, one in each group. Groups consist of ranks of the data-parallel group that DeepSpeed uses
+for ZeRO, so they never mix ranks of tensor, sequence, or pipeline parallelism.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from deepspeed_ext.strategy import GroupSizes, Placement
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Launchers tell a rank how many processes share its node: torchrun and Slurm wrappers, the DeepSpeed launcher.
+# Number of processes on the node: set by torchrun and Slurm wrappers, and by the DeepSpeed launcher.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-_SHOWN = 4  # hosts in a warning
+_SHOWN = 4  # hosts listed in a warning
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the processes per node as the launcher tells it, or None where it does not."""
+    """Return the processes per node from the launcher's environment; None if it is not set."""
     for name in LOCAL_SIZE_VARIABLES:
         if environment.get(name, "").isdigit() and int(environment[name]) > 0:
             return int(environment[name])
@@ -43,10 +43,10 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
 
     Args:
         ranks: global ranks of the data-parallel group, ascending; ranks of a node are consecutive.
-        local_size: processes per node, of all kinds of parallelism.
+        local_size: processes per node, including those of other parallelism.
 
     Raises:
-        ValueError: the launcher tells no node size, or nodes hold different numbers of these ranks.
+        ValueError: the node size is unknown, or nodes have different numbers of these ranks.
     """
     if len(ranks) == 1:
         return 1
@@ -69,7 +69,7 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
 
 
 def _size_for(counts: Iterable[int], ranks: int) -> str:
-    """Return which group size to set where nodes hold these numbers of a data-parallel group's ranks."""
+    """Return advice on the group size if nodes have these numbers of a data-parallel group's ranks."""
     size = math.gcd(*counts)
     if size > 1:
         return (
@@ -82,15 +82,15 @@ def _size_for(counts: Iterable[int], ranks: int) -> str:
 
 
 def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
-    """Return what to say about groups that are spread over more hosts than they need to be; empty if none is.
+    """Return a warning about groups that span more hosts than necessary; empty if there are none.
 
-    Groups trust that the ranks of a host are consecutive. Groups larger than a host are no mistake, and may span as
-    many hosts as they fill.
+    Groups assume that the ranks of a host are consecutive. Groups larger than a host are valid, and may span as many
+    hosts as they fill.
 
     Args:
         ranks: global ranks of the data-parallel group, ascending.
         group_size: m.
-        hosts: of each of these ranks, any number that is the same on ranks of one host only.
+        hosts: for each of these ranks, a number that identifies its host.
     """
     counts = Counter(hosts)
     if all(count % group_size == 0 for count in counts.values()):
@@ -98,12 +98,12 @@ def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> st
     elif len(set(counts.values())) == 1 and group_size % counts[hosts[0]] == 0:
         needed = group_size // counts[hosts[0]]
     else:
-        return ""  # these hosts can be divided by no placement
+        return ""  # no placement of ranks avoids groups that span hosts
     firsts = range(0, len(ranks), group_size)
     spread = [first for first in firsts if len(set(hosts[first : first + group_size])) > needed]
     if not spread:
         return ""
-    shown = [[rank for rank, host in zip(ranks, hosts, strict=True) if host == one] for one in list(counts)[:_SHOWN]]
+    shown = [[rank for rank, host in zip(ranks, hosts, strict=True) if host == name] for name in list(counts)[:_SHOWN]]
     return (
         f"deepspeed_ext: {len(spread)} of {len(firsts)} groups of {group_size} ranks span more hosts than the "
         f"{needed} that they need, so what is meant to stay close crosses the network: ranks "
@@ -134,8 +134,8 @@ class Topology:
         world: the data-parallel group itself.
         intra: this rank's group.
         inter: the ranks of its number in all groups.
-        alone: this rank only, what a state that is replicated is "sharded" over; None unless asked for.
-        apart_from: the topology of all groups, if this is of one that is a world of its own; see ``apart``.
+        alone: a group of this rank only, over which replicated states are "sharded"; None unless requested.
+        apart_from: the topology of all groups, if this is the topology of one group as a world; see ``apart``.
     """
 
     sizes: GroupSizes
@@ -148,11 +148,11 @@ class Topology:
 
     @property
     def whole(self) -> "Topology":
-        """Return the topology of all groups, whether they are worlds of their own or not."""
+        """Return the topology of all groups, also from that of one group."""
         return self.apart_from or self
 
     def apart(self) -> "Topology":
-        """Return the topology of this rank's group as a world of its own; ``alone`` must have been asked for."""
+        """Return the topology of this rank's group as a separate world; requires ``alone``."""
         m = self.sizes.group_size
         assert self.alone is not None
         return replace(
@@ -164,7 +164,7 @@ class Topology:
         return {Placement.N: self.alone, Placement.I: self.intra, Placement.G: self.world}[placement]
 
     def replica_group(self, placement: Placement) -> "ProcessGroup | None":
-        """Return the group of the ranks that hold the same shard of a state in this placement; None if only one."""
+        """Return the group of the ranks that have the same shard of a state in this placement; None if only one."""
         return {Placement.N: self.world, Placement.I: self.inter, Placement.G: None}[placement]
 
 
@@ -175,8 +175,8 @@ def data_parallel_ranks(group: "ProcessGroup | None") -> list[int]:
     return list(get_process_group_ranks(group))
 
 
-# Two engines over one data-parallel group share its groups. Weak keys: a destroyed group takes its entry along, and
-# with it the threads and sockets of the groups inside. So an entry must not refer to its key, as a Topology does.
+# Two engines over one data-parallel group share its groups. Weak keys: destroying a group removes its entry, and with
+# it the threads and sockets of the groups inside. So an entry must not reference its key, as a Topology does.
 _Made = dict[tuple[int | None, bool], tuple[GroupSizes, "ProcessGroup", "ProcessGroup"]]
 _made: "weakref.WeakKeyDictionary[ProcessGroup, _Made]" = weakref.WeakKeyDictionary()
 _made_alone: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
@@ -185,49 +185,49 @@ _made_alone: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.W
 def get_topology(
     group: "ProcessGroup | None", group_size: int | None = None, alone: bool = False, second: bool = False
 ) -> Topology:
-    """Return the topology of a data-parallel group; its process groups are made once, and shared.
+    """Return the topology of a data-parallel group; its process groups are created once, and shared.
 
-    Collective over all ranks, those of other data-parallel groups included.
+    Collective over all ranks, including those of other data-parallel groups.
 
     Args:
         group: a process group, or None for all ranks.
         group_size: m; None means the data-parallel ranks per node.
-        alone: whether a group of this rank alone is needed, too.
-        second: whether to return other groups of the same ranks, for communications that ranks start at different
-            times beside those of the first ones.
+        alone: whether to create a group of this rank alone, too.
+        second: whether to return separate groups of the same ranks, for communications whose order relative to those
+            of the first groups differs between ranks.
 
     Raises:
-        ValueError: no such group size, for this rank or another; see ``GroupSizes`` and ``default_group_size``.
+        ValueError: invalid group size, on this rank or another; see ``GroupSizes`` and ``default_group_size``.
     """
     from deepspeed import comm as dist
 
     from deepspeed_ext.comm.disjoint_groups import make_group_of_one, make_groups
 
     group = dist.get_world_group() if group is None else group
-    made = _made.setdefault(group, {})
+    cached = _made.setdefault(group, {})
     key = group_size, second
-    if key not in made:
-        agreed = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
-        sizes = GroupSizes(*next((len(ranks), m) for ranks, m in agreed if dist.get_rank() in ranks))
-        intra = [intra_ranks(ranks, m, first) for ranks, m in agreed for first in range(0, len(ranks), m)]
-        inter = [inter_ranks(ranks, m, first) for ranks, m in agreed for first in range(m)]
+    if key not in cached:
+        ranks_and_sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
+        sizes = GroupSizes(*next((len(ranks), m) for ranks, m in ranks_and_sizes if dist.get_rank() in ranks))
+        intra = [intra_ranks(ranks, m, first) for ranks, m in ranks_and_sizes for first in range(0, len(ranks), m)]
+        inter = [inter_ranks(ranks, m, first) for ranks, m in ranks_and_sizes for first in range(m)]
         groups = [make_groups(lists, group) for lists in (intra, inter)]  # they cover all ranks
-        made[key] = (sizes, cast("ProcessGroup", groups[0]), cast("ProcessGroup", groups[1]))
-    sizes, intra_group, inter_group = made[key]
+        cached[key] = (sizes, cast("ProcessGroup", groups[0]), cast("ProcessGroup", groups[1]))
+    sizes, intra_group, inter_group = cached[key]
     if alone and group not in _made_alone:
         _made_alone[group] = make_group_of_one(intra_group)
-    only_me = _made_alone[group] if alone else None
-    return Topology(sizes, dist.get_rank(group=group), group, intra=intra_group, inter=inter_group, alone=only_me)
+    alone_group = _made_alone[group] if alone else None
+    return Topology(sizes, dist.get_rank(group=group), group, intra=intra_group, inter=inter_group, alone=alone_group)
 
 
 def destroy_topologies(group: "ProcessGroup") -> None:
-    """Destroy the process groups that ``get_topology`` has made of a data-parallel group.
+    """Destroy the process groups that ``get_topology`` has created from a data-parallel group.
 
-    Called when the only engine that uses the group is destroyed; nothing may communicate over them from then on.
+    Called when the only engine that uses the group is destroyed; no communication may use them from then on.
     """
-    made = [one for _, *groups in _made.pop(group, {}).values() for one in groups]
+    subgroups = [subgroup for _, *groups in _made.pop(group, {}).values() for subgroup in groups]
     alone = _made_alone.pop(group, None)
-    destroy_groups([*made, *([] if alone is None else [alone])])
+    destroy_groups([*subgroups, *([] if alone is None else [alone])])
 
 
 def destroy_groups(groups: "Iterable[ProcessGroup]") -> None:
@@ -240,19 +240,19 @@ def destroy_groups(groups: "Iterable[ProcessGroup]") -> None:
 
 
 def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False) -> Topology:
-    """Return the topology of some of a data-parallel group's ranks: its groups are what it has of that group's.
+    """Return the topology of a subset of a data-parallel group's ranks: each of its groups is part of a group there.
 
-    Those of experts, for one, of which a node of 8 ranks has 8 / (expert-parallel size) that hold the same ones.
+    An example is the ranks that have the same experts: a node of 8 ranks has 8 / (expert-parallel size) of them.
 
     Collective over all ranks.
 
     Args:
-        group: a process group; it and others alike divide the ranks of ``within``.
-        within: the topology of all of them.
-        alone: as of ``get_topology``.
+        group: a process group; it and others like it divide the ranks of ``within``.
+        within: the topology of all of these ranks.
+        alone: as for ``get_topology``.
 
     Raises:
-        ValueError: on all ranks, unless all these groups have as many ranks as one another in groups of ``within``.
+        ValueError: on all ranks, unless all of these groups have the same number of ranks in groups of ``within``.
     """
     from deepspeed_ext.comm.agreement import bounds
 
@@ -274,8 +274,8 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
     """Return the ranks and the group size of every data-parallel group, ascending; the same on all ranks.
 
     Raises:
-        ValueError: on all ranks, if one of them finds no group size or the ranks of a group find different ones (a
-            launcher tells each rank about its own node only).
+        ValueError: on all ranks, if one of them has no group size or the ranks of a group have different ones (a
+            launcher gives each rank the size of its own node only).
     """
     from deepspeed_ext.comm.agreement import all_gather_ints
 
@@ -285,14 +285,14 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
         GroupSizes(len(ranks), m)
     except ValueError as error:
         m, problem = 0, str(error)
-    # A data-parallel group is known by its first rank.
+    # The first rank of a data-parallel group identifies it.
     members: dict[int, list[int]] = {}
-    found: dict[int, set[int]] = {}
+    candidate_sizes: dict[int, set[int]] = {}
     rows = all_gather_ints([ranks[0], m, _host()])
     for rank, (first, size, _) in enumerate(rows):
         members.setdefault(first, []).append(rank)
-        found.setdefault(first, set()).add(size)
-    for first, sizes in found.items():
+        candidate_sizes.setdefault(first, set()).add(size)
+    for first, sizes in candidate_sizes.items():
         if len(sizes) > 1 or 0 in sizes:
             on_hosts = Counter(rows[rank][2] for rank in members[first]).values()
             raise ValueError(
@@ -301,14 +301,14 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
                 f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). "
                 f"{_size_for([*sizes, *on_hosts], len(members[first]))}"
             )
-    agreed = [(members[first], max(found[first])) for first in sorted(members)]
-    texts = [crossings(of, size, [rows[rank][2] for rank in of]) for of, size in agreed]
-    _warn_once(next(filter(None, texts), ""))  # of the first one: placement is the same for all
-    return agreed
+    ranks_and_sizes = [(members[first], max(candidate_sizes[first])) for first in sorted(members)]
+    warnings = [crossings(of, size, [rows[rank][2] for rank in of]) for of, size in ranks_and_sizes]
+    _warn_once(next(filter(None, warnings), ""))  # only the first: placement is the same for all groups
+    return ranks_and_sizes
 
 
 def _host() -> int:
-    """Return what this rank's host is known by; names are compared only."""
+    """Return a hash of this rank's host name, used for comparison only."""
     return int.from_bytes(hashlib.blake2b(socket.gethostname().encode(), digest_size=7).digest(), "big")
 
 

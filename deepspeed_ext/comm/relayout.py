@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Copies a flat buffer from one layout into another: each rank's chunk, by an all-to-all or by messages."""
+"""Copies a flat buffer from one layout to another: each rank's chunk, by an all-to-all or by messages."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol
@@ -20,11 +20,11 @@ _MOST = 1 << 24  # elements that a rank sends at a time, on average
 
 
 class Relayout:
-    """A copy of chunks of one layout into those of another one, of the same rows and columns.
+    """Copies chunks of one layout to those of another one with the same rows and columns.
 
     Args:
-        source, target: layouts; what only one of them has, at the end of the flat buffer, is padding.
-        group: process group whose rank number r has chunk r.
+        source, target: layouts; elements at the end that only one of them has are padding.
+        group: process group in which rank r has chunk r.
 
     Attributes:
         numel: elements of a chunk of the target.
@@ -62,24 +62,24 @@ class Relayout:
         packed = torch.cat(parts) if parts else chunk.new_empty(0)
         packed = packed.to(get_accelerator().current_device_name())
         splits = [sum(span.numel for span in spans) for spans in received]
-        arrived = packed.new_empty(sum(splits))
+        output = packed.new_empty(sum(splits))
         dist.all_to_all_single(
-            arrived,
+            output,
             packed,
             output_split_sizes=splits,
             input_split_sizes=[sum(span.numel for span in spans) for spans in sent],
             group=self._group,
         )
         spans = [span for of_rank in received for span in of_rank]
-        for span, part in zip(spans, split_as(arrived, spans), strict=True):
+        for span, part in zip(spans, split_as(output, spans), strict=True):
             span.of(moved).copy_(part)
 
     def send(self, chunk: Tensor, moved: Tensor, channel: HostChannel) -> Iterator[None]:
-        """Fill this rank's chunk of the target by messages between threads, a round at each ``next``. Collective over
+        """Fill this rank's chunk of the target by messages between threads, one round per ``next``. Collective over
         the channels of the group.
 
-        In round d, each rank sends to the d-th rank after it what they share, and receives from the d-th rank before
-        it. So no rank is waited for by many, and nothing is packed: messages are spans of the chunks.
+        In round d, each rank sends the elements that both need to the d-th rank after it, and receives from the d-th
+        rank before it. So a rank has one sender at a time, and nothing is packed: messages are spans of the chunks.
 
         Args:
             chunk, moved: 1D, on the host; this rank's chunks of the source and of the target.
@@ -89,20 +89,20 @@ class Relayout:
         """
         sent, received = self._exchanged(self._common)
         moved.zero_()
-        for place, part in zip(received[self._own], sent[self._own], strict=True):
-            place.of(moved).copy_(part.of(chunk))
+        for target_span, source_span in zip(received[self._own], sent[self._own], strict=True):
+            target_span.of(moved).copy_(source_span.of(chunk))
         for distance in range(1, len(self._ranks)):
-            to, source = (self._own + distance) % len(self._ranks), (self._own - distance) % len(self._ranks)
-            parts, places = [span.of(chunk) for span in sent[to]], [span.of(moved) for span in received[source]]
-            channel.exchange(parts, self._ranks[to], places, self._ranks[source])
+            target, source = (self._own + distance) % len(self._ranks), (self._own - distance) % len(self._ranks)
+            parts, outputs = [span.of(chunk) for span in sent[target]], [span.of(moved) for span in received[source]]
+            channel.exchange(parts, self._ranks[target], outputs, self._ranks[source])
             yield
 
 
 class SendsLater(Protocol):
-    """Something that copies chunks to the host at once, and sends them later."""
+    """Copies chunks to the host at once, and sends them later."""
 
     def send_later(self, chunk: Tensor, relayout: Relayout) -> Tensor:
-        """Return this rank's chunk of the target, 1D, on the host: it is filled later.
+        """Return this rank's chunk of the target, 1D, on the host, which is filled later.
 
         Args:
             chunk: 1D, this rank's chunk of the source.
@@ -111,17 +111,17 @@ class SendsLater(Protocol):
 
 
 def _portions(numel: int, ranks: int) -> Iterator[Span]:
-    """Divide a flat buffer into spans of which no rank sends much at a time."""
+    """Divide a flat buffer into spans of which each rank sends at most ``_MOST`` elements on average."""
     length = _MOST * ranks
     for start in range(0, numel, length):
         yield Span.between(start, min(start + length, numel))
 
 
 def _shared(mine: FlatLayout, others: FlatLayout, own: int, within: Span) -> list[list[Span]]:
-    """Return for each rank which spans of chunk ``own`` of ``mine`` are in its chunk of ``others``, of those within a
+    """Return for each rank the spans of chunk ``own`` of ``mine`` that are in its chunk of ``others``, limited to a
     span of the flat buffer."""
-    found: list[list[Span]] = [[] for _ in range(mine.rows * mine.cols)]
+    spans_by_rank: list[list[Span]] = [[] for _ in range(mine.rows * mine.cols)]
     for piece in mine.cells_of(*divmod(own, mine.cols)):
         for part in others.pieces(piece.span.common(within)):
-            found[part.row * others.cols + part.col].append(part.span.shifted(piece.column - piece.span.start))
-    return found
+            spans_by_rank[part.row * others.cols + part.col].append(part.span.shifted(piece.column - piece.span.start))
+    return spans_by_rank

@@ -1,29 +1,28 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""When transfers travel, and who waits: what is in flight, in which order, on which stream.
+"""Schedules transfers: which are in flight, in which order, and on which stream.
 
 Note [Side streams]
-    On a device with streams to wait for a communication is to order a stream after it; the host goes on. So a transfer
-    can be given to the device as a whole: its second hop starts when the first is over, not when the next transfer is
-    submitted, and only what needs its result waits for it. For that it runs on a *side stream*: on a shared stream,
-    whatever waits for that stream would wait for every hop of every transfer on it.
+    On a device with streams, waiting for a communication orders a stream after it; the host continues. So all hops of
+    a transfer can be launched at once: its second hop starts when the first is done, not when the next transfer is
+    submitted, and only consumers of its result wait for it. Each transfer therefore runs on a *side stream*: on a
+    shared stream, consumers would wait for every hop of every transfer.
 
-    There are two side streams, which take turns: one transfer is in its first hop while the one before it is in its
-    second. A third would find both links busy, and hold memory. What a transfer allocates is its side stream's memory,
-    from packing to the result, so it needs no care; what it reads is another stream's, which waits for the reading
-    (``submit``).
+    Two side streams alternate: one transfer is in its first hop while the one before it is in its second. A third
+    would find both links busy, and take memory. From packing to the result, a transfer allocates on its side stream,
+    so the allocator orders reuse; its inputs belong to another stream, which waits until they are read (``submit``).
 
-    Step by step transfers stay in the order in which they were submitted, and so do their results: what a hop keeps
-    from one to the next, and sums, have one order.
+    Steps of transfers run in the order of submission, and so do deliveries: errors that a hop keeps between
+    transfers, and sums, have one order.
 
-    No step may make the host wait: it would wait for the hop before, and nothing else would be given to the device
-    meanwhile. What is delivered to pageable memory of the host has no side streams for that reason.
+    No step may make the host wait: it would wait for the hop before, and could launch nothing meanwhile. For that
+    reason, transfers that deliver to pageable host memory use no side streams.
 
-    Without streams a thread of the host may take the place of a side stream (``background.py``): it runs one transfer
-    after the other, each from packing to the result. It has its own place in the order of messages, so ranks may
-    submit such transfers at different times, as long as they do so in the same order. That is what crosses while other
-    things do: Note [Leaving early] in ``zero/boundary.py``. Or the thread only completes what is submitted: first hops
-    start at once, and the host waits where more are under way than side streams would take.
+    Without streams, a host thread may replace the side streams (``background.py``). It runs one transfer at a time,
+    from packing to the result. Its messages have their own tags, so ranks may submit such transfers at different
+    times, as long as they do so in the same order. Transfers that overlap other communication need this: Note [Leaving
+    early] in ``zero/boundary.py``. Or the thread only completes transfers: first hops start at once, and the host
+    waits when more are in flight than there would be side streams.
 """
 
 import os
@@ -47,7 +46,7 @@ _SIDE_STREAMS = 2
 
 
 class StreamEvent:
-    """An event on the current stream; nothing on devices without streams."""
+    """An event on the current stream; a no-op on devices without streams."""
 
     def __init__(self) -> None:
         self._stream: Any = None
@@ -59,16 +58,17 @@ class StreamEvent:
         """Make the current stream wait for the event.
 
         Args:
-            read: what it will read, of another stream's memory: that is not given out again before.
+            read: tensors of another stream that the current one will read; their memory is not reused before.
         """
         current: Any = None if self._stream is None else get_accelerator().current_stream()
         if current != self._stream:
             current.wait_event(self._event)
+            # Otherwise the allocator could reuse their memory on the other stream before this one has read it.
             for tensor in read:
                 tensor.record_stream(current)
 
     def synchronize(self, limit: float | None = None) -> None:
-        """Make the host wait for the point, for at most so many seconds."""
+        """Make the host wait for the event, at most ``limit`` seconds."""
         if self._stream is None:
             return
         if limit is None:
@@ -80,14 +80,14 @@ class StreamEvent:
 
 
 class Started:
-    """A transfer whose first hop is on the wire.
+    """A transfer whose first hop is in flight.
 
-    ``complete`` runs the rest, on the stream where it was started: the memory of its buffers is that stream's.
-    ``finish`` hands out the result, to several streams if need be.
+    ``complete`` runs the rest on the stream where it was started, which owns the memory of its buffers. ``finish``
+    returns the result, to several streams if needed.
 
     Args:
-        transfer: what to start.
-        deliver: puts the result where it belongs; it is not kept then.
+        transfer: the transfer to start.
+        deliver: stores the result at its destination; then no reference to it is kept.
     """
 
     def __init__(self, transfer: Transfer, deliver: Deliver | None = None) -> None:
@@ -101,25 +101,25 @@ class Started:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the result is there, for what runs on the home stream from now on."""
+        """Whether work launched on the home stream from now on may use the result."""
         return self._done is not None
 
     def advance(self) -> None:
-        """Wait for the hop that is on the wire, and start the next one."""
+        """Wait for the hop in flight, and start the next one."""
         with get_accelerator().stream(self._home):
             if not self.is_complete:
                 self._handle.wait()
                 self._resume()
 
     def complete(self) -> None:
-        """Run the rest."""
+        """Run all remaining hops."""
         while not self.is_complete:
             self.advance()
 
     def finish(self) -> Tensor:
-        """Return the transfer's result, complete for what the current stream runs from now on.
+        """Return the transfer's result, complete for work launched on the current stream from now on.
 
-        To wait for the handle again would not do, for results may be made of what has arrived.
+        Waiting for the handle again would not suffice, because results may be computed from received data.
         """
         self.complete()
         assert self._done is not None and self._result is not None
@@ -135,7 +135,7 @@ class Started:
     def _begin(self) -> None:
         self._resume()
 
-    @torch.inference_mode(False)  # what a step makes may outlive the evaluation that runs it
+    @torch.inference_mode(False)  # tensors of a step may outlive the evaluation that runs it
     @torch.no_grad()
     def _resume(self) -> None:
         try:
@@ -153,7 +153,7 @@ class Started:
 
 
 class _OnSideStream(Started):
-    """A transfer that a side stream takes to its end; see Note [Side streams].
+    """A transfer that runs to its end on a side stream; see Note [Side streams].
 
     Args:
         transfer, deliver: see ``Started``.
@@ -161,7 +161,7 @@ class _OnSideStream(Started):
         before: ``steps`` of the transfer before it.
 
     Attributes:
-        steps: where the side stream was after each step: packed and sent, received and sent on, ..., delivered.
+        steps: events on the side stream after each step: packed and sent, received and sent on, ..., delivered.
     """
 
     def __init__(
@@ -169,26 +169,27 @@ class _OnSideStream(Started):
     ) -> None:
         self.steps: list[StreamEvent] = []
         self._before = before
-        stream.wait_stream(get_accelerator().current_stream())
+        stream.wait_stream(get_accelerator().current_stream())  # which writes the inputs of the transfer
         with get_accelerator().stream(stream):
             super().__init__(transfer, deliver)
             self.complete()
         self._before = ()
 
     def _resume(self) -> None:
+        # Keep steps in the order of submission: a hop may read errors that the transfer before it has written.
         if len(self.steps) < len(self._before):
             self._before[len(self.steps)].wait()
         super()._resume()
         self.steps.append(StreamEvent())
 
     def _arrive(self, result: Tensor) -> None:
-        if self._before:
+        if self._before:  # deliveries keep the order of submission, too: sums may be added in place
             self._before[-1].wait()
         super()._arrive(result)
 
 
 class _InBackground(Started):
-    """A transfer that a thread of the host runs when its turn comes; see Note [Side streams].
+    """A transfer that a host thread runs after all earlier ones; see Note [Side streams].
 
     Args:
         transfer, deliver: see ``Started``.
@@ -202,11 +203,11 @@ class _InBackground(Started):
         self._job = background.add(super().complete)
 
     def complete(self) -> None:
-        """Wait until the thread has run it; raises what a step, or one of a transfer before it, has raised."""
+        """Wait until the thread has run it; raises the exception of a step of this transfer or an earlier one."""
         self._job.wait()
 
     def _begin(self) -> None:
-        """Begin on the thread: here nothing is packed yet."""
+        """Do nothing: packing starts on the thread."""
 
     def advance(self) -> None:
         """Run one step, on the thread."""
@@ -216,7 +217,7 @@ class _InBackground(Started):
 
 
 class _Completed(Started):
-    """A transfer that a thread of the host completes; see Note [Side streams]. Arguments as of ``_InBackground``."""
+    """A transfer that a host thread completes; see Note [Side streams]. Takes the arguments of ``_InBackground``."""
 
     def __init__(self, transfer: Transfer, deliver: Deliver | None, background: Background) -> None:
         tag = background.next_tag()
@@ -230,7 +231,7 @@ class _Completed(Started):
 
 
 def _host_waits() -> bool:
-    """Whether the host waits for each communication, whoever starts it: a setting of the job."""
+    """Return whether the settings of the job make the host wait for each communication."""
     return comms_logger.enabled or os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") == "1"
 
 
@@ -238,14 +239,14 @@ class TransferQueue:
     """Transfers in flight. All ranks start the same communications in the same order.
 
     Args:
-        overlap: whether ``submit`` leaves a transfer on the wire. Where the host has to wait for communications each
-            one then moves all earlier ones on by one hop, so that at most as many are open as one has hops.
-        side_streams: whether side streams take overlapped transfers, on devices with streams; see Note [Side streams].
-        background: whether a thread takes them, on devices without. What a transfer reads must stay as it is then
-            until it is complete.
-        completed: whether a thread completes them there.
-        newest_first: whether, of those on the wire, later ones move on before earlier ones, where nothing else moves
-            them: if what they do between two hops takes long, the earlier ones travel meanwhile.
+        overlap: whether ``submit`` returns while a transfer is in flight. If the host has to wait for communications,
+            each submitted transfer advances all earlier ones by one hop, so at most as many are open as one has hops.
+        side_streams: whether side streams run overlapped transfers, on devices with streams; see Note [Side streams].
+        background: whether a thread runs them, on devices without streams. The inputs of a transfer must then not
+            change until it is complete.
+        completed: whether a thread completes them, on devices without streams.
+        newest_first: whether later transfers advance before earlier ones, if nothing else advances them: if their
+            work between two hops takes long, the hops of earlier ones are in flight meanwhile.
         owed: whether other ranks need the transfers even if this rank's script ends; see Note [Endings] in
             ``background.py``.
     """
@@ -263,56 +264,56 @@ class TransferQueue:
         self._overlap = overlap
         self._newest_first = newest_first
         self._open: deque[Started] = deque()
-        self._completed: deque[_Completed] = deque()  # what a thread may still be completing
+        self._completed: deque[_Completed] = deque()  # a thread may still be completing these
         streams = not get_accelerator().is_synchronized_device()
         self._side_streams = side_streams and overlap and streams
         self._background = Background(owed) if (background or completed) and overlap and not streams else None
         self._whole = background
         self._streams: deque[Any] = deque()
-        self._last: Sequence[StreamEvent] = ()  # of the last transfer that a side stream has taken
+        self._last: Sequence[StreamEvent] = ()  # of the last transfer on a side stream
         if owed:
             owe(self)
 
     @property
     def unattended(self) -> bool:
-        """Whether transfers come to their end though nobody waits, so that ranks may submit them at any times."""
+        """Whether transfers complete without waits of the host, so that ranks may submit them at different times."""
         return (self._side_streams and not _host_waits()) or (self._whole and self._background is not None)
 
     def submit(self, transfer: Transfer, deliver: Deliver, reuses: bool = True) -> None:
-        """Start a transfer that puts its result where it belongs by itself; without overlap, also finish it.
+        """Start a transfer that delivers its result; without overlap, also finish it.
 
         Args:
-            transfer, deliver: as of ``Started``.
-            reuses: whether the current stream may overwrite, or free, from now on what the first step copies.
+            transfer, deliver: as for ``Started``.
+            reuses: whether the current stream may overwrite or free the inputs of the first step from now on.
         """
         earlier = list(self._open)
         started = self.start(transfer, deliver)
         if isinstance(started, _OnSideStream):
             if reuses:
-                started.steps[0].wait()
+                started.steps[0].wait()  # the first step has copied its inputs
         elif isinstance(started, _Completed):
             self._completed.append(started)
             if len(self._completed) > _SIDE_STREAMS:
                 self._completed.popleft().complete()
         elif self._background is not None:
-            pass  # its turn comes
+            pass  # the thread runs it
         elif self._overlap:
-            self._advance(earlier)  # now, so that what was packed has not waited for them
+            self._advance(earlier)  # after the start, so that packing has not waited for them
         else:
             self.drain()
 
     def start(self, transfer: Transfer, deliver: Deliver | None = None) -> Started:
-        """Start a transfer whose result ``finish`` hands out; arguments as of ``Started``."""
+        """Start a transfer whose result ``finish`` returns; takes the arguments of ``Started``."""
         if self._side_streams:
             if not self._streams:
                 self._streams.extend(get_accelerator().Stream() for _ in range(_SIDE_STREAMS))
             self._streams.rotate()
-            beside = _OnSideStream(transfer, deliver, self._streams[0], self._last)
-            self._last = beside.steps
-            return beside
+            transfer_on_stream = _OnSideStream(transfer, deliver, self._streams[0], self._last)
+            self._last = transfer_on_stream.steps
+            return transfer_on_stream
         if self._background is not None:
-            take = _InBackground if self._whole else _Completed
-            return take(transfer, deliver, self._background)
+            thread_class = _InBackground if self._whole else _Completed
+            return thread_class(transfer, deliver, self._background)
         started = Started(transfer, deliver)
         if not started.is_complete:
             self._open.append(started)
@@ -321,35 +322,35 @@ class TransferQueue:
     def finish(self, started: Started) -> Tensor:
         """Return the result of a transfer of this queue, for the current stream.
 
-        Those before it are completed first: ranks may ask for results in different orders, but what is started later
-        on the way to them must be in one.
+        Earlier transfers are completed first: ranks may request results in different orders, but must start the
+        remaining hops in the same order.
         """
         self._complete_up_to(started)
         return started.finish()
 
     def wait(self, started: Started) -> None:
-        """Make the current stream wait for what a transfer of this queue delivers by itself; see ``finish``."""
+        """Make the current stream wait for the delivery of a transfer of this queue; see ``finish``."""
         self._complete_up_to(started)
         started.wait()
 
     def drain(self) -> None:
         """Complete all transfers: hop by hop over all of them, so that they overlap to the end.
 
-        What a thread has raised is raised here.
+        An exception of the thread is raised here.
         """
         if self._background is not None:
             self._completed.clear()
             self._background.wait()
-        for step in self._last[-1:]:
+        for step in self._last[-1:]:  # deliveries are in order, so the last one follows all others
             step.wait()
         while self._open:
             self._advance(self._open)
 
     def synchronize(self, limit: float | None = None) -> None:
-        """Make the host wait until all transfers that no thread completes have arrived.
+        """Make the host wait until all transfers that no thread completes are delivered.
 
         Args:
-            limit: seconds for what the device completes; then what only the host could move on is left where it is.
+            limit: seconds to wait for the device; if set, transfers that only the host can advance are not advanced.
         """
         while self._open and limit is None:
             self._advance(self._open)
@@ -357,8 +358,8 @@ class TransferQueue:
             step.synchronize(limit)
 
     def drop(self) -> None:
-        """Leave all transfers where they are: nobody will read what they bring."""
-        for step in self._last[-1:]:  # the device has been given all of them, and will deliver
+        """Drop all transfers: their results will not be read."""
+        for step in self._last[-1:]:  # their work has been launched, and will write to their destinations
             step.wait()
         self._last = ()
         self._open.clear()
@@ -371,7 +372,7 @@ class TransferQueue:
             self._open.popleft().complete()
 
     def _advance(self, some: Iterable[Started]) -> None:
-        """Move transfers on by one hop, in their order; what is complete is let go."""
+        """Advance transfers by one hop, in order, and remove complete ones."""
         for started in list(some)[:: -1 if self._newest_first else 1]:
             started.advance()
         self._open = deque(started for started in self._open if not started.is_complete)

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Who is told of communications, and of waits for them, while steps are recorded. At other times nobody is.
+"""Notifies a recorder of communications and of waits for them, while steps are recorded.
 
-A recorder also hears of what is started by ``deepspeed.comm``, from DeepSpeed itself: ``is_ours`` tells the two apart.
+A recorder also observes communications that ``deepspeed.comm`` starts; ``is_ours`` distinguishes the two.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from torch.distributed import ProcessGroup
 
 
 class Watcher(Protocol):
-    """Is told what communicates, and what waits."""
+    """Observes communications and waits."""
 
     def started(self, name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
-        """Return a handle that takes the place of the one of a communication that has just been started.
+        """Return a handle that replaces that of a communication that has just been started.
 
         Args:
-            name: of the hop, with what it does.
-            group: over which it is.
-            nbytes: that this rank receives.
+            name: hop and operation.
+            group: process group of the communication.
+            nbytes: bytes that this rank receives.
             handle: has a method ``wait``.
         """
 
@@ -36,10 +36,10 @@ _ours: ContextVar[bool] = ContextVar("whether what is started is one of our comm
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Tell somebody, within this context.
+    """Notify ``watcher`` within this context.
 
     Raises:
-        RuntimeError: somebody else is told.
+        RuntimeError: there is another watcher.
     """
     global _watcher
     if _watcher is not None:
@@ -55,7 +55,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 @contextmanager
 def ours() -> Iterator[None]:
-    """Mark what this thread starts in this context as one of our communications."""
+    """Mark communications that this thread starts in this context as ours."""
     token = _ours.set(True)
     try:
         yield
