@@ -39,7 +39,7 @@ class Relayout:
     def _exchanged(self, within: Span) -> tuple[list[list[Span]], list[list[Span]]]:
         """Return for each rank the spans of this rank's chunk that it sends, and those of the target that it receives.
 
-        Both sides list what they exchange in the order of the flat buffer.
+        Both sides list their spans in the order of the flat buffer.
         """
         source, target = self._source, self._target
         return _shared(source, target, self._own, within), _shared(target, source, self._own, within)
@@ -78,8 +78,8 @@ class Relayout:
         """Fill this rank's chunk of the target by messages between threads, one round per ``next``. Collective over
         the channels of the group.
 
-        In round d, each rank sends the elements that both need to the d-th rank after it, and receives from the d-th
-        rank before it. So a rank has one sender at a time, and nothing is packed: messages are spans of the chunks.
+        In round d, each rank sends their common elements to the d-th rank after it, and receives from the d-th rank
+        before it. So a rank has one sender at a time, and nothing is packed: messages are spans of the chunks.
 
         Args:
             chunk, moved: 1D, on the host; this rank's chunks of the source and of the target.

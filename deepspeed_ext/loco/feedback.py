@@ -1,23 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback: each rank keeps what quantization has taken from gradients until it is sent.
+"""Error feedback: each rank keeps the quantization errors of gradients until they are sent.
 
 Note [Errors of buckets]
-    Each bucket has its own error, in the bucket's layout, so that one pass over memory compensates, quantizes and
-    updates. A bucket is identified by its contents. If the boundary between groups is crossed once per step, and under
-    IGG, its contents are the same in every step. If buckets cross in every micro-batch otherwise (g = G), their
-    contents are the same as long as the model uses the same parameters in the same order. If contents change, errors
-    move to the buckets that now have their elements, which costs a decoding and an encoding.
+    Each bucket has its own error, in the bucket's layout, so that one pass over memory compensates, quantizes, and
+    updates. A bucket is identified by its contents. If buckets are sent between groups once per step, and under IGG,
+    their contents are the same in every step. If they are otherwise sent in every micro-batch (g = G), their contents
+    are the same as long as the model uses the same parameters in the same order. If contents change, errors move to
+    the buckets that now have their elements, which costs a decoding and an encoding.
 
-    An error that a step has updated replaces the kept one when the step has been applied to the weights; until then
-    both exist. If the step is skipped, or its gradients are dropped, the old one stays. A checkpoint saves the kept
-    one: whoever loads it computes the gradients of an unfinished accumulation again. An outer optimizer uses a reduced
-    fragment in a later step, and a checkpoint saves the fragment. It commits the error before (``commit``), so that a
-    checkpoint saves the updated one.
+    An updated error replaces the kept one when its step has been applied to the weights; until then both exist. If the
+    step is skipped, or its gradients are dropped, the old error stays. A checkpoint saves the kept error, because a
+    run that loads it recomputes the gradients of an unfinished accumulation. An outer optimizer uses a reduced
+    fragment in a later step, and a checkpoint saves the fragment. So it commits the error first (``commit``), and a
+    checkpoint saves the updated error.
 
     An error e is a moving average, with weight b of the old one. In later steps it is added to gradients
-    b^0 + b^1 + ... = 1/(1-b) times, so e/(1-b) is what has not been sent yet. When errors move to settings with
-    another b, it is this amount that stays the same.
+    b^0 + b^1 + ... = 1/(1-b) times, so the unsent amount is e/(1-b). It stays the same when errors move to settings
+    with another b.
 """
 
 from bisect import bisect_left, bisect_right
@@ -37,14 +37,14 @@ from deepspeed_ext.loco.reference import Packing
 from deepspeed_ext.loco.sampling import StepReport
 
 T = TypeVar("T")
-_Placed = list[tuple[ShardSpan, Span]]  # spans, each with its place in a bucket
+_Placed = list[tuple[ShardSpan, Span]]  # spans, each with its position in a bucket
 
 
 def split_rows(flat: Tensor, splits: Sequence[int], sizes: Sequence[int]) -> list[Tensor]:
     """Return the parts of a bucket as rows of as few matrices as possible: one if all are equal, else one for each.
 
     Args:
-        flat: 1D: the parts, one after the other.
+        flat: 1D: concatenated parts.
         splits: elements of the bucket's parts; empty parts are left out.
         sizes: elements of ``flat`` for each part.
     """
@@ -59,11 +59,11 @@ class _Error:
 
     splits: Sequence[int]  # elements of the bucket's parts, padding included
     kept: Tensor | None = None
-    updated: Tensor | None = None  # what replaces ``kept`` when the current step is applied
+    updated: Tensor | None = None  # replaces ``kept`` when the current step is applied
 
 
 class _Waiting(NamedTuple):
-    """Errors of a span that is in no bucket now, in fp32, so that they are exact until a bucket takes them."""
+    """Errors of a span that is currently in no bucket, in fp32, so that they are exact until a bucket has the span."""
 
     span: ShardSpan
     kept: Tensor
@@ -71,8 +71,8 @@ class _Waiting(NamedTuple):
 
     def part(self, span: ShardSpan) -> "_Waiting":
         """Return the errors of a span inside this one."""
-        mine = span.elements.shifted(-self.span.start)
-        return _Waiting(span, mine.of(self.kept), None if self.updated is None else mine.of(self.updated))
+        window = span.elements.shifted(-self.span.start)
+        return _Waiting(span, window.of(self.kept), None if self.updated is None else window.of(self.updated))
 
     def settled(self, applied: bool) -> "_Waiting":
         """Return the errors after a step."""
@@ -137,11 +137,11 @@ class ErrorFeedback(ErrorState):
     """The error feedback of one hop: the errors of all its buckets.
 
     Attributes:
-        settings: how errors are quantized and averaged.
-        device: where errors are kept; None: where gradients are.
+        settings: quantization and averaging of errors.
+        device: device of the errors; None for that of the gradients.
         pinned: whether errors on the host are in pinned memory, if gradients are on a device.
         steps: number of applied optimizer steps since the start of training.
-        report: reports each step; None: nobody reads it.
+        report: reports each step; None for no reports.
     """
 
     settings: LocoSettings
@@ -160,19 +160,19 @@ class ErrorFeedback(ErrorState):
         """Return a bucket's error, and the buffer for its new error; both may be the same tensor.
 
         Args:
-            contents: of the bucket.
+            contents: contents of the bucket.
             splits: elements of each part.
-            device: where both should be.
+            device: device of both tensors.
 
         Returns:
-            Two 1D tensors, each with the parts one after the other, of the ``sizes``. The first is None for zeros.
+            Two 1D tensors, each with concatenated parts of the ``sizes``. The first is None for zeros.
         """
         error = self._errors.get(contents)
         if error is None or list(error.splits) != list(splits):  # loaded from a checkpoint with other padding
             error = self._know(contents, self._collect(contents, splits))
         old = error.kept if error.updated is None else error.updated
-        here = torch.device(device)
-        elsewhere = self.device is not None and torch.device(self.device).type != here.type
+        target_device = torch.device(device)
+        elsewhere = self.device is not None and torch.device(self.device).type != target_device.type
         if error.updated is None:
             error.updated = self._empty(splits, self.device or device, pinned=elsewhere and self.pinned)
         # The kernel writes all of the new error, so its buffer may be empty.
@@ -181,13 +181,13 @@ class ErrorFeedback(ErrorState):
 
     def keep(self, contents: Contents, updated: Tensor) -> None:
         """Store the new error, which has been written to the second tensor of ``buffers``."""
-        kept = self._errors[contents].updated
-        if kept is not None and kept.data_ptr() != updated.data_ptr():
-            kept.copy_(updated, non_blocking=True)
+        buffer = self._errors[contents].updated
+        if buffer is not None and buffer.data_ptr() != updated.data_ptr():
+            buffer.copy_(updated, non_blocking=True)
             self._on_the_way = True
 
     def _settle(self) -> None:
-        """Wait for copies to the host. Only the host's own reads need it: streams are ordered after the copies."""
+        """Wait for copies to the host. Only reads by the host need it: streams are ordered after the copies."""
         if self._on_the_way:
             # Without this, the host could read memory that a non-blocking copy is still filling.
             get_accelerator().synchronize()
@@ -210,7 +210,7 @@ class ErrorFeedback(ErrorState):
         self._replace(True)
 
     def _replace(self, applied: bool) -> None:
-        """Replace kept errors by updated ones if these were applied, and leave none updated."""
+        """Replace kept errors by updated ones if the step was applied, and clear the updated ones."""
         for error in self._errors.values():
             if applied and error.updated is not None:
                 error.kept = error.updated
@@ -222,7 +222,7 @@ class ErrorFeedback(ErrorState):
     # Layout ###########################################################################################
 
     def sizes(self, splits: Sequence[int]) -> list[int]:
-        """Return how many elements the tensor of an error has for each part."""
+        """Return the number of elements of each part in the tensor of an error."""
         packing = Packing(8, self.settings.block_size)
         size = packing.row_bytes if self.settings.error_bits == 8 else packing.padded
         return [size(split) for split in splits]
@@ -261,30 +261,30 @@ class ErrorFeedback(ErrorState):
         return error
 
     def _collect(self, contents: Contents, splits: Sequence[int]) -> _Error:
-        """Return the error of a new bucket, made of the errors of former buckets with some of its elements."""
+        """Return the error of a new bucket, assembled from the errors of former buckets with some of its elements."""
         placed = _placed(contents, splits)
         # Unique by identity, since hashing contents takes time for each of their spans.
         for old in {id(old): old for span, _ in placed for _, old in self._known.over(span)}.values():
             self._dissolve(old)
-        taken: list[tuple[Span, _Waiting]] = []  # errors that waited, each with its place in the bucket
-        for span, place in placed:
-            for whole, values in self._waiting.take(span):
-                shared = whole.common(span)
-                taken.append((shared.elements.shifted(place.start - span.start), values.part(shared)))
-                for rest in whole.without(shared):
+        taken: list[tuple[Span, _Waiting]] = []  # errors, each with its position in the bucket
+        for span, position in placed:
+            for waiting_span, values in self._waiting.take(span):
+                shared = waiting_span.common(span)
+                taken.append((shared.elements.shifted(position.start - span.start), values.part(shared)))
+                for rest in waiting_span.without(shared):
                     self._waiting.add(rest, values.part(rest))
         if not taken:
             return _Error(splits)
         changed = any(values.updated is not None for _, values in taken)
         kept, updated = torch.zeros(sum(splits)), torch.zeros(sum(splits)) if changed else None
-        for place, values in taken:
-            place.of(kept).copy_(values.kept)
+        for position, values in taken:
+            position.of(kept).copy_(values.kept)
             if updated is not None:
-                place.of(updated).copy_(values.kept if values.updated is None else values.updated)
+                position.of(updated).copy_(values.kept if values.updated is None else values.updated)
         return _Error(splits, self._encode(kept, splits), None if updated is None else self._encode(updated, splits))
 
     def _dissolve(self, contents: Contents) -> None:
-        """Decode the errors of a bucket that no longer exists, and keep them until another has their elements."""
+        """Decode the errors of a bucket that no longer exists, and keep them until another bucket has the elements."""
         error = self._errors.pop(contents)
         placed = _placed(contents, error.splits)
         for span, _ in placed:
@@ -294,12 +294,14 @@ class ErrorFeedback(ErrorState):
         self._settle()
         updated = None if error.updated is None else self._decode(error.updated.cpu(), error.splits)
         kept = torch.zeros(sum(error.splits)) if error.kept is None else self._decode(error.kept.cpu(), error.splits)
-        for span, place in placed:
-            self._waiting.add(span, _Waiting(span, place.of(kept), None if updated is None else place.of(updated)))
+        for span, position in placed:
+            self._waiting.add(
+                span, _Waiting(span, position.of(kept), None if updated is None else position.of(updated))
+            )
 
     @property
     def _share(self) -> float:
-        """Return the ratio of an error to what has not been sent yet; see Note [Errors of buckets]."""
+        """Return the ratio of an error to the unsent amount; see Note [Errors of buckets]."""
         return 1 - self.settings.err_beta
 
     # States ###########################################################################################
@@ -334,8 +336,8 @@ class ErrorFeedback(ErrorState):
         factor = self._share / other._share
         for contents, splits, error in states["messages"]:
             contents = tuple(tuple(ShardSpan(*span) for span in part) for part in contents)
-            kept = error.clone() if same else self._encode(factor * other._decode(error, splits), splits)
-            self._know(contents, _Error(splits, kept if self.device is None else kept.to(self.device)))
+            loaded = error.clone() if same else self._encode(factor * other._decode(error, splits), splits)
+            self._know(contents, _Error(splits, loaded if self.device is None else loaded.to(self.device)))
 
     def load_errors(self, numbers: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """See ``ErrorState``."""
@@ -365,8 +367,8 @@ class ErrorFeedback(ErrorState):
         for contents, error in saved._errors.items():
             assert error.kept is not None  # since it was loaded
             numbers = saved._decode(error.kept, error.splits) / saved._share
-            for span, place in _placed(contents, error.splits):
-                yield span, place.of(numbers)
+            for span, position in _placed(contents, error.splits):
+                yield span, position.of(numbers)
 
     def nbytes(self) -> int:
         """Return the bytes that errors take now."""
@@ -381,7 +383,7 @@ def _kept_alike(one: LocoSettings, other: LocoSettings) -> bool:
 
 
 def _placed(contents: Contents, splits: Sequence[int]) -> _Placed:
-    """Return the spans of a bucket, each with its place in the bucket."""
+    """Return the spans of a bucket, each with its position in the bucket."""
     placed, first = [], 0
     for part, split in zip(contents, splits, strict=True):
         offset = first

@@ -3,10 +3,9 @@
 """The reduce hop between groups in few bits: one all-to-all, with payload and scales in the same message.
 
 Note [Quantized sums]
-    If every group has all optimizer states, no parameters cross between groups, but sums of gradients do. They are
-    quantized with error feedback: the rank that has a sum keeps what quantization takes from it, and adds it to the
-    next sums. This is the server's error of 1-bit Adam (arXiv:2102.02888), averaged as LoCo averages errors of
-    gradients.
+    If every group has all optimizer states, groups exchange sums of gradients instead of parameters. The sums are
+    quantized with error feedback: the rank that has a sum keeps its quantization error, and adds it to the next sums.
+    This is the server's error of 1-bit Adam (arXiv:2102.02888), averaged as LoCo averages errors of gradients.
 """
 
 from collections.abc import Sequence
@@ -34,7 +33,7 @@ COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 class LocoHop(ReduceHop):
     """Sums in 4 or 8 bits with error feedback; see Note [Arithmetic of a block] in ``reference.py``.
 
-    A rank's own part is quantized, too, so a sum does not depend on who owns it. An all-reduce is this reduction,
+    A rank's own part is quantized, too, so a sum does not depend on its owner. An all-reduce is this reduction,
     followed by a gather of the sums (``SumsGather``).
 
     Args:
@@ -71,15 +70,15 @@ class LocoHop(ReduceHop):
         with self.collectives.labeled("loco_compress"):
             self._compress(flat, wire, splits, sizes, contents)
         self.timers(COMPRESS_TIMER).stop()
-        dtype, width, mine = flat.dtype, splits[self.rank], sizes[self.rank]
-        del flat  # it has been packed: let the caller free it while the message travels
-        pieces = wire.new_empty(self.size * mine)
+        dtype, width, part_bytes = flat.dtype, splits[self.rank], sizes[self.rank]
+        del flat  # it has been packed: the caller can free it while the message is in flight
+        pieces = wire.new_empty(self.size * part_bytes)
         yield self.collectives.all_to_all(pieces, wire, sizes, "loco_reduce_scatter")
         out = torch.empty(width, dtype=dtype, device=pieces.device)
         self.timers(DECOMPRESS_TIMER).start()
         if width:
             with self.collectives.labeled("loco_decompress"):
-                ops.decompress(pieces.view(self.size, mine), out, self.packing, hadamard=self.settings.hadamard)
+                ops.decompress(pieces.view(self.size, part_bytes), out, self.packing, hadamard=self.settings.hadamard)
         self.timers(DECOMPRESS_TIMER).stop()
         return out
 
@@ -94,21 +93,21 @@ class LocoHop(ReduceHop):
         if self.settings.error_feedback and contents:
             options |= {"beta": self.settings.err_beta, "unit": self.scale.value()}
             old, new = self.errors.buffers(contents, splits, flat.device)
-            kept = self.errors.sizes(splits)
-            after = list(split_rows(new, splits, kept))
-            before = before if old is None else list(split_rows(old, splits, kept))
+            error_sizes = self.errors.sizes(splits)
+            after = list(split_rows(new, splits, error_sizes))
+            before = before if old is None else list(split_rows(old, splits, error_sizes))
         for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
             width = gradient.shape[1]
             unit, hadamard = options.get("unit", 1.0), self.settings.hadamard
-            given = None
-            if (blocks := self.sent.blocks(width, self.packing)) is not None:
+            sample = None
+            if (blocks := self.sent.blocks(width, self.packing)) is not None:  # before the error is overwritten
                 block_size = self.packing.block_size
-                given = compensated(gradient, error, blocks, unit=unit, block_size=block_size, hadamard=hadamard)
+                sample = compensated(gradient, error, blocks, unit=unit, block_size=block_size, hadamard=hadamard)
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
-            if given is not None:
-                self.sent.note(given, packed[:1], width, self.packing, hadamard)
+            if sample is not None:
+                self.sent.note(sample, packed[:1], width, self.packing, hadamard)
         if options.get("beta") is not None:
-            self.errors.keep(contents, new)
+            self.errors.keep(contents, new)  # not applied until ``finish_step``: a skipped step keeps the old error
 
 
 class QuantizedSums(SumsGather):
@@ -133,10 +132,10 @@ class QuantizedSums(SumsGather):
         wire = self.packing.empty(1, width, sums)
         with hop.collectives.labeled("loco_compress"):
             self._compress(hop, sums, wire, spans)
-        arrived = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
+        received = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
         gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)
         with hop.collectives.labeled("loco_decompress"):
-            ops.apply(arrived.view(hop.size, -1), gathered, self.packing)
+            ops.apply(received.view(hop.size, -1), gathered, self.packing)
         return gathered.view(-1)
 
     def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Spans) -> None:
@@ -147,11 +146,11 @@ class QuantizedSums(SumsGather):
             return
         unit, (old, new) = hop.scale.value(), self.errors.buffers(contents, splits, sums.device)
         error = None if old is None else old.view(1, -1)
-        given = None
+        sample = None
         if (blocks := self.sent.blocks(sums.numel(), self.packing)) is not None:
-            given = compensated(sums.view(1, -1), error, blocks, unit=unit, block_size=self.packing.block_size)
+            sample = compensated(sums.view(1, -1), error, blocks, unit=unit, block_size=self.packing.block_size)
         beta, new_error = self.settings.err_beta, new.view(1, -1)
         ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new_error, beta=beta, unit=unit)
-        if given is not None:
-            self.sent.note(given, wire, sums.numel(), self.packing)
+        if sample is not None:
+            self.sent.note(sample, wire, sums.numel(), self.packing)
         self.errors.keep(contents, new)

@@ -9,12 +9,12 @@ Note [Lossless updates]
         o(b) = b where the sign is clear, else b ^ 0x7fff               a bijection that is its own inverse
         d = o(updated) - o(held) modulo 2^16, signed
 
-    -0 and +0 are two numbers, and so are all NaNs: every bit pattern comes back exactly. A row of ``width`` elements
+    -0 and +0 are two numbers, and so are all NaNs: every bit pattern is restored exactly. A row of ``width`` elements
     is split into t tiles of 1024, the last one padded with d = 0. On the wire it is, little-endian,
 
         header      t words of 32 bits: mode << 30 | offset of the tile's section after the header, in steps of
                     2 bytes; so a row has at most 2^30 elements
-        sections    one after the other, in the order of tiles
+        sections    concatenated in the order of tiles
         padding     zeros up to the end of the wire's row; its length is even
 
     A tile has the mode with the smallest section, the lowest among equals:
@@ -31,7 +31,7 @@ Note [Lossless updates]
 
     So a row takes at most the elements themselves, 4 bytes for each tile, and the padding of the last tile. Sizes
     depend on the numbers, but shapes do not, so nothing here waits for the device. A tile with a section that would
-    end beyond the wire's row is neither written nor applied: whoever allocates the wire compares sizes first.
+    end beyond the wire's row is neither written nor applied: the caller that allocates the wire compares sizes first.
 """
 
 import torch
@@ -54,15 +54,15 @@ def tiles_of(width: int) -> int:
 
 def measure(updated: Tensor, held: Tensor, tiles: Tensor) -> None:
     """See ``ops.measure``."""
-    for some in _pieces(len(tiles), 1):
-        difference = _differences(updated, held, some)
+    for tile_range in _pieces(len(tiles), 1):
+        difference = _differences(updated, held, tile_range)
         small = _count(difference, -8, 7)
         bitmap = _section(_BITMAP_UNITS, _count(difference, 0, 0), small)
         pairs = _section(_PAIRS_UNITS, _count(difference, -1, 1), _count(difference, -8, 9))
         same = torch.where(difference.any(-1), _NEVER, 0)
         sizes = torch.stack((same, bitmap, pairs, torch.full_like(same, _PLAIN_UNITS)), dim=-1)
         best = (sizes * 4 + torch.arange(4, device=sizes.device)).amin(-1).int()
-        tiles[some.start : some.stop] = ((best & 3) << 30) | (best >> 2)
+        tiles[tile_range.start : tile_range.stop] = ((best & 3) << 30) | (best >> 2)
 
 
 def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,13 +78,13 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
     begin = 2 * len(header)
     units[:begin].copy_(header.view(torch.int16))
     column = torch.arange(TILE, device=wire.device)
-    for some in _pieces(len(header), 1):
-        words = header[some.start : some.stop].unsqueeze(-1)
+    for tile_range in _pieces(len(header), 1):
+        words = header[tile_range.start : tile_range.stop].unsqueeze(-1)
         mode, first = (words >> 30) & 3, begin + (words & _SIZE).long()
-        sections, sizes = _encode(_differences(updated, held, some), _tiles(updated, some), mode)
-        there = (column < sizes) & (first + sizes <= len(units))
-        places = (first + column).clamp(max=len(units) - 1)  # beyond the section, zeros are added
-        units.index_add_(0, places.view(-1), torch.where(there, sections, 0).to(torch.int16).view(-1))
+        sections, sizes = _encode(_differences(updated, held, tile_range), _tiles(updated, tile_range), mode)
+        fits = (column < sizes) & (first + sizes <= len(units))
+        positions = (first + column).clamp(max=len(units) - 1)  # beyond the section, zeros are added
+        units.index_add_(0, positions.view(-1), torch.where(fits, sections, 0).to(torch.int16).view(-1))
 
 
 def apply(wire: Tensor, held: Tensor) -> None:
@@ -95,16 +95,16 @@ def apply(wire: Tensor, held: Tensor) -> None:
     low, high = words[:, 0::2], words[:, 1::2]
     modes, offsets = high >> 14, ((high & 0x3FFF) << 16) | low
     column = torch.arange(TILE, device=wire.device)
-    for some in _pieces(tiles, rows):
-        first = 2 * tiles + offsets[:, some.start : some.stop, None].long()
-        places = (first + column).clamp(max=units.shape[1] - 1)
-        sections = units.gather(1, places.view(rows, -1)).view(places.shape).int() & 0xFFFF
-        mode = modes[:, some.start : some.stop, None]
+    for tile_range in _pieces(tiles, rows):
+        first = 2 * tiles + offsets[:, tile_range.start : tile_range.stop, None].long()
+        positions = (first + column).clamp(max=units.shape[1] - 1)
+        sections = units.gather(1, positions.view(rows, -1)).view(positions.shape).int() & 0xFFFF
+        mode = modes[:, tile_range.start : tile_range.stop, None]
         difference, sizes = _decode(sections, mode)
-        old = _tiles(held, some).view(places.shape)
+        old = _tiles(held, tile_range).view(positions.shape)
         new = torch.where(mode == PLAIN, sections.to(torch.int16), _ordinal(_ordinal(old) + difference))
         new = torch.where(first + sizes <= units.shape[1], new, old)
-        part = _elements(held, some)
+        part = _elements(held, tile_range)
         part.copy_(new.view(rows, -1)[:, : part.shape[1]])
 
 
@@ -115,12 +115,12 @@ def _pieces(tiles: int, rows: int) -> list[range]:
 
 
 def _elements(numbers: Tensor, some: range) -> Tensor:
-    """Return the bits of some tiles: (rows, at most their elements), int16, a view."""
+    """Return the bits of a range of tiles: (rows, at most their elements), int16, a view."""
     return numbers.view(torch.int16)[:, some.start * TILE : some.stop * TILE]
 
 
 def _tiles(numbers: Tensor, some: range) -> Tensor:
-    """Return the bits of some tiles, padded with zeros: (rows * tiles, TILE), int16."""
+    """Return the bits of a range of tiles, padded with zeros: (rows * tiles, TILE), int16."""
     bits = _elements(numbers, some)
     return torch.nn.functional.pad(bits, (0, len(some) * TILE - bits.shape[1])).reshape(-1, TILE)
 
@@ -131,12 +131,12 @@ def _ordinal(bits: Tensor) -> Tensor:
 
 
 def _differences(updated: Tensor, held: Tensor, some: range) -> Tensor:
-    """Return d of some tiles: (tiles, TILE), int16."""
+    """Return d of a range of tiles: (tiles, TILE), int16."""
     return _ordinal(_tiles(updated, some)) - _ordinal(_tiles(held, some))
 
 
 def _count(difference: Tensor, low: int, high: int) -> Tensor:
-    """Return how many elements of each tile are outside of a range."""
+    """Return the number of elements of each tile outside of a range."""
     return ((difference < low) | (difference > high)).sum(-1)
 
 
@@ -159,12 +159,12 @@ def _encode(difference: Tensor, plain: Tensor, mode: Tensor) -> tuple[Tensor, Te
     sections[:, :_PAIRS_UNITS] = torch.where(pairs, codes, bitmap)
     base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
     rank = (picked.cumsum(-1) - 1).clamp(min=0)
-    place = (base + rank // 4).clamp(max=TILE - 1)  # exceeded only where another mode is used
-    sections.scatter_add_(-1, place, torch.where(picked, nibble << (rank % 4 * 4).int(), 0))
-    behind = base + (picked.sum(-1, keepdim=True) + 3) // 4
-    place = (behind + escape.cumsum(-1) - 1).clamp(max=TILE - 1)
-    sections.scatter_add_(-1, place, torch.where(escape, d & 0xFFFF, 0))
-    sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, behind + escape.sum(-1, keepdim=True))
+    position = (base + rank // 4).clamp(max=TILE - 1)  # exceeded only where another mode is used
+    sections.scatter_add_(-1, position, torch.where(picked, nibble << (rank % 4 * 4).int(), 0))
+    escapes_start = base + (picked.sum(-1, keepdim=True) + 3) // 4
+    position = (escapes_start + escape.cumsum(-1) - 1).clamp(max=TILE - 1)
+    sections.scatter_add_(-1, position, torch.where(escape, d & 0xFFFF, 0))
+    sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, escapes_start + escape.sum(-1, keepdim=True))
     return torch.where(mode == PLAIN, plain.int(), sections), torch.where(mode == SAME, 0, sizes)
 
 
@@ -178,13 +178,13 @@ def _decode(sections: Tensor, mode: Tensor) -> tuple[Tensor, Tensor]:
     units = sections.gather(-1, (base + rank // 4).clamp(max=TILE - 1))
     nibble = (units >> (rank % 4 * 4).int()) & 15
     escape = picked & (nibble == _ESCAPE)
-    behind = base + (picked.sum(-1, keepdim=True) + 3) // 4
-    large = sections.gather(-1, (behind + escape.cumsum(-1) - 1).clamp(max=TILE - 1))
+    escapes_start = base + (picked.sum(-1, keepdim=True) + 3) // 4
+    large = sections.gather(-1, (escapes_start + escape.cumsum(-1) - 1).clamp(max=TILE - 1))
     signed = torch.where(nibble >= 8, nibble - 16, nibble)
     signed = torch.where(pairs & (nibble < 2), nibble + 8, torch.where(nibble == 0, -1, signed))
     near = torch.where(pairs, torch.where(codes == 3, -1, codes), 0)
     d = torch.where(escape, large, torch.where(picked, signed, near))
-    sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, behind + escape.sum(-1, keepdim=True))
+    sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, escapes_start + escape.sum(-1, keepdim=True))
     return torch.where(mode == SAME, 0, d).to(torch.int16), torch.where(mode == SAME, 0, sizes)
 
 

@@ -71,7 +71,7 @@ def compress(
         packing: bits and block size on the wire.
         error: the kept error, as ``1/unit`` of the gradient's: (rows, row bytes of 8 bits), uint8, or (rows, padded
             width), bf16 or fp32. None: zero.
-        new_error: the error to keep, of that dtype and shape; written. May be ``error`` itself. None: nothing is kept.
+        new_error: the error to keep, of that dtype and shape; written. May be ``error`` itself. None to keep no error.
         beta: weight of the old error.
         unit: the loss scale.
         hadamard: whether to rotate each 32 elements.
@@ -106,13 +106,13 @@ def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0,
 
 
 def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) -> None:
-    """Quantize and pack the difference of updated parameters to what receivers hold, in one pass.
+    """Quantize and pack the difference of updated parameters to the receivers' values, in one pass.
 
     See Note [Differences] in ``reference.py``.
 
     Args:
         updated: (rows, width), fp32, bf16 or fp16; rows without gaps, of any alignment.
-        held: what receivers hold of them, likewise.
+        held: the receivers' values, likewise.
         wire: (rows, row bytes of ``packing``), uint8; written.
         packing: bits and block size.
 
@@ -125,7 +125,7 @@ def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) ->
 
 
 def apply(wire: Tensor, held: Tensor, packing: Packing) -> None:
-    """Add differences that have arrived to the held parameters, in one pass.
+    """Add received differences to the held parameters, in one pass.
 
     Args:
         wire: (rows, row bytes of ``packing`` for the width of ``held``), uint8.
@@ -140,13 +140,13 @@ def apply(wire: Tensor, held: Tensor, packing: Packing) -> None:
 
 
 def measure(updated: Tensor, held: Tensor) -> Tensor:
-    """Return how each tile of updated parameters is packed without loss, and its size.
+    """Return the lossless packing mode of each tile of updated parameters, and its size.
 
     See Note [Lossless updates] in ``lossless.py``.
 
     Args:
         updated: (1, width), bf16 or fp16; without gaps, of any alignment; at most 2^30 elements.
-        held: what receivers hold of them, likewise.
+        held: the receivers' values, likewise.
 
     Returns:
         (tiles,), int32: ``mode << 30 | size in steps of 2 bytes``, as bits.
@@ -168,14 +168,14 @@ def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
-    """Pack the difference of updated parameters to what receivers hold, without loss.
+    """Pack the difference of updated parameters to the receivers' values, without loss.
 
     Args:
         updated: as in ``measure``.
         held: likewise.
-        header: what ``header_of`` returns for their tiles.
-        wire: (1, bytes), uint8, an even number of bytes at an even address; at least as many as ``header_of`` returns,
-            since tiles that do not fit are left out. Written up to its end, with zeros after the last tile.
+        header: from ``header_of`` for their tiles.
+        wire: (1, bytes), uint8, an even number of bytes at an even address; at least the bytes from ``header_of``,
+            because tiles that do not fit are omitted. Written up to its end, with zeros after the last tile.
 
     Raises:
         TypeError, RuntimeError: as ``measure``.
@@ -186,11 +186,11 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
 
 
 def apply_lossless(wire: Tensor, held: Tensor) -> None:
-    """Update the held parameters to those that were sent, bit for bit. Tiles that did not fit the wire stay.
+    """Update the held parameters to the sent ones, bit for bit. Tiles that did not fit the wire stay unchanged.
 
     Args:
         wire: (rows, bytes), uint8, as ``pack`` wrote each row.
-        held: (rows, width), bf16 or fp16, as it was when the rows were packed; rows without gaps; written.
+        held: (rows, width), bf16 or fp16, unchanged since the rows were packed; rows without gaps; written.
 
     Raises:
         TypeError, RuntimeError: as ``measure``.
@@ -242,7 +242,7 @@ def has_kernels(device: str) -> bool:
 
 
 def lacks_kernels(device: str) -> bool:
-    """Return whether kernels were built, but not for this device type: an oversight, since the reference is slow."""
+    """Return whether kernels were built, but not for this device type: a mistake, because the reference is slow."""
     return device == "cuda" and has_kernels("CPU") and not has_kernels("CUDA")
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The packed format of quantized numbers, on the wire and for errors that are kept in 8 bits, and the operators in
-plain PyTorch. Kernels must match them bit for bit; they run if no kernels were built.
+"""The packed format of quantized numbers, on the wire and for 8-bit errors, and the operators in plain PyTorch.
+Kernels must match them bit for bit; they run if no kernels were built.
 
 Note [Packed blocks]
     A row of ``width`` elements is split into blocks of ``block_size``, the last one padded with zeros. Packed, it is
@@ -16,31 +16,30 @@ Note [Packed blocks]
     little-endian, as on all machines that torch runs on.
 
 Note [Arithmetic of a block]
-    Everything is in fp32, and each operation is rounded once (no fused multiply-add), so that all implementations give
-    the same bits. g: the block's gradients. H: the 32-point Hadamard transform, or the identity. e: the kept error,
+    All operations are in fp32 and are rounded once (no fused multiply-add), so that all implementations give the same
+    bits. g: the block's gradients. H: the 32-point Hadamard transform, or the identity. e: the kept error,
     which is 1/unit of the gradient's (unit: the loss scale). b: err_beta. Q: 7 or 127.
 
         h = H g + (unit S_e) q_e                        compensate; e = q_e S_e, in 8 bits
-        S = max|h| / Q, rounded up to bfloat16          so that the largest element is not cut off
+        S = max|h| / Q, rounded up to bfloat16          so that the largest element is not clipped
         q = round to even(h / S), within +-Q;  d = q S  on the wire
         r = h - d                                       at most S/2 in size
-        e' = (b S_e) q_e + ((1-b)/unit) r               LoCo, arXiv:2407.04480; kept in 8 bits as d is sent
+        e' = (b S_e) q_e + ((1-b)/unit) r               LoCo, arXiv:2407.04480; kept in 8 bits in the format of d
 
     The error is kept transformed. Since H is linear, the receiver undoes it only once, on the sum. A block with a
     scale that would be subnormal is sent as zeros (r = h). A block with a number that is not finite is sent with the
     scale NaN, and its error stays as it was.
 
 Note [Differences]
-    Updated parameters travel as their difference to what receivers hold. p: what all receivers hold. u: the fp32
-    weights of the rank that has them, rounded to the parameters' dtype, which is p's, too. With S and q of a block as
-    above,
+    Updated parameters are sent as their difference to the receivers' values. p: the values of all receivers. u: the
+    fp32 weights of their owner, rounded to the parameters' dtype, which is p's, too. With S and q of a block as above,
 
         h = u - p
         d = q S                                         on the wire
         p' = p + d, rounded to that dtype               by all ranks, the sender included
 
-    No error is kept: what d lacks is in the next h (SDP4Bit, arXiv:2410.15526). As u is a number of that dtype,
-    |p' - u| is at most S; and p' is u if S is below the distance of u's neighbors.
+    No error is kept: the quantization error is part of the next h (SDP4Bit, arXiv:2410.15526). As u is a number of
+    that dtype, |p' - u| is at most S; and p' is u if S is below the distance of u's neighbors.
 """
 
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def decompress(wire: Tensor, out: Tensor, bits: int, block_size: int, factor: fl
     packing, width = Packing(bits, block_size), out.numel()
     for blocks in pieces(packing.blocks(width), block_size):
         total: Tensor | None = None
-        for piece in wire:  # in the order of ranks
+        for piece in wire:  # in rank order, as the kernels sum
             q, step = unpack(piece.unsqueeze(0), width, packing, blocks)
             numbers = q * step
             total = numbers if total is None else total + numbers
@@ -170,8 +169,8 @@ def difference(updated: Tensor, held: Tensor, wire: Tensor, bits: int, block_siz
     """See ``ops.difference``."""
     packing, (rows, width) = Packing(bits, block_size), updated.shape
     for blocks in pieces(packing.blocks(width), rows * block_size):
-        some = slice(blocks.start * block_size, blocks.stop * block_size)
-        h = _blocks(updated[:, some].float() - held[:, some].float(), block_size)
+        columns = slice(blocks.start * block_size, blocks.stop * block_size)
+        h = _blocks(updated[:, columns].float() - held[:, columns].float(), block_size)
         pack(*quantize(h, packing.largest), wire, packing, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
 
@@ -256,7 +255,7 @@ def decode_error(error: Tensor, width: int, block_size: int, hadamard: bool, blo
 
 
 def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool) -> None:
-    """Write numbers (rows, width), fp32, as an error to keep: errors that have moved, not those of a quantization."""
+    """Write numbers (rows, width), fp32, as an error to keep: for errors that move between buckets."""
     width = numbers.shape[1]
     padded = _blocks(numbers, block_size)
     padded = transform(padded) if hadamard else padded
@@ -276,7 +275,7 @@ def _blocks(numbers: Tensor, block_size: int) -> Tensor:
 
 
 def _numbers(error: Tensor, block_size: int) -> Tensor:
-    """Return errors that are kept as numbers as (rows, blocks, block_size), a view."""
+    """Return bf16 or fp32 errors as (rows, blocks, block_size), a view."""
     return error.view(error.shape[0], -1, block_size)
 
 

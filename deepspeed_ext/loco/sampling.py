@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that were sent in few bits, and what quantization has lost, measured on a sample and reported."""
+"""Measures compression, and the quantization error on a sample, and reports both."""
 
 from collections.abc import Sequence
 
@@ -16,16 +16,16 @@ LOOK = 2**20  # elements of a sample
 
 
 class Sampling:
-    """Bytes sent since the last report, and a sample of what quantization has lost.
+    """Counts bytes sent since the last report, and samples the quantization error.
 
-    The sample is of a step's first message: the first ``LOOK`` elements of what it has for one group.
+    The sample is taken from a step's first message: the first ``LOOK`` elements of its part for one group.
 
     Attributes:
         plain: bytes that would have been sent unquantized.
         wire: bytes that were sent instead, including those to this rank itself.
         look: whether to sample the next message.
-        squares: two sums of squares over the sample, on its device: of what quantization has lost, and of its input,
-            errors of earlier messages included. None if nothing was sampled.
+        squares: two sums of squares over the sample, on its device: of the quantization error, and of the input,
+            including errors of earlier messages. None if nothing was sampled.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,12 @@ class Sampling:
         return _blocks(width, packing) if look and width else None
 
     def note(self, given: Tensor, packed: Tensor, width: int, packing: Packing, hadamard: bool = False) -> None:
-        """Record what was sent of the sample.
+        """Record the quantization error of the sample.
 
         Args:
             given: input of quantization in the sampled blocks, 1D, fp32.
             packed: the message, a row: (1, bytes).
-            width, packing, hadamard: of the message.
+            width, packing, hadamard: properties of the message.
         """
         sent = reference.decode(packed, width, packing, hadamard, _blocks(width, packing))
         lost = given - sent[0, : given.numel()]
@@ -67,17 +67,17 @@ class Sampling:
 
     @property
     def relative_error(self) -> float:
-        """Return the loss of one quantization relative to its input, in the 2-norm. Waits for the device."""
-        lost, whole = (0.0, 0.0) if self.squares is None else self.squares.tolist()
-        return (lost / whole) ** 0.5 if whole else 0.0
+        """Return the error of one quantization relative to its input, in the 2-norm. Waits for the device."""
+        lost, total = (0.0, 0.0) if self.squares is None else self.squares.tolist()
+        return (lost / total) ** 0.5 if total else 0.0
 
 
 class StepReport:
     """Writes a step's sample to an engine's monitor, which writes on rank 0 only, and logs timers.
 
     Args:
-        engine: has the monitor and the timers.
-        sent: sample that is written, and begun anew.
+        engine: owner of the monitor and the timers.
+        sent: sample to write and restart.
         events: label of the events.
         timers: names of timers that are logged when DeepSpeed prints.
     """
@@ -113,11 +113,11 @@ def compensated(
         blocks: a range that starts with the first block.
         unit, block_size, hadamard: see ``ops.compress``.
     """
-    given = rows[0, : blocks.stop * block_size].float()
+    inputs = rows[0, : blocks.stop * block_size].float()
     if error is None:
-        return given
+        return inputs
     old = reference.decode_error(error[:1], rows.shape[1], block_size, hadamard, blocks)
-    return given + unit * old[0, : given.numel()]
+    return inputs + unit * old[0, : inputs.numel()]
 
 
 def _blocks(width: int, packing: Packing) -> range:

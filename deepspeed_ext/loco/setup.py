@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the hops between groups that an engine's configuration asks for, and reports what they do."""
+"""Creates the hops between groups for an engine's configuration, and reports their compression."""
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
@@ -26,11 +26,11 @@ def _events(kind: str, name: str) -> str:
 
 
 class ConfiguredHops:
-    """Makes the hops between groups that an engine's configuration asks for.
+    """Creates the hops between groups for an engine's configuration.
 
     Args:
         engine: the engine; its monitor and timers get reports.
-        strategy: how model states are placed.
+        strategy: placement of model states.
     """
 
     def __init__(self, engine: Engine, strategy: Strategy) -> None:
@@ -39,12 +39,12 @@ class ConfiguredHops:
         self._loco = None if config.zeropp_loco_param is None else LocoSettings.parse(config.zeropp_loco_param)
         section = config.paro_quantized_updates
         compressed = None if section is None else UpdateSettings.parse(section)
-        # If optimizer states are not sharded over all ranks, sums of gradients come back instead of parameters.
+        # If optimizer states are not sharded over all ranks, sums of gradients are gathered instead of parameters.
         self._updates = compressed if strategy.os == Placement.G else None
         self._sums = compressed if strategy.os != Placement.G else None
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
-        """Make a hop of gradients between groups: a LocoHop if configured, else an exact one."""
+        """Create a hop of gradients between groups: a LocoHop if configured, else an exact one."""
         hop = make_reduce(group, name, reduce_scatter) if self._loco is None else self._loco_hop(group, name)
         if self._sums is None:
             return hop
@@ -68,7 +68,7 @@ class ConfiguredHops:
         return hop
 
     def gather(self, group: ProcessGroup | None, name: str) -> GatherHop:
-        """Make a hop of parameters between groups: of differences if configured, else of parameters as they are."""
+        """Create a hop of parameters between groups: of differences if configured, else unencoded."""
         plain = GatherHop(group, name)
         if self._updates is None:
             return plain
@@ -83,12 +83,12 @@ class ConfiguredHops:
         return GatherHop(group, name, differences)
 
     def outer(self, bits: int) -> "OuterHops":
-        """Return what makes the hops of an outer optimizer, in so many bits."""
+        """Return the factory of the hops of an outer optimizer in ``bits`` bits."""
         return OuterHops(self._engine, bits)
 
 
 class OuterHops:
-    """Makes the hops of an outer optimizer: 32 and 16 bits need no kernels."""
+    """Creates the hops of an outer optimizer: 32 and 16 bits need no kernels."""
 
     def __init__(self, engine: Engine, bits: int) -> None:
         self._bits = bits
@@ -96,13 +96,13 @@ class OuterHops:
         self._errors = _place_of_errors(engine)
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
-        """Make the hop of movements of weights."""
+        """Create the hop of weight changes."""
         if self._settings is None:
             return make_reduce(group, name, reduce_scatter)
         return LocoHop(group, name, self._settings[0], *self._errors)
 
     def gather(self, group: ProcessGroup | None, name: str) -> GatherHop:
-        """Make the hop of outer weights."""
+        """Create the hop of outer weights."""
         if self._settings is not None:
             collectives = GatherHop(group, name).collectives
             return GatherHop(group, name, QuantizedDifferences(collectives, self._settings[1]))
@@ -110,7 +110,7 @@ class OuterHops:
 
 
 def _place_of_errors(engine: Engine) -> tuple[str | None, bool]:
-    """Return the device of the error feedback, None for that of gradients; and whether it is in pinned memory."""
+    """Return (device of the error feedback, None for that of gradients; whether it is in pinned memory)."""
     offload = engine._config.zero_config.offload_optimizer
     if offload is None or offload.device == "none":
         return None, False
@@ -118,17 +118,17 @@ def _place_of_errors(engine: Engine) -> tuple[str | None, bool]:
 
 
 def announce_updates(settings: UpdateSettings, block_size: int, groups: int, what: str, then: str) -> None:
-    """Log on rank 0 what crosses between groups in few bits, and what happens every ``resync_T`` steps."""
-    how = f"in {settings.bits} bits, blocks of {block_size}"
+    """Log on rank 0 the data that groups exchange in few bits, and the action every ``resync_T`` steps."""
+    encoding = f"in {settings.bits} bits, blocks of {block_size}"
     if settings.bits == EXACT:
-        how = "in as few bits as lose nothing"
-    said = f"{what} between {groups} groups {how}; every {settings.resync_T} steps {then}"
+        encoding = "in as few bits as lose nothing"
+    message = f"{what} between {groups} groups {encoding}; every {settings.resync_T} steps {then}"
     if groups == 1:
-        said = (
+        message = (
             "there is one group, so nothing crosses between groups. Set zero_optimization.paro_group_size to make "
             "more groups."
         )
-    log_dist(f"deepspeed_ext: {UpdateSettings.key}: {said}", ranks=[0])
+    log_dist(f"deepspeed_ext: {UpdateSettings.key}: {message}", ranks=[0])
 
 
 def announce(settings: LocoSettings, groups: int) -> None:

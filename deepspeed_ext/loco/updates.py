@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updated parameters that cross between groups as differences to what receivers hold, quantized or without loss."""
+"""Encodes updated parameters as differences to the receivers' values, quantized or without loss."""
 
 from collections.abc import Sequence
 
@@ -19,15 +19,15 @@ from deepspeed_ext.loco.sampling import Sampling, StepReport
 
 
 class _Differences:
-    """What quantized and lossless differences have in common.
+    """Common part of quantized and lossless differences.
 
     Args:
-        collectives: those of the hop that sends the differences.
-        settings: of the differences.
+        collectives: collectives of the hop that sends the differences.
+        settings: settings of the differences.
 
     Attributes:
-        sent: counts what was sent in a step.
-        report: reports each step; None: nobody reads it.
+        sent: counts the bytes sent in a step.
+        report: reports each step; None for no reports.
     """
 
     def __init__(self, collectives: Collectives, settings: UpdateSettings) -> None:
@@ -52,44 +52,44 @@ class QuantizedDifferences(_Differences):
         self.packing = Packing(settings.bits, settings.difference_block)
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        """Return each update's difference, quantized; see ``Differences``."""
+        """Quantize each update's difference; see ``Differences``."""
         return [self._encode(update) for update in updates]
 
     def _encode(self, update: Update) -> Tensor:
         updated, held, width = update.updated(), update.held, update.held.numel()
         size = self.packing.row_bytes(update.most)
-        if not width:  # another rank has elements, so this one takes part with zeros
+        if not width:  # other ranks have elements: send zeros, because the all-gather needs equal lengths
             return torch.zeros(size, dtype=torch.uint8, device=held.device)
         wire = self.packing.empty(1, width, held)
         self.sent.count(held.nbytes, wire.nbytes)
-        given = None
+        sample = None
         if (blocks := self.sent.blocks(width, self.packing)) is not None:
-            some = slice(blocks.stop * self.packing.block_size)
-            given = updated[some].float() - held[some].float()
+            sampled = slice(blocks.stop * self.packing.block_size)
+            sample = updated[sampled].float() - held[sampled].float()
         with self.collectives.labeled("loco_difference"):
             ops.difference(updated.view(1, -1), held.view(1, -1), wire, self.packing)
-        if given is not None:
-            self.sent.note(given, wire, width, self.packing)
+        if sample is not None:
+            self.sent.note(sample, wire, width, self.packing)
         return torch.nn.functional.pad(wire.view(-1), (0, size - wire.numel()))
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Add what has arrived to what is held; see ``Differences``."""
+        """Add received differences to this rank's values; see ``Differences``."""
         size = self.packing.row_bytes(held.shape[1])
         with self.collectives.labeled("loco_apply"):
             ops.apply(arrived[:, :size].contiguous(), held, self.packing)
 
 
 class HalfDifferences:
-    """Differences in bf16, of weights in fp32: what is lost of one comes with the next one."""
+    """Differences in bf16 of weights in fp32; the rounding error of one is sent with the next one."""
 
-    whole_every = 0  # none travels as it is
+    whole_every = 0  # no update is sent unencoded
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
         """Return each update's difference in bf16, as bytes; see ``Differences``."""
-        return [(one.updated() - one.held).bfloat16().view(torch.uint8) for one in updates]
+        return [(update.updated() - update.held).bfloat16().view(torch.uint8) for update in updates]
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Add what has arrived to what is held; see ``Differences``."""
+        """Add received differences to this rank's values; see ``Differences``."""
         held.add_(arrived.contiguous().view(torch.bfloat16))
 
     def finish_step(self) -> None:
@@ -97,23 +97,25 @@ class HalfDifferences:
 
 
 class LosslessDifferences(_Differences):
-    """Differences in as many bits as they need; see Note [Lossless updates] in ``lossless.py``.
+    """Differences in as few bits as possible; see Note [Lossless updates] in ``lossless.py``.
 
-    All updates of a step are measured first. Then ranks agree on the lengths; for this, the host waits for the device
-    once per step. For arguments see ``_Differences``.
+    All updates of a step are measured first. Then the maximum length over ranks is computed; for this, the host waits
+    for the device once per step. For arguments see ``_Differences``.
     """
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        """Return each update's code; see ``Differences``."""
+        """Encode each update; see ``Differences``."""
         if not updates:
             return []
         with self.collectives.labeled("loco_difference"):
             headers, lengths = zip(*map(self._measure, updates), strict=True)
-        found: list[int] = agree(torch.stack(lengths)).tolist()  # the one wait of the host: it allocates by lengths
+        longest: list[int] = agree(
+            torch.stack(lengths)
+        ).tolist()  # the host waits only here: it needs lengths to allocate
         with self.collectives.labeled("loco_difference"):
             return [
                 self._pack(update, header, fill_up(length, self.collectives.multiple))
-                for update, header, length in zip(updates, headers, found, strict=True)
+                for update, header, length in zip(updates, headers, longest, strict=True)
             ]
 
     @staticmethod
@@ -123,7 +125,7 @@ class LosslessDifferences(_Differences):
 
     def _pack(self, update: Update, header: Tensor, length: int) -> Tensor:
         held = update.held
-        if not held.numel():  # another rank has elements, so this one takes part with zeros
+        if not held.numel():  # other ranks have elements: send zeros, because the all-gather needs equal lengths
             return torch.zeros(length, dtype=torch.uint8, device=held.device)
         wire = torch.empty(1, length, dtype=torch.uint8, device=held.device)
         self.sent.count(held.nbytes, wire.nbytes)
@@ -131,6 +133,6 @@ class LosslessDifferences(_Differences):
         return wire.view(-1)
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
-        """Undo the code; see ``Differences``."""
+        """Decode received updates; see ``Differences``."""
         with self.collectives.labeled("loco_apply"):
             ops.apply_lossless(arrived.contiguous(), held)
