@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Protocols of what we use of DeepSpeed's objects, since DeepSpeed is untyped. This module does not import it."""
+"""Protocols of the parts of DeepSpeed that we use, since DeepSpeed is untyped. This module does not import it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
@@ -31,7 +31,7 @@ class ThroughputTimerConfig(Protocol):
 
 
 class ZeroConfig(Protocol):
-    """A parsed ``zero_optimization`` with a strategy of ours."""
+    """A parsed ``zero_optimization`` with a strategy."""
 
     stage: int
     reduce_scatter: bool
@@ -182,7 +182,7 @@ class MappedParameter(nn.Parameter):
 
 
 class ZeroChunk(Tensor):
-    """This rank's chunk of a parameter, 1D; padded."""
+    """This rank's chunk of a parameter, 1D, padded."""
 
     ds_numel: int
 
@@ -201,7 +201,7 @@ class ZeroParameter(nn.Parameter):
     ds_zero_partition_rank: int
     ds_zero_partition_world_size: int
     is_external_param: bool
-    paro_originals: dict[str, Any]  # ours: the methods of DeepSpeed that ours replace
+    paro_originals: dict[str, Any]  # ours: DeepSpeed's methods that ours replace
     all_gather: Callable[..., Any]
     all_gather_coalesced: Callable[..., Any]
     partition: Callable[..., None]

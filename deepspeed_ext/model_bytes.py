@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Count the bytes of a model's states: what they take whole, and what a rank holds of them."""
+"""Counts the bytes of a model's states: in total, and those on one rank."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -19,16 +19,16 @@ MUON_BYTES = 8  # for each parameter that Muon trains: master copy and momentum 
 
 def experts_of_sizes(model: nn.Module) -> dict[int, list[nn.Parameter]]:
     """Return this rank's parameters that DeepSpeed has marked as experts, by their expert-parallel size."""
-    found: dict[int, list[nn.Parameter]] = {}
+    params_by_size: dict[int, list[nn.Parameter]] = {}
     for param in model.parameters():
         if not getattr(param, "allreduce", True) and hasattr(param, "group_name"):
-            found.setdefault(int(str(param.group_name).rpartition("_")[2]), []).append(param)
-    return found
+            params_by_size.setdefault(int(str(param.group_name).rpartition("_")[2]), []).append(param)
+    return params_by_size
 
 
 def dense(model: nn.Module) -> list[nn.Parameter]:
-    """Return all other parameters, which every data-parallel rank has."""
-    experts = {id(param) for some in experts_of_sizes(model).values() for param in some}
+    """Return all other parameters, which are on every data-parallel rank."""
+    experts = {id(param) for params in experts_of_sizes(model).values() for param in params}
     return [param for param in model.parameters() if id(param) not in experts]
 
 
@@ -42,7 +42,7 @@ def count(
 
     Args:
         parameters: the parameters to count.
-        parameter_bytes: bytes of an element in forward and backward; by default those that it has.
+        parameter_bytes: bytes of an element in forward and backward; by default its current size.
         gradient_bytes: bytes of a gradient's element.
     """
     parameters = list({id(p): p for p in parameters}.values())
@@ -63,7 +63,7 @@ def matrices(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates:
-    """Return the bytes that a DeepSpeedEngine keeps of parameters on the device; what is offloaded takes none."""
+    """Return the bytes of the states of parameters on a DeepSpeedEngine's device; offloaded states take none."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()
     states = count(parameters, 2 if dtype.itemsize == 2 else None, sums.itemsize)
@@ -75,38 +75,36 @@ def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates
 
 
 def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
-    """Return the bytes of parameters if an element has ``each`` bytes; by default, as many as it has."""
+    """Return the bytes of parameters with ``each`` bytes per element; by default their current size."""
     return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))
 
 
-# What is held #####################################################################################
+# States of an engine ##############################################################################
 
 
 def held(engine: Engine) -> StateBytes:
-    """Return the bytes of an engine's model states on this rank, with any optimizer of DeepSpeed's or of ours.
+    """Return the bytes of an engine's model states on this rank, with any optimizer, DeepSpeed's or ours.
 
-    Storages count whole and once; what serves as two states counts as the first of them. Buckets and gathered layers
-    are not included.
+    Each storage counts once and completely; if it holds two states, it counts as the first. Buckets and gathered
+    layers are not included.
     """
     optimizer, seen = engine.optimizer, set[tuple[str, int]]()
     parameters = list(engine.module.parameters())
     wrapped = getattr(optimizer, "optimizer", optimizer)
-    masters = [one for group in wrapped.param_groups for one in group["params"]]
-    masters += getattr(
-        optimizer, "fp32_partitioned_groups_flat", []
-    )  # ZeRO-3 shows its optimizer a sub-group at a time
+    masters = [param for group in wrapped.param_groups for param in group["params"]]
+    masters += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # ZeRO-3's optimizer has one sub-group at a time
     moments = [value for state in wrapped.state.values() for value in state.values()]
-    sharded = [getattr(one, name, None) for one in parameters for name in ("ds_tensor", "ds_secondary_tensor")]
+    sharded = [getattr(param, name, None) for param in parameters for name in ("ds_tensor", "ds_secondary_tensor")]
     return StateBytes(
-        storage_bytes([*(one.data for one in parameters), *sharded], seen),
+        storage_bytes([*(param.data for param in parameters), *sharded], seen),
         storage_bytes(_gradients(optimizer, [*parameters, *masters]), seen),
         storage_bytes([*masters, *moments], seen),
     )
 
 
 def _gradients(optimizer: Any, of: Iterable[Any]) -> Iterator[Any]:
-    for one in of:
-        yield from (getattr(one, name, None) for name in ("grad", "grad_accum"))
+    for param in of:
+        yield from (getattr(param, name, None) for name in ("grad", "grad_accum"))
     for name in ("averaged_gradients", "all_grad_tensors"):
         yield from _flattened((getattr(optimizer, name, None) or {}).values())
     yield getattr(optimizer, "grad_partitions_flat_buffer", None)
@@ -123,7 +121,7 @@ def _flattened(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def storage_bytes(values: Iterable[Any], seen: set[tuple[str, int]]) -> int:
-    """Return the bytes of those storages of tensors that have not been seen yet."""
+    """Return the bytes of the storages of tensors that are not in ``seen``, and add them."""
     total = 0
     for storage in (value.untyped_storage() for value in values if isinstance(value, Tensor)):
         key = str(storage.device), storage.data_ptr()

@@ -3,19 +3,19 @@
 """Builds the kernels of ``csrc`` with DeepSpeed's op builder, at first use or ahead of time with DS_BUILD_LOCO=1.
 
 Note [Two locks]
-    Torch creates a file named ``lock`` in the build folder, and all other processes wait until it is gone. The file
-    does not say who made it. If a build is killed, its file stays, and later builds wait forever. So we hold an flock,
-    too, which the kernel releases when its holder dies:
+    Torch creates a file named ``lock`` in the build folder, and all other processes wait until it is removed. The file
+    does not identify its creator. If a build is killed, its file stays, and later builds wait forever. So we take an
+    flock, too, which the kernel releases when its holder dies:
 
     - Exclusive, for the first process, which builds. If torch's lock exists now, its holder is dead, so we remove it.
     - Shared, for the others, once the first has finished. All of them then load what it has built, at the same time.
 
-    Newer releases of torch (2.15, but not 2.13) take an flock on their file as well, and leave the file after a build.
-    There, the file means nothing and blocks nobody.
+    Newer releases of torch (2.15, but not 2.13) take an flock on their file as well, and keep the file after a build.
+    There, its existence blocks no process.
 
-    Some network file systems keep an flock within one machine. So holders write the machine's boot id to our file. We
-    remove torch's lock only if all holders ran under this kernel (or the others are more than a day old). Otherwise we
-    wait for it, and a warning says so. One case is not handled: a compiler that briefly outlives its killed parent.
+    Some network file systems apply an flock to one machine only. So holders write the machine's boot id to our file.
+    We remove torch's lock only if all holders ran under this kernel (or the others are more than a day old). Otherwise
+    we wait for it, with a warning. One case is not handled: a compiler that briefly outlives its killed parent.
 """
 
 import fcntl
@@ -36,8 +36,8 @@ _STABLE_ABI = "-DTORCH_TARGET_VERSION=0x020a000000000000"
 # Bits must not depend on the compiler, so each operation is rounded once.
 _EXACT = ("-ffp-contract=off", "-Wno-psabi")
 _POLL_SECONDS = 0.1
-_UNKNOWN_SECONDS = 10.0  # of waiting for a holder that may be dead, after which a warning says so
-_ALIVE_SECONDS = 60.0  # the same for a holder that builds, since kernels for a GPU take about as long
+_UNKNOWN_SECONDS = 10.0  # until a warning about a holder that may be dead
+_ALIVE_SECONDS = 60.0  # until a warning about a holder that builds: kernels for a GPU take about as long
 _SEVERAL = "several machines"
 _FORGOTTEN_SECONDS = 24 * 3600.0  # age from which another machine's note is ignored
 
@@ -105,7 +105,7 @@ class LocoBuilder(CUDAOpBuilder):
 
 
 def source_folder() -> Path:
-    """Return ``csrc/loco``, which is beside the package in a clone, and inside an installed package."""
+    """Return ``csrc/loco``, which is next to the package in a clone, and inside an installed package."""
     package = Path(__file__).resolve().parent
     installed = package / "csrc" / "loco"
     return installed if installed.is_dir() else package.parent / "csrc" / "loco"
@@ -116,21 +116,21 @@ def source_folder() -> Path:
 
 @contextmanager
 def built_once(folder: Path, name: str) -> Iterator[None]:
-    """Within this context, only one process at a time builds in a folder; see Note [Two locks].
+    """Allow only one process at a time to build in a folder; see Note [Two locks].
 
     Args:
-        folder: the folder in which torch builds.
+        folder: torch's build folder.
         name: name of the extension, for messages.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    torchs, began, told = folder / "lock", time.monotonic(), False
+    torchs, began, warned = folder / "lock", time.monotonic(), False
     with (folder / "holders").open("a+") as ours:
         kind = fcntl.LOCK_EX
         while waits_for := _obstacle(torchs, ours, kind, name):
             reason, patience = waits_for
-            if not told and time.monotonic() - began > patience:
+            if not warned and time.monotonic() - began > patience:
                 logger.warning(f"deepspeed_ext: waiting {reason}")
-                told = True
+                warned = True
             time.sleep(_POLL_SECONDS)
             kind = fcntl.LOCK_SH  # by now, another process has built, or died
         yield
@@ -139,7 +139,7 @@ def built_once(folder: Path, name: str) -> Iterator[None]:
 def _obstacle(torchs: Path, ours: TextIO, kind: int, name: str) -> tuple[str, float] | None:
     """Try to take our lock; return None if that succeeds and nothing else blocks.
 
-    Otherwise return the reason for waiting, and the seconds after which a warning should give it.
+    Otherwise return (reason for waiting, seconds until a warning with it).
     """
     try:
         alone = kind == fcntl.LOCK_EX and _take(ours, fcntl.LOCK_EX)
@@ -175,7 +175,7 @@ def _take(ours: TextIO, kind: int) -> bool:
 
 
 def _blocked_since(torchs: Path) -> float | None:
-    """Return the age of torch's lock file in seconds; None if there is none, or if it blocks nobody."""
+    """Return the age of torch's lock file in seconds; None if there is none, or if it blocks no process."""
     from torch.utils import cpp_extension
 
     if not hasattr(cpp_extension, "FileBaton"):  # only FileBaton's file blocks by existing

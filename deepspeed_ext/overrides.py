@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides of DeepSpeed's methods, checked against the methods themselves when a class of ours is made.
+"""Checks overrides of DeepSpeed's methods against these methods when one of our classes is defined.
 
-What is asked is what is needed, not equality: the parent has the method, our override takes what the parent's callers
-pass, and the parent takes what our override passes on. A release of DeepSpeed that adds an optional argument to a
-method that we pass on as ``*args, **kwargs`` changes nothing.
+Signatures must be compatible, not equal: the parent has the method, our override accepts its callers' arguments, and
+the parent accepts those that our override forwards. A release of DeepSpeed that adds an optional argument to a method
+that we forward to as ``*args, **kwargs`` changes nothing.
 
-What does not fit is noted and not raised: classes are imported by engines without a key of ours, too. Where one of our
-keys is used ``patcher.require`` asks for ``problems``.
+Mismatches are recorded and not raised, because engines without our keys import these classes, too. If one of our keys
+is used, ``patcher.require`` reads ``problems``.
 """
 
 import contextlib
@@ -53,43 +53,43 @@ def replaced(target: Any, /, **attributes: Any) -> Iterator[None]:
         for name in attributes:
             if name in before:
                 setattr(target, name, before[name])
-            elif name in vars(target):  # not its own before: its class has it
+            elif name in vars(target):  # it was an attribute of the class
                 delattr(target, name)
 
 
 def checked(cls: _Class) -> _Class:
-    """Check a class with DeepSpeed's among its bases, and note what is wrong: a decorator."""
+    """Class decorator: check a class with one of DeepSpeed's among its bases, and record mismatches."""
     setattr(cls, _NOTED, tuple(_find_problems(cls)))
     return cls
 
 
 def problems(cls: type) -> tuple[str, ...]:
-    """Return what of DeepSpeed's class is not as a checked class of ours knows it, a clause each."""
-    found: tuple[str, ...] = getattr(cls, _NOTED)
-    return found
+    """Return the mismatches of a checked class with DeepSpeed's class, one clause each."""
+    clauses: tuple[str, ...] = getattr(cls, _NOTED)
+    return clauses
 
 
 def overridden(cls: type) -> Iterator[tuple[type, str, Any]]:
-    """Yield DeepSpeed's class, the name and our member, for each override in a class and its bases of ours."""
+    """Yield (DeepSpeed's class, name, our member) for each override in a class and its bases that are ours."""
     for parent, name, member in _members(cls):
         if _is_marked(member):
             yield parent, name, member
 
 
 def bypassed(cls: type) -> list[str]:
-    """Return methods of DeepSpeed that other code has replaced, and that overrides of a class of ours do not call."""
-    found = []
+    """Return DeepSpeed's methods that other code has replaced, and that the overrides of a class do not call."""
+    replaced_methods = []
     for parent, name, member in overridden(cls):
         theirs = _function(inspect.getattr_static(parent, name, None))
         module = str(getattr(theirs, "__module__", ""))
         calls_parent = "__class__" in _function(member).__code__.co_freevars  # of ``super()``
         if module.partition(".")[0] not in _KNOWN and not calls_parent:
-            found.append(f"{parent.__qualname__}.{name}, which {module} has replaced")
-    return found
+            replaced_methods.append(f"{parent.__qualname__}.{name}, which {module} has replaced")
+    return replaced_methods
 
 
 def _members(cls: type) -> Iterator[tuple[type, str, Any]]:
-    """Yield DeepSpeed's class, and methods and properties of a class and its bases of ours."""
+    """Yield (DeepSpeed's class, name, member) for methods and properties of a class and those bases that are ours."""
     root = __name__.rpartition(".")[0] + "."
     ours = [base for base in cls.__mro__ if f"{base.__module__}.".startswith(root)]
     parent = next(base for base in cls.__mro__ if base not in ours)
@@ -100,11 +100,11 @@ def _members(cls: type) -> Iterator[tuple[type, str, Any]]:
 
 
 def _is_marked(member: Any) -> bool:
-    return any(getattr(one, "__override__", False) for one in (member, _function(member)))
+    return any(getattr(candidate, "__override__", False) for candidate in (member, _function(member)))
 
 
 def _function(member: Any) -> Any:
-    """Return what a property or a static or class method is made of; a function as it is."""
+    """Return the function of a property, or of a static or class method; a function unchanged."""
     return getattr(member, "fget", None) or getattr(member, "__func__", member)
 
 
@@ -130,9 +130,9 @@ def _find_problems(cls: type) -> Iterator[str]:
 
 
 def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return names, kinds and defaults: annotations print differently from one Python to the next."""
+    """Return a signature without annotations, which print differently in different Python versions."""
     function = inspect.unwrap(getattr(function, "__func__", function))
-    while getattr(function, "__module__", None) == "deepspeed.utils.nvtx":  # a decorator that hides what it wraps
+    while getattr(function, "__module__", None) == "deepspeed.utils.nvtx":  # a decorator without ``__wrapped__``
         function = inspect.getclosurevars(function).nonlocals["func"]
     signature = inspect.signature(function)
     plain = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
@@ -140,20 +140,20 @@ def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def fits(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
-    """Whether our override takes what callers of the parent's pass, and the parent takes what it passes on."""
-    mine, expected = list(ours.parameters.values()), list(theirs.parameters.values())
-    kinds = {parameter.kind for parameter in mine}
+    """Return whether our override accepts arguments of the parent's callers, and the parent those that it forwards."""
+    parameters, expected = list(ours.parameters.values()), list(theirs.parameters.values())
+    kinds = {parameter.kind for parameter in parameters}
     any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
-    named = [parameter for parameter in mine if parameter.kind in _POSITIONAL]
+    named = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
     common = [parameter for parameter in expected if parameter.kind in _POSITIONAL]
     for own, other in zip(named, common, strict=False):
         if own.name != other.name or repr(own.default) != repr(other.default):
             return False
     if any(parameter.default is parameter.empty for parameter in named[len(common) :]):
         return False  # the parent's callers do not pass it
-    left = {parameter.name for parameter in common[len(named) :]}
-    left |= {parameter.name for parameter in expected if parameter.kind == inspect.Parameter.KEYWORD_ONLY}
-    if left - {parameter.name for parameter in mine} and not any_keyword:
+    remaining = {parameter.name for parameter in common[len(named) :]}
+    remaining |= {parameter.name for parameter in expected if parameter.kind == inspect.Parameter.KEYWORD_ONLY}
+    if remaining - {parameter.name for parameter in parameters} and not any_keyword:
         return False
     spread = {parameter.kind for parameter in expected} - {*_POSITIONAL, inspect.Parameter.KEYWORD_ONLY}
     return spread <= kinds

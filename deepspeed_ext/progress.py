@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of what takes long: a bar on the terminal of the first rank, and nothing elsewhere.
+"""Progress bars of long operations, on the terminal of the first rank only.
 
-A bar is written to stderr, and only if that is a terminal: logs and pipes get none.
+A bar is written to stderr if that is a terminal, so logs and pipes have none.
 """
 
 import os
@@ -15,27 +15,27 @@ _Item = TypeVar("_Item")
 
 
 def bar(total: int, what: str, unit: str) -> "tqdm[Any]":
-    """Return a bar that its owner moves by ``update``, and closes, as a context.
+    """Return a bar that the caller advances by ``update`` and closes as a context.
 
     Args:
-        total: how many there are.
-        what: is done with them, in a word or two.
-        unit: of one.
+        total: number of items.
+        what: operation, in a word or two.
+        unit: unit of an item.
     """
     return tqdm(total=total, desc=what, unit=unit, disable=_disabled())
 
 
 def followed(items: Collection[_Item], what: str, unit: str) -> Iterable[_Item]:
-    """Return the items, and move a bar with each that has been worked on.
+    """Return the items, and advance a bar after each.
 
     Args:
-        items: to work on.
+        items: items to process.
         what, unit: as for ``bar``.
     """
-    shown: Iterable[_Item] = tqdm(items, desc=what, unit=unit, disable=_disabled())
-    return shown
+    bar_items: Iterable[_Item] = tqdm(items, desc=what, unit=unit, disable=_disabled())
+    return bar_items
 
 
 def _disabled() -> bool | None:
-    """Return what tqdm takes: None lets it look whether stderr is a terminal."""
+    """Return tqdm's ``disable``: None makes it check whether stderr is a terminal."""
     return True if os.environ.get("RANK", "0") != "0" else None

@@ -25,10 +25,10 @@ def device_of(module: PipelineModule) -> str:
 
 
 def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: PipelineModule) -> dict[str, Any]:
-    """Return the settings that all stages must have in common, by key.
+    """Return the settings that must be the same on all stages, by key.
 
-    Expert-parallel sizes are among them, since process groups of experts are made by all ranks together: where some
-    stages have no MoE layers, DeepSpeed's own pipelines wait forever.
+    Expert-parallel sizes are among them, because all ranks create process groups of experts together: if some stages
+    have no MoE layers, DeepSpeed's own pipelines hang.
     """
     zero = config.zero_config
     return {
@@ -42,24 +42,24 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
         "gradient_clipping": config.gradient_clipping,
         "fp16.enabled": config.float16_config.enabled,
         "bf16.enabled": config.bfloat16_config.enabled,
-        "expert-parallel sizes of MoE layers": sorted({one.ep_size for one in native_mixtures(module).values()}),
+        "expert-parallel sizes of MoE layers": sorted({layer.ep_size for layer in native_mixtures(module).values()}),
     }
 
 
 def require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
-    """Raise on all ranks if one has a problem, or if a strategy is used and stages differ. Collective.
+    """Raise on all ranks if one has a problem, or if a strategy is used and settings differ. Collective.
 
     Raises:
         ValueError: with the settings that differ, or the problem of the first rank that has one.
     """
-    everybody = _gather(module, json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
-    for rank, (found, _) in enumerate(everybody):
-        if found:
-            raise ValueError(problem or f"rank {rank}: {found}")
-    if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in everybody):
+    gathered = _gather(module, json.dumps([problem[:_PROBLEM_LENGTH], settings], default=str))
+    for rank, (other_problem, _) in enumerate(gathered):
+        if other_problem:
+            raise ValueError(problem or f"rank {rank}: {other_problem}")
+    if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in gathered):
         return  # without a strategy, differences are left to DeepSpeed
     different = {
-        key: values for key in settings if len(set(map(str, values := [other[key] for _, other in everybody]))) > 1
+        key: values for key in settings if len(set(map(str, values := [other[key] for _, other in gathered]))) > 1
     }
     if different:
         listed = "; ".join(f"{key}: {_by_rank(values)}" for key, values in different.items())
@@ -70,14 +70,14 @@ def _by_rank(values: Iterable[Any]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(repr(value), []).append(rank)
-    return ", ".join(f"{value} on ranks {found}" for value, found in ranks.items())
+    return ", ".join(f"{value} on ranks {numbers}" for value, numbers in ranks.items())
 
 
 def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: bool) -> None:
     """Refuse groups of different sizes if stages with shared weights exchange shards of a group. Collective.
 
     Raises:
-        ValueError: the launcher's node size makes groups of different sizes on different stages.
+        ValueError: the launcher's node size gives groups of different sizes on different stages.
     """
     sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
@@ -88,5 +88,5 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
 
 
 def _gather(module: PipelineModule, text: str) -> list[Any]:
-    """Gather a text of JSON from each rank, and return the parsed values. Collective."""
-    return [json.loads(said) for said in all_gather_texts(text, device_of(module))]
+    """All-gather a JSON text from each rank, and return the parsed values. Collective."""
+    return [json.loads(gathered) for gathered in all_gather_texts(text, device_of(module))]

@@ -3,12 +3,12 @@
 """DeepSpeed's pipeline engine with sharded gradients and parameters.
 
 Note [What runs when, in a pipeline]
-    The accumulation boundary is the flush of the pipeline. In the backward of each micro-batch, gradients move N -> g
-    as the strategy says; with g = I, this is inside the group. The hop between groups runs once, at the flush, and the
-    optimizer's step runs after it. Reductions are started in the order of the pipeline's schedule, which is the same
-    on all ranks of a stage. With ``overlap_comm``, they continue under the instructions that follow. With stages 2 and
-    3, the hop between groups begins under the backward of the last micro-batch, and the rest is sent at the flush.
-    Nothing else of the schedule changes.
+    The accumulation boundary is the flush of the pipeline. In the backward of each micro-batch, gradients are reduced
+    N -> g as the strategy says; with g = I, this is inside the group. The hop between groups runs once, at the flush,
+    and the optimizer's step runs after it. Reductions are started in the order of the pipeline's schedule, which is
+    the same on all ranks of a stage. With ``overlap_comm``, they overlap the instructions that follow. With stages 2
+    and 3, the hop between groups starts during the backward of the last micro-batch, and the rest is sent at the
+    flush. The schedule is otherwise unchanged.
 
     DeepSpeed itself runs no reduction between micro-batches: except on the last stage, its pipeline leaves out the
     steps that ZeRO takes at the end of a backward. These steps are added here.
@@ -62,7 +62,7 @@ class ShardedPipelineEngine(PipelineEngine):
     _tied: TiedGradients | None = None
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
-        """Explain why I means N here, if a node has only one rank of each stage and no group size is set.
+        """Explain why I equals N here, if a node has only one rank of each stage and no group size is set.
 
         Returns:
             A clause to append to the log line that names the strategy's effect; empty in all other cases.
@@ -152,7 +152,7 @@ class ShardedPipelineEngine(PipelineEngine):
         if self.is_last_stage():
             super()._exec_backward_pass(buffer_id)
         elif self._has_gradient(buffer_id):
-            # The parent starts timers that hooks on its outputs start, too; starting one twice is an assertion error.
+            # Both the parent and hooks on its outputs start timers; starting one twice is an assertion error.
             with replaced(self, wall_clock_breakdown=lambda: False):
                 super()._exec_backward_pass(buffer_id)
             self._backward_epilogue()
@@ -215,7 +215,7 @@ class ShardedPipelineEngine(PipelineEngine):
     def _layers(self, modify: bool) -> Iterator[None]:
         """Show DeepSpeed one layer at a time if parameters are sharded; otherwise all of them at once.
 
-        All ranks of a stage visit all layers, in the same order, whichever rank writes them.
+        All ranks of a stage visit all layers, in the same order, regardless of which rank writes them.
         """
         if not self._shards_parameters:
             yield
@@ -225,9 +225,10 @@ class ShardedPipelineEngine(PipelineEngine):
             parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
             with contextlib.ExitStack() as stack:
                 stack.enter_context(replaced(module, forward_funcs=[layer], _local_start=first + index))
-                # Tied weights are synchronized once, at the end, since stages have different numbers of layers.
+                # Tied weights are synchronized once, at the end: stages have different numbers of layers, so their
+                # collectives would not match.
                 stack.enter_context(replaced(module, _synchronize_tied_weights=lambda: None))
                 if parameters:
-                    whole = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
-                    stack.enter_context(whole)
+                    gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
+                    stack.enter_context(gathered)
                 yield

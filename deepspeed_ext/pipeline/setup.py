@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gives a pipeline's stages our optimizers, and checks beforehand what they require."""
+"""Initializes pipeline engines with our optimizers, and checks their requirements beforehand."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -45,15 +45,15 @@ def initialize(
     require: Callable[[], None] = lambda: None,
     **kwargs: Any,
 ) -> None:
-    """Initialize a ``PipelineEngine``. With a strategy, or with ZeRO-2 or 3, it becomes ours.
+    """Initialize a ``PipelineEngine``. With a strategy, or with ZeRO-2 or 3, it becomes a ``ShardedPipelineEngine``.
 
-    Collective over all ranks, including those without a strategy, since stages may be configured differently.
+    Collective over all ranks, including those without a strategy, because stages may be configured differently.
 
     Args:
-        init: DeepSpeed's.
+        init: DeepSpeed's initializer.
         engine: the engine to initialize. All other arguments are DeepSpeed's.
-        require: raises if this version of DeepSpeed is unknown. Plain ZeRO-2 and ZeRO-3 have no key of ours, but a
-            pipeline needs our code for them, too.
+        require: raises if this version of DeepSpeed is unknown. Plain ZeRO-2 and ZeRO-3 use no key of this package,
+            but a pipeline needs our code for them, too.
 
     Raises:
         ValueError: on all ranks, if stages are configured differently; also if the model cannot be trained this way.
@@ -82,10 +82,10 @@ def initialize(
 
 
 def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
-    """Refuse quantized updates of tied weights: each stage divides a weight into other blocks, so copies would differ.
+    """Refuse quantized updates of tied weights: stages divide a weight into different blocks, so copies would differ.
 
     Raises:
-        ValueError: updates are to cross as differences, and stages share weights.
+        ValueError: updates are configured as differences, and stages share weights.
     """
     tied = [key for keys in tied_stages(module).values() for key in keys]
     if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
@@ -109,11 +109,11 @@ def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable
 
 
 def partition_layers(partition: Callable[..., None], module: PipelineModule, *args: Any, **kwargs: Any) -> None:
-    """Give each stage its layers with DeepSpeed's ``partition``, unless it is called under ``deepspeed.zero.Init``.
+    """Assign each stage its layers with DeepSpeed's ``partition``, unless it is called under ``deepspeed.zero.Init``.
 
     Raises:
-        ValueError: it is built there. ``zero.Init`` shards parameters over all ranks, including those of other stages,
-            and would wait for them.
+        ValueError: the module is built there. ``zero.Init`` shards parameters over all ranks, including those of other
+            stages, and would wait for them.
     """
     from deepspeed.runtime.zero import partition_parameters
 
@@ -131,7 +131,7 @@ def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
 
     Args:
         module: the pipeline.
-        arguments: of the engine; its ``optimizer`` or ``model_parameters`` are changed.
+        arguments: the engine's arguments; ``optimizer`` or ``model_parameters`` are changed.
     """
     optimizer = arguments.get("optimizer")
     if isinstance(optimizer, torch.optim.Optimizer):

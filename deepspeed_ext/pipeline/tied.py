@@ -3,11 +3,11 @@
 """Gradients of weights that several pipeline stages share, such as those of embedding and head.
 
 Each stage reduces its own gradient of such a weight like any other. Once gradients are sharded as the optimizer's
-states are, ranks of these stages exchange their shards. So no rank ever holds the whole gradient, and even a
-compressed gradient is the same on all stages. With p = N, a weight is at another place in each stage's flat buffer,
-and so its shards have other elements: a rank sends each of the others the elements that both hold. If a rank holds d
-elements of the weight's gradient, and there are t stages, it sends and receives (t-1)*d elements per step. DeepSpeed's
-all-reduce of whole gradients takes 2*(t-1)/t times the whole weight.
+states are, ranks of these stages exchange their shards. So no rank ever has the full gradient, and even a compressed
+gradient is the same on all stages. With p = N, a weight has a different offset in each stage's flat buffer, so its
+shards have different elements: a rank sends each other rank the elements that both have. If a rank has d elements of
+the weight's gradient, and there are t stages, it sends and receives (t-1)*d elements per step. DeepSpeed's all-reduce
+of full gradients takes 2*(t-1)/t times the full weight.
 """
 
 import functools
@@ -31,11 +31,11 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 class TiedGradients:
     """The tied weights of this rank's stage that have a gradient.
 
-    Making one is collective over all ranks.
+    The constructor is collective over all ranks.
 
     Args:
         module: the pipeline.
-        optimizer: this stage's, which must be one of ours.
+        optimizer: this stage's optimizer.
     """
 
     def __init__(self, module: PipelineModule, optimizer: ParoOptimizer) -> None:
@@ -51,7 +51,7 @@ class TiedGradients:
             exchange.run()
 
     def destroy(self) -> None:
-        """Destroy the process groups; no gradients can be summed from then on."""
+        """Destroy the process groups; no gradients can be summed afterwards."""
         destroy_groups(exchange.group for exchange in self._exchanges)
         self._exchanges.clear()
 
@@ -60,10 +60,10 @@ class _Exchange:
     """The exchange of gradients of weights that are on the same stages.
 
     Args:
-        optimizer: of this rank.
+        optimizer: this rank's optimizer.
         weights: parameters of this rank's stage.
-        group: the ranks, of all these stages, that together hold each stage's shards once.
-        stages: the stage of each rank in the group.
+        group: ranks of all these stages that together have each stage's shards once.
+        stages: stage of each rank in the group.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class _Exchange:
     ) -> None:
         self._optimizer, self._weights, self.group, self._stages = optimizer, weights, group, stages
         self._rank = dist.get_rank(group=group)
-        everybody = all_gather_ints([number for weight in weights for number in optimizer.owned_span(weight)], group)
-        self._spans = [[Span(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in everybody]
+        gathered = all_gather_ints([number for weight in weights for number in optimizer.owned_span(weight)], group)
+        self._spans = [[Span(*span) for span in zip(row[::2], row[1::2], strict=True)] for row in gathered]
 
     def run(self) -> None:
         device = get_accelerator().current_device_name()
@@ -89,24 +89,25 @@ class _Exchange:
             stage_part.copy_(part)
         for rank, content in enumerate(received.split(splits)):
             self._put(totals[self._stages[rank]], rank, content)
+        # In the order of stages, so that all of them get the same bits.
         for number, part in enumerate(owned):
             part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
     def _common(self, rank: int) -> Iterable[tuple[int, Span]]:
-        """Yield (number of the weight, elements of this rank's shard of it) that another stage's rank holds, too."""
+        """Yield (number of the weight, elements of this rank's shard of it) that another stage's rank has, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
-        for number, (mine, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
-            both = mine.common(other)
+        for number, (own, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
+            both = own.common(other)
             if both.numel:
-                yield number, both.shifted(-mine.start)
+                yield number, both.shifted(-own.start)
 
     def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
-        """Return what this rank sends to another one, 1D."""
+        """Return the elements that this rank sends to another one, 1D."""
         return torch.cat([held[0][:0], *(span.of(held[number]) for number, span in self._common(rank))])
 
     def _put(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
-        """Copy what came from another rank to its elements."""
+        """Copy elements received from another rank to their positions."""
         common = list(self._common(rank))
         for (number, span), part in zip(common, split_as(content, [span for _, span in common]), strict=True):
             span.of(parts[number]).copy_(part)
@@ -116,7 +117,7 @@ def _make_groups(
     module: PipelineModule, optimizer: ParoOptimizer
 ) -> list[tuple[list[int], ProcessGroup, list[nn.Parameter]]]:
     """Return (ranks, process group, weights) of this rank's tied weights. Collective over all ranks."""
-    grid, made = module._grid, []
+    grid, exchanges = module._grid, []
     for stages, keys in tied_stages(module).items():
         weights = [
             weight
@@ -129,19 +130,19 @@ def _make_groups(
             if weight.requires_grad
         ]
         for model in range(grid.get_slice_parallel_world_size()):
-            at = {"model": model} if "model" in grid._topo.get_axis_names() else {}
+            coordinates = {"model": model} if "model" in grid._topo.get_axis_names() else {}
             lists = [
-                sorted(grid.stage_to_global(stage_id=s, data=d, **at) for s in stages for d in replica)
+                sorted(grid.stage_to_global(stage_id=s, data=d, **coordinates) for s in stages for d in replica)
                 for replica in _replicas(optimizer)
             ]
             group = make_groups(lists, None)
             if group is not None and weights:
-                made.append((data_parallel_ranks(group), group, weights))
-    return made
+                exchanges.append((data_parallel_ranks(group), group, weights))
+    return exchanges
 
 
 def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
-    """Return the keys of tied layers by their stages, without those on one stage only, which exchange nothing."""
+    """Return the keys of tied layers by their stages, except those on one stage only, which exchange nothing."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
@@ -154,7 +155,7 @@ def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
 
 
 def _replicas(optimizer: ParoOptimizer) -> list[range]:
-    """Return the sets of data-parallel ranks that each hold all of a stage's optimizer states."""
+    """Return the sets of data-parallel ranks that each have all of a stage's optimizer states."""
     sizes = optimizer.topology.sizes
     size = {Placement.N: 1, Placement.I: sizes.group_size, Placement.G: sizes.ranks}[optimizer.strategy.os]
     return [range(first, first + size) for first in range(0, sizes.ranks, size)]
