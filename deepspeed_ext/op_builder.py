@@ -8,7 +8,7 @@ Note [Two locks]
     flock, too, which the kernel releases when its holder dies:
 
     - Exclusive, for the first process, which builds. If torch's lock exists now, its holder is dead, so we remove it.
-    - Shared, for the others, once the first has finished. All of them then load what it has built, at the same time.
+    - Shared, for the others, once the first has finished. Then all of them load its build, at the same time.
 
     Newer releases of torch (2.15, but not 2.13) take an flock on their file as well, and keep the file after a build.
     There, its existence blocks no process.
@@ -93,7 +93,7 @@ class LocoBuilder(CUDAOpBuilder):
         """Import the kernels if they were built ahead of time; otherwise build them now."""
         if self.is_built():
             return importlib.import_module(self.absolute_name())
-        from torch.utils.cpp_extension import _get_build_directory  # where ``jit_load`` will build
+        from torch.utils.cpp_extension import _get_build_directory  # the folder of ``jit_load``
 
         folder = Path(_get_build_directory(self.name, verbose=False))
         with built_once(folder, "the kernels of LoCo"):

@@ -80,8 +80,8 @@ def bypassed(cls: type) -> list[str]:
     """Return DeepSpeed's methods that other code has replaced, and that the overrides of a class do not call."""
     replaced_methods = []
     for parent, name, member in overridden(cls):
-        theirs = _function(inspect.getattr_static(parent, name, None))
-        module = str(getattr(theirs, "__module__", ""))
+        parent_member = _function(inspect.getattr_static(parent, name, None))
+        module = str(getattr(parent_member, "__module__", ""))
         calls_parent = "__class__" in _function(member).__code__.co_freevars  # of ``super()``
         if module.partition(".")[0] not in _KNOWN and not calls_parent:
             replaced_methods.append(f"{parent.__qualname__}.{name}, which {module} has replaced")
@@ -115,17 +115,17 @@ def _kind(member: Any) -> str:
 
 def _find_problems(cls: type) -> Iterator[str]:
     for parent, name, ours in _members(cls):
-        theirs = inspect.getattr_static(parent, name, None)
+        parent_member = inspect.getattr_static(parent, name, None)
         path, why = f"{parent.__module__}.{parent.__qualname__}.{name}", purpose(_function(ours).__doc__)
         if not _is_marked(ours):
-            if theirs is not None:
+            if parent_member is not None:
                 yield f"{path} is new to us, and a method of ours has its name"
-        elif theirs is None:
+        elif parent_member is None:
             yield f"{path} is gone (used to {why})"
-        elif _kind(ours) != _kind(theirs):
-            yield f"{path} is {_kind(theirs)}, expected {_kind(ours)} (used to {why})"
-        elif not fits(plain_signature(_function(ours)), plain_signature(_function(theirs))):
-            signatures = plain_signature(_function(theirs)), plain_signature(_function(ours))
+        elif _kind(ours) != _kind(parent_member):
+            yield f"{path} is {_kind(parent_member)}, expected {_kind(ours)} (used to {why})"
+        elif not fits(plain_signature(_function(ours)), plain_signature(_function(parent_member))):
+            signatures = plain_signature(_function(parent_member)), plain_signature(_function(ours))
             yield f"{path} has signature {signatures[0]}, ours takes {signatures[1]} (used to {why})"
 
 
@@ -146,8 +146,8 @@ def fits(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
     named = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
     common = [parameter for parameter in expected if parameter.kind in _POSITIONAL]
-    for own, other in zip(named, common, strict=False):
-        if own.name != other.name or repr(own.default) != repr(other.default):
+    for param, base_param in zip(named, common, strict=False):
+        if param.name != base_param.name or repr(param.default) != repr(base_param.default):
             return False
     if any(parameter.default is parameter.empty for parameter in named[len(common) :]):
         return False  # the parent's callers do not pass it

@@ -56,7 +56,7 @@ from deepspeed_ext.comm.collectives import break_off_all, tagged
 # Ranks create their queues in one order, so the queues of a world have the same numbers on all ranks.
 _numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
 _all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a running thread keeps its own alive
-_failed: "set[Background]" = set()  # those with a failure that has not been raised yet
+_failed: "set[Background]" = set()  # instances with a failure that has not been raised yet
 THREAD = "deepspeed_ext transfers"  # the name of threads
 PARAMETERS = "updated parameters of its last step are on their way to or from ranks that take that step later"
 _CHANNELS = 2**15 - 1  # number of queues, and of jobs of each, with distinct tags
@@ -359,9 +359,9 @@ def complete(after_an_error: bool) -> BaseException | None:
                 failures.append(error)
         owed = [background for background in running() if background.owed]
         if not _joined(owed, _SILENCE):
-            left = ", and ".join(sorted({background.what for background in owed if not background.join(0)}))
+            tasks = ", and ".join(sorted({background.what for background in owed if not background.join(0)}))
             logger.warning(
-                f"This rank has ended, but {left}. It waits for that, for at most the timeout of the process group. "
+                f"This rank has ended, but {tasks}. It waits for that, for at most the timeout of the process group. "
                 f"Ctrl-C ends it at once."
             )
             _joined(owed, None)

@@ -156,11 +156,11 @@ class JointErrorState(ErrorState):
 
     def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """Load errors into the reductions only; see ``ErrorState``."""
-        for place, part in self._parts.items():
-            if self._is_gathered(place):
+        for path, part in self._parts.items():
+            if self._is_gathered(path):
                 part.forget()
             else:
-                part_errors = {span: error for span, error in errors.items() if self._place_of(span.buffer) == place}
+                part_errors = {span: error for span, error in errors.items() if self._place_of(span.buffer) == path}
                 part.load_errors(part_errors, steps)
 
     def forget(self) -> None:

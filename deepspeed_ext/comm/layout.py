@@ -23,7 +23,7 @@ Note [Stripes]
     most one piece of it, as DeepSpeed's mapping of parameters requires.
 
 Note [Rows that are alike]
-    A bucket has some spans of flat buffers, each of which covers many cells: with 16,384 ranks a stripe has 16,384.
+    A bucket has several spans of flat buffers, each of which covers many cells: with 16,384 ranks a stripe has 16,384.
     Most of these cells are covered completely. So a plan does not list cells but, for each column, neighboring rows of
     which the bucket has the same elements: a handful, independent of the number of ranks.
 """

@@ -66,7 +66,7 @@ def joined_and_aligned(windows: Sequence[Tensor], multiple: int) -> Tensor:
     padded = windows[0].new_empty(fill_up(numel, multiple))
     if numel:
         torch.cat(list(windows), dim=1, out=padded[:numel].view(rows, -1))
-    padded[numel:].zero_()
+    padded[numel:].zero_()  # stale numbers could change the scales of quantized blocks
     return padded
 
 
@@ -88,5 +88,5 @@ def aligned_rows(windows: Sequence[Tensor], dtype: torch.dtype, device: object, 
     for window in windows:
         padded[:, start : start + window.shape[1]].copy_(window)
         start += window.shape[1]
-    padded[:, width:].zero_()
+    padded[:, width:].zero_()  # stale numbers could change the scales of quantized blocks
     return padded

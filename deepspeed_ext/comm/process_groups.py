@@ -103,12 +103,14 @@ def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> st
     spread = [first for first in firsts if len(set(hosts[first : first + group_size])) > needed]
     if not spread:
         return ""
-    shown = [[rank for rank, host in zip(ranks, hosts, strict=True) if host == name] for name in list(counts)[:_SHOWN]]
+    by_host = [
+        [rank for rank, host in zip(ranks, hosts, strict=True) if host == name] for name in list(counts)[:_SHOWN]
+    ]
     return (
         f"deepspeed_ext: {len(spread)} of {len(firsts)} groups of {group_size} ranks span more hosts than the "
         f"{needed} that they need, so what is meant to stay close crosses the network: ranks "
         f"{intra_ranks(ranks, group_size, spread[0])} make a group, and the {len(counts)} hosts hold the ranks "
-        f"{', '.join(map(str, shown))}{', ...' if len(counts) > _SHOWN else ''}. Have the launcher fill one host "
+        f"{', '.join(map(str, by_host))}{', ...' if len(counts) > _SHOWN else ''}. Have the launcher fill one host "
         f"after the other (srun --distribution=block, mpirun --map-by slot)."
     )
 

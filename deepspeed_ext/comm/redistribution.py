@@ -94,9 +94,10 @@ class ParameterRedistribution(_Redistribution):
         """
         if rows.is_contiguous():
             return (yield from self.inter.all_gather(rows[self.row], out=rows.view(-1)))
-        arrived = (yield from self.inter.all_gather(rows[self.row])).view(self.rows, -1)
-        for others in (slice(self.row), slice(self.row + 1, None)):
-            rows[others].copy_(arrived[others])
+        gathered = (yield from self.inter.all_gather(rows[self.row])).view(self.rows, -1)
+        # This rank's own row is already complete.
+        for other_rows in (slice(self.row), slice(self.row + 1, None)):
+            rows[other_rows].copy_(gathered[other_rows])
         return rows
 
     def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
@@ -107,8 +108,8 @@ class ParameterRedistribution(_Redistribution):
             rows: (rows, width), rows without gaps; all are written, including this rank's own.
         """
         # Another stream has written the code: its memory must not be reused before the send.
-        arrived = yield from self.inter.all_gather(record_on_current_stream(code))
-        self.write(arrived.view(self.rows, -1), rows)
+        codes = yield from self.inter.all_gather(record_on_current_stream(code))
+        self.write(codes.view(self.rows, -1), rows)
         return rows
 
     def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
@@ -366,8 +367,8 @@ class GradientRedistribution(_Redistribution):
             for rows in column:
                 blocks.append((start, filled(rows.numel), rows))
                 start += rows.times * filled(rows.numel)
-        own = [filled(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
-        return _BucketParts(blocks, lengths, own)
+        own_splits = [filled(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
+        return _BucketParts(blocks, lengths, own_splits)
 
 
 def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:

@@ -59,8 +59,8 @@ class ShardSpan(NamedTuple):
 
     def without(self, taken: "ShardSpan") -> list["ShardSpan"]:
         """Return the remainder without ``taken``, a part of this span: none, one, or two spans."""
-        own, other = self.elements, taken.elements
-        remainders = Span.between(own.start, other.start), Span.between(other.stop, own.stop)
+        elements, other = self.elements, taken.elements
+        remainders = Span.between(elements.start, other.start), Span.between(other.stop, elements.stop)
         return [ShardSpan(self.buffer, self.row, *span) for span in remainders if span.numel]
 
 
@@ -87,15 +87,15 @@ def split_as(tensor: Tensor, spans: Sequence[Span]) -> Sequence[Tensor]:
 
 def split_spans(spans: Spans, lengths: Sequence[int]) -> Contents:
     """Split spans into parts of these lengths."""
-    left, parts = list(reversed(spans)), []
+    remaining, parts = list(reversed(spans)), []
     for length in lengths:
         part = []
-        while length and left:
-            span = left.pop()
+        while length and remaining:
+            span = remaining.pop()
             taken = min(length, span.numel)
             part.append(span._replace(numel=taken))
             length -= taken
             if taken < span.numel:
-                left.append(span._replace(start=span.start + taken, numel=span.numel - taken))
+                remaining.append(span._replace(start=span.start + taken, numel=span.numel - taken))
         parts.append(tuple(part))
     return tuple(parts)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules transfers: which are in flight, in which order, and on which stream.
+"""Schedules transfers: their order, their overlap, and their streams.
 
 Note [Side streams]
     On a device with streams, waiting for a communication orders a stream after it; the host continues. So all hops of
@@ -283,7 +283,7 @@ class TransferQueue:
         """Start a transfer that delivers its result; without overlap, also finish it.
 
         Args:
-            transfer, deliver: as for ``Started``.
+            transfer, deliver: see ``Started``.
             reuses: whether the current stream may overwrite or free the inputs of the first step from now on.
         """
         earlier = list(self._open)

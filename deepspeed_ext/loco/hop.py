@@ -132,10 +132,10 @@ class QuantizedSums(SumsGather):
         wire = self.packing.empty(1, width, sums)
         with hop.collectives.labeled("loco_compress"):
             self._compress(hop, sums, wire, spans)
-        received = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
+        codes = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
         gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)
         with hop.collectives.labeled("loco_decompress"):
-            ops.apply(received.view(hop.size, -1), gathered, self.packing)
+            ops.apply(codes.view(hop.size, -1), gathered, self.packing)
         return gathered.view(-1)
 
     def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Spans) -> None:

@@ -159,7 +159,7 @@ def _encode(difference: Tensor, plain: Tensor, mode: Tensor) -> tuple[Tensor, Te
     sections[:, :_PAIRS_UNITS] = torch.where(pairs, codes, bitmap)
     base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
     rank = (picked.cumsum(-1) - 1).clamp(min=0)
-    position = (base + rank // 4).clamp(max=TILE - 1)  # exceeded only where another mode is used
+    position = (base + rank // 4).clamp(max=TILE - 1)  # exceeded only if another mode is used
     sections.scatter_add_(-1, position, torch.where(picked, nibble << (rank % 4 * 4).int(), 0))
     escapes_start = base + (picked.sum(-1, keepdim=True) + 3) // 4
     position = (escapes_start + escape.cumsum(-1) - 1).clamp(max=TILE - 1)
@@ -189,12 +189,12 @@ def _decode(sections: Tensor, mode: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _joined(codes: Tensor, bits: int) -> Tensor:
-    """Return codes of so many bits, int32, as units of 2 bytes, the first one lowest."""
+    """Pack codes of ``bits`` bits, int32, into units of 2 bytes, the first one lowest."""
     codes = codes.view(*codes.shape[:-1], -1, 16 // bits)
     return (codes << torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)).sum(-1, dtype=torch.int32)
 
 
 def _split(units: Tensor, bits: int) -> Tensor:
-    """Return the codes of so many bits that units of 2 bytes consist of."""
+    """Unpack units of 2 bytes into codes of ``bits`` bits."""
     shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=units.device)
     return ((units.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 32  # elements that share bytes of a 4-bit payload, and one Hadamard transform
-ALIGNMENT = 16  # bytes: rows start where the widest loads may
+ALIGNMENT = 16  # bytes: start of rows, so that the widest loads are aligned
 PIECE = 2**22  # elements processed at a time: temporaries are about ten times as many fp32 numbers
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 _NORMALIZE = 0.17677669529663687  # 1/sqrt(32): H is its own inverse
@@ -83,8 +83,8 @@ class Packing:
 
     def row_bytes(self, width: int) -> int:
         """Return the bytes of a packed row."""
-        used = self.payload_bytes(width) + 2 * self.blocks(width)
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        used_bytes = self.payload_bytes(width) + 2 * self.blocks(width)
+        return -(-used_bytes // ALIGNMENT) * ALIGNMENT
 
     def payload(self, packed: Tensor, width: int, blocks: range | None = None) -> Tensor:
         """Return the payload of packed rows, or of some of their blocks: (rows, bytes), uint8, a view."""
@@ -122,7 +122,7 @@ def compress(
     hadamard: bool,
 ) -> None:
     """See ``ops.compress``."""
-    packing, kept = Packing(bits, block_size), Packing(_ERROR.bits, block_size)
+    packing, error_packing = Packing(bits, block_size), Packing(_ERROR.bits, block_size)
     rows, width = gradient.shape
     for blocks in pieces(packing.blocks(width), rows * block_size):
         piece = gradient[:, blocks.start * block_size : blocks.stop * block_size].float()
@@ -141,12 +141,12 @@ def compress(
         if new_error.dtype != torch.uint8:
             _numbers(new_error, block_size)[:, blocks.start : blocks.stop] = torch.where(finite, numbers, old)
             continue
-        q, fresh_scales = quantize(numbers, kept.largest)
+        q, fresh_scales = quantize(numbers, error_packing.largest)
         scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
-        pack(torch.where(finite, q, old), scales, new_error, kept, width=width, blocks=blocks)
+        pack(torch.where(finite, q, old), scales, new_error, error_packing, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
     if new_error is not None and new_error.dtype == torch.uint8:
-        kept.padding(new_error, width).zero_()
+        error_packing.padding(new_error, width).zero_()
 
 
 def decompress(wire: Tensor, out: Tensor, bits: int, block_size: int, factor: float, hadamard: bool) -> None:
@@ -260,9 +260,15 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
     padded = _blocks(numbers, block_size)
     padded = transform(padded) if hadamard else padded
     if error.dtype == torch.uint8:
-        kept = Packing(_ERROR.bits, block_size)
-        pack(*quantize(padded, kept.largest), error, kept, width=width, blocks=range(kept.blocks(width)))
-        kept.padding(error, width).zero_()
+        packing = Packing(_ERROR.bits, block_size)
+        pack(
+            *quantize(padded, packing.largest),
+            error,
+            packing,
+            width=width,
+            blocks=range(packing.blocks(width)),
+        )
+        packing.padding(error, width).zero_()
     else:
         error.copy_(padded.view(error.shape))
 

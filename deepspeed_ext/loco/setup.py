@@ -52,8 +52,8 @@ class ConfiguredHops:
         hop.sums = sums = QuantizedSums(self._sums.sums, *_place_of_errors(self._engine))
         sums.errors.report = StepReport(self._engine, sums.sent, _events(UPDATE_EVENTS, name))
         if name == _DENSE:
-            what, then = "sums of gradients come back", "what they lack is forgotten"
-            announce_updates(self._sums, self._sums.sums.block_size, hop.size, what, then)
+            description, action = "sums of gradients come back", "what they lack is forgotten"
+            announce_updates(self._sums, self._sums.sums.block_size, hop.size, description, action)
         return hop
 
     def _loco_hop(self, group: ProcessGroup | None, name: str) -> LocoHop:
@@ -73,8 +73,8 @@ class ConfiguredHops:
         if self._updates is None:
             return plain
         if name == _DENSE:
-            what, then = "updated parameters cross as differences", "they cross as they are"
-            announce_updates(self._updates, self._updates.difference_block, plain.size, what, then)
+            description, action = "updated parameters cross as differences", "they cross as they are"
+            announce_updates(self._updates, self._updates.difference_block, plain.size, description, action)
         if plain.size == 1:
             return plain
         kind = LosslessDifferences if self._updates.bits == EXACT else QuantizedDifferences

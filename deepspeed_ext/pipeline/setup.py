@@ -74,7 +74,7 @@ def initialize(
     _refuse_differences_of_tied_weights(config, strategy, module)
     engine.__class__ = ShardedPipelineEngine
     _fill_groups(module, kwargs)
-    # The parent refuses ZeRO-2 and 3 in one assertion, the only place where it uses this name.
+    # The parent refuses ZeRO-2 and 3 in one assertion, its only use of this name.
     no_limit = SimpleNamespace(gradients=float("inf"))
     with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=no_limit):
         init(engine, *args, **kwargs)

@@ -77,15 +77,17 @@ class _Exchange:
     def run(self) -> None:
         device = get_accelerator().current_device_name()
         owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # on the host if offloaded
-        held = [part.to(device) for part in owned]
-        sent = [self._part(held, rank) for rank in range(len(self._stages))]
+        local_shards = [part.to(device) for part in owned]
+        sent = [self._part(local_shards, rank) for rank in range(len(self._stages))]
         splits = [part.numel() for part in sent]
         received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
             received, bucket, splits, splits, group=self.group, log_name="tied_gradients_all_to_all"
         )
-        totals = {stage: [torch.zeros_like(part, dtype=torch.float32) for part in held] for stage in self._stages}
-        for stage_part, part in zip(totals[self._stages[self._rank]], held, strict=True):
+        totals = {
+            stage: [torch.zeros_like(part, dtype=torch.float32) for part in local_shards] for stage in self._stages
+        }
+        for stage_part, part in zip(totals[self._stages[self._rank]], local_shards, strict=True):
             stage_part.copy_(part)
         for rank, content in enumerate(received.split(splits)):
             self._put(totals[self._stages[rank]], rank, content)
@@ -97,10 +99,10 @@ class _Exchange:
         """Yield (number of the weight, elements of this rank's shard of it) that another stage's rank has, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
-        for number, (own, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
-            both = own.common(other)
+        for number, (local_span, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
+            both = local_span.common(other)
             if both.numel:
-                yield number, both.shifted(-own.start)
+                yield number, both.shifted(-local_span.start)
 
     def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
         """Return the elements that this rank sends to another one, 1D."""
