@@ -59,6 +59,7 @@ def unique_number() -> int:
 def bounds(values: Sequence[int], group: ProcessGroup | None = None) -> list[tuple[int, int]]:
     """Return (minimum, maximum) over ranks of each value, by one all-reduce."""
     local = torch.tensor(values, dtype=torch.int64)
+    # The minimum is the negated maximum of negated values.
     highest, lowest = all_reduce_max(torch.stack([local, -local]), group).tolist()
     return [(-low, high) for low, high in zip(lowest, highest, strict=True)]
 
@@ -194,7 +195,7 @@ def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError
         kind: with the error of the first rank that has one.
     """
     first = over.all_reduce_min(over.world if error is None else over.rank)
-    if first < over.world:
+    if first < over.world:  # the same branch on all ranks, because it broadcasts
         message = "" if error is None else _message_of(error)
         raise kind(f"rank {first}: {over.broadcast_text(message, first)}") from error
 
@@ -234,11 +235,11 @@ def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) ->
     """Raise if a string differs between ranks. If it does not, this takes a single all-reduce.
 
     Raises:
-        kind: the string differs; the message has the value of the first rank that differs from rank 0.
+        kind: the string differs; with the value of the first rank that differs from rank 0.
     """
     digest = hashlib.sha256(value.encode(errors=_LOSSLESS)).digest()
     (bound,) = bounds([int.from_bytes(digest[:_DIGEST_BYTES], "big")])
-    if bound[0] == bound[1]:
+    if bound[0] == bound[1]:  # the same result on all ranks
         return
     problem = ValueError(f"{what} must be the same on all ranks, but here it is {value!r}.")
     raise_together(None if broadcast_text(value, 0) == value else problem, kind)

@@ -46,6 +46,7 @@ class NativeReduce(ReduceHop):
         longest, rooted = max(filled), sum(length > 0 for length in filled)
         # A padded reduce-scatter receives (size-1)*longest elements per rank, in size-1 steps. Rooted reduces, one to
         # the owner of each part, receive about the complete bucket, and each of them passes through all ranks.
+        # The choice depends on ``splits`` only, so all ranks start the same collectives.
         steps = self.size - 1
         padded = steps * (longest + _OF_A_STEP) <= sum(filled) + rooted * steps * _OF_A_STEP
         return [longest] * self.size if padded else filled

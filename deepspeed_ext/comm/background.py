@@ -132,7 +132,7 @@ class Job:
         try:
             with tagged(self._tag):
                 self._run()
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, waits for the job must return
             self._failure = error
             self._background.fail(error)
         self._end()
@@ -175,7 +175,7 @@ class Background:
         self._doing = False  # whether the thread is running a job
         self._leaves = False  # whether the thread ends as soon as there are no jobs
         self._failure: BaseException | None = None  # of the first job that failed
-        self._first_tag = 1 + _channel() * _JOBS
+        self._first_tag = 1 + _channel() * _JOBS  # tag 0 is for messages outside of jobs
         self._added = itertools.count()
         _all.add(self)
 
@@ -267,7 +267,7 @@ class Background:
             thread.join(timeout)
         return not any(thread.is_alive() for thread in threads)
 
-    @torch.no_grad()
+    @torch.no_grad()  # grad mode is per thread
     def _do_all(self) -> None:
         while (job := self._next()) is not None:
             if self._failure is None:
@@ -283,6 +283,7 @@ class Background:
             self._doing = False
             if not self._jobs and not self._leaves:
                 self._changed.wait(_LINGERS)
+            # Under the lock: otherwise ``add`` could leave a job to a thread that ends.
             self._doing = self._takes = bool(self._jobs)
             return self._jobs.popleft() if self._jobs else None
 

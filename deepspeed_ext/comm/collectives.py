@@ -239,7 +239,7 @@ def pairwise_all_to_all(
     operations = [
         dist.P2POp(operation, part, dist.get_global_rank(group, peer), group, _tag.get())
         for operation, part, peer in receives + sends
-        if part.numel()
+        if part.numel()  # empty parts are empty on both sides
     ]
     with _launch:
         return PairwiseHandles(group, dist.batch_isend_irecv(operations, log_name=log_name) if operations else ())

@@ -268,6 +268,7 @@ class GatherHop(Hop):
             shard: 1D.
             out: output buffer, of which ``shard`` may be a view at this rank's position; by default a new tensor.
         """
+        # Only codes are uint8.
         encoded = self.differences is not None and shard.dtype == torch.uint8
         return all_gather(self.collectives, shard, out, "difference_all_gather" if encoded else "all_gather")
 

@@ -171,7 +171,7 @@ class HostChannel:
     def _started(self, act: Callable[[], _Result]) -> "futures.Future[_Result]":
         done: futures.Future[_Result] = futures.Future()
 
-        @torch.no_grad()
+        @torch.no_grad()  # grad mode is per thread
         def run() -> None:
             try:
                 done.set_result(act())
@@ -190,6 +190,7 @@ class HostChannel:
         options = distributed.AllreduceOptions()
         options.reduceOp = operation
         with self._connected():
+            # Only the first rank of a group is also in a group of the next level.
             for group in self._tree:
                 group.gloo.allreduce([values], options).wait()
             for group in reversed(self._tree):

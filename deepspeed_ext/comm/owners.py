@@ -64,6 +64,7 @@ def assign(jobs: Sequence[Job], ranks: int, group_size: int) -> list[int]:
     heap = [(loads[rank], priorities[rank], rank) for rank in range(ranks)]
     heapq.heapify(heap)
     rest = (number for number, job in enumerate(jobs) if not job.stays)
+    # Ties are broken by number and by priority, so all ranks compute the same owners.
     for number in sorted(rest, key=lambda number: (-jobs[number].cost, number)):
         job = jobs[number]
         holders = job.holders(ranks)

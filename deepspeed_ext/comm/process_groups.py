@@ -285,7 +285,7 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
     try:
         m = default_group_size(ranks, ranks_per_node()) if group_size is None else group_size
         GroupSizes(len(ranks), m)
-    except ValueError as error:
+    except ValueError as error:  # raised after the gather: otherwise the other ranks would hang in it
         m, problem = 0, str(error)
     # The first rank of a data-parallel group identifies it.
     members: dict[int, list[int]] = {}

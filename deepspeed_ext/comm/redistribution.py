@@ -52,7 +52,7 @@ class ParameterRedistribution(_Redistribution):
 
     Attributes:
         exact: whether both hops are exact.
-        differences: encodes updates that are sent between groups as differences; None if they are sent unencoded.
+        differences: encodes updates between groups as differences; None if they are unencoded.
     """
 
     def __init__(self, intra: GatherHop, inter: GatherHop) -> None:
@@ -69,7 +69,7 @@ class ParameterRedistribution(_Redistribution):
             shard: 1D; for G a window of this rank's chunk (``width`` elements), for I that window of each row of its
                 slice (``rows * width``).
             source, target: placements.
-            out: output buffer of the intra hop; by default a new tensor.
+            out: output of the intra hop; by default a new tensor.
 
         Returns:
             1D: for I ``rows * width`` elements, for N ``cols * rows * width``, in that order.
@@ -90,7 +90,7 @@ class ParameterRedistribution(_Redistribution):
         """Redistribute G -> I in place, unencoded: each group has written its own row.
 
         Args:
-            rows: (rows, width), rows without gaps; with gaps between rows, they are gathered in a buffer and copied.
+            rows: (rows, width), rows without gaps; with gaps between rows, they are copied from a buffer.
         """
         if rows.is_contiguous():
             return (yield from self.inter.all_gather(rows[self.row], out=rows.view(-1)))
@@ -113,7 +113,7 @@ class ParameterRedistribution(_Redistribution):
         return rows
 
     def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
-        """Return the codes of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
+        """Return codes of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
 
         Args:
             target: placement of the parameters; N or I.
@@ -174,7 +174,7 @@ class _BucketParts(NamedTuple):
 
 
 class GradientRedistribution(_Redistribution):
-    """Reduces gradients: N -> I, I -> G, N -> G; and gathers sums back to the placement of the optimizer's states.
+    """Reduces gradients: N -> I, I -> G, N -> G; and gathers sums to the optimizer states' placement.
 
     Attributes:
         inter: the hop between groups, which may keep errors.

@@ -200,7 +200,7 @@ class _InBackground(Started):
 
     def __init__(self, transfer: Transfer, deliver: Deliver | None, background: Background) -> None:
         super().__init__(transfer, deliver)
-        self._job = background.add(super().complete)
+        self._job = background.add(super().complete)  # last, because the thread may run it at once
 
     def complete(self) -> None:
         """Wait until the thread has run it; raises the exception of a step of this transfer or an earlier one."""
@@ -220,7 +220,7 @@ class _Completed(Started):
     """A transfer that a host thread completes; see Note [Side streams]. Takes the arguments of ``_InBackground``."""
 
     def __init__(self, transfer: Transfer, deliver: Deliver | None, background: Background) -> None:
-        tag = background.next_tag()
+        tag = background.next_tag()  # of all hops: the first is started here, the others on the thread
         with tagged(tag):
             super().__init__(transfer, deliver)
         self._job = background.add(super().complete, tag)
@@ -286,7 +286,7 @@ class TransferQueue:
             transfer, deliver: see ``Started``.
             reuses: whether the current stream may overwrite or free the inputs of the first step from now on.
         """
-        earlier = list(self._open)
+        earlier = list(self._open)  # before ``start`` appends the new transfer
         started = self.start(transfer, deliver)
         if isinstance(started, _OnSideStream):
             if reuses:

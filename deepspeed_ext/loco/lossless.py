@@ -91,7 +91,7 @@ def apply(wire: Tensor, held: Tensor) -> None:
     """See ``ops.apply_lossless``."""
     units, (rows, width) = wire.view(torch.int16), held.shape
     tiles = tiles_of(width)
-    words = units[:, : 2 * tiles].int() & 0xFFFF
+    words = units[:, : 2 * tiles].int() & 0xFFFF  # undo the sign extension
     low, high = words[:, 0::2], words[:, 1::2]
     modes, offsets = high >> 14, ((high & 0x3FFF) << 16) | low
     column = torch.arange(TILE, device=wire.device)

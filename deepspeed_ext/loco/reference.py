@@ -223,7 +223,7 @@ def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, *, width: 
     integers = q.to(torch.int8)
     if packing.bits == 4:
         low, high = integers.view(rows, -1, 2, _NIBBLE).unbind(2)
-        integers = (low & 15) | (high << 4)
+        integers = (low & 15) | (high << 4)  # the mask removes sign bits
     packing.payload(packed, width, blocks).copy_(integers.reshape(rows, -1).view(torch.uint8))
     packing.scales(packed, width, blocks).copy_(scales)
 
@@ -233,7 +233,7 @@ def unpack(packed: Tensor, width: int, packing: Packing, blocks: range | None = 
     payload = packing.payload(packed, width, blocks).view(torch.int8)
     if packing.bits == 4:
         chunks = payload.reshape(packed.shape[0], -1, 1, _NIBBLE)
-        payload = torch.cat(((chunks << 4) >> 4, chunks >> 4), dim=2)
+        payload = torch.cat(((chunks << 4) >> 4, chunks >> 4), dim=2)  # arithmetic shifts extend signs
     q = payload.reshape(packed.shape[0], -1, packing.block_size).float()
     return q, packing.scales(packed, width, blocks).float().unsqueeze(-1)
 

@@ -70,6 +70,7 @@ class QuantizedDifferences(_Differences):
             ops.difference(updated.view(1, -1), held.view(1, -1), wire, self.packing)
         if sample is not None:
             self.sent.note(sample, wire, width, self.packing)
+        # All ranks must gather the same number of bytes.
         return torch.nn.functional.pad(wire.view(-1), (0, size - wire.numel()))
 
     def write(self, arrived: Tensor, held: Tensor) -> None:

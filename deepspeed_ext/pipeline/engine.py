@@ -62,7 +62,7 @@ class ShardedPipelineEngine(PipelineEngine):
     _tied: TiedGradients | None = None
 
     def layout_hint(self, strategy: Strategy, topology: Topology) -> str:
-        """Explain why I equals N here, if a node has only one rank of each stage and no group size is set.
+        """Explain why I equals N if a node has only one rank of each stage and no group size is set.
 
         Returns:
             A clause to append to the log line that names the strategy's effect; empty in all other cases.

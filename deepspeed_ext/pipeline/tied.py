@@ -79,7 +79,7 @@ class _Exchange:
         owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # on the host if offloaded
         local_shards = [part.to(device) for part in owned]
         sent = [self._part(local_shards, rank) for rank in range(len(self._stages))]
-        splits = [part.numel() for part in sent]
+        splits = [part.numel() for part in sent]  # also those received: both ranks list their common elements
         received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
             received, bucket, splits, splits, group=self.group, log_name="tied_gradients_all_to_all"
