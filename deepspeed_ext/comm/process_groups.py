@@ -4,7 +4,7 @@
 
 Data-parallel rank r = j*m + i is number i of group j. Its *intra* group is the m ranks of group j; its *inter* group
 is the k ranks of number i, one in each group. Groups consist of ranks of the data-parallel group that DeepSpeed uses
-for ZeRO, so they never mix ranks of tensor, sequence, or pipeline parallelism.
+for ZeRO, so the groups of tensor, sequence, and pipeline parallelism are unaffected.
 """
 
 import contextlib
