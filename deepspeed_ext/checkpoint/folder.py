@@ -121,9 +121,9 @@ class CheckpointFolder:
             return
         linked = f" (a link to {self._place})" if self.path.is_symlink() else ""
         if not self.path.is_dir():
-            actual = "a file" if self.path.exists() else "nothing"
+            state = "a file" if self.path.exists() else "nothing"
             raise CheckpointError(
-                f"{self.path}{linked} must be a folder, or not be there, to be saved to; it is {actual}. Remove it, or "
+                f"{self.path}{linked} must be a folder, or not be there, to be saved to; it is {state}. Remove it, or "
                 f"save under another tag."
             )
         if os.path.ismount(self._place):
