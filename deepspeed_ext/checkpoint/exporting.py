@@ -212,7 +212,7 @@ def _write(
                 writer.put(folder.staging / file.name, 0, torch.frombuffer(bytearray(begin), dtype=torch.uint8))
         with torch.no_grad(), outer_weights(engine):
             if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-                engine.optimizer.checkpoint_event_prologue()  # completes fetches in flight, and releases parameters
+                engine.optimizer.checkpoint_event_prologue()  # completes transfers, and partitions parameters
             for file, unit in interleaved(files, writers):
                 if file.writer != rank and not any(weight.collective for weight in unit):
                     continue
