@@ -208,13 +208,13 @@ class AsyncSaves:
             failure = error
         self._forget(job)
         # If the first rank has committed the checkpoint, a failure on another rank is only a missed last vote.
-        (kept, _), (connected, _) = bounds([not (job.failed and commit.first), self._connected])
+        (committed, _), (connected, _) = bounds([not (job.failed and commit.first), self._connected])
         if connected:
             if failure is not None:
                 raise failure
             return
         self._disconnect()
-        if not kept:
+        if not committed:
             commit.abandon()  # again, since only now no thread of any rank writes into the staging folder
             raise_together(failure, SaveFailed)
 

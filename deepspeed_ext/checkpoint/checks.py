@@ -105,9 +105,9 @@ class Check:
         saved = state.get(FROZEN_PARAM_FRAGMENTS)
         if not saved or self._engine.zero_optimization_partition_weights():
             return {}
-        own = dict(self._engine.module.named_parameters())
-        experts = own.keys() - set(outside_experts(self._engine, own))
-        return {FROZEN_PARAM_FRAGMENTS: {**saved, **{name: own[name] for name in experts}}}
+        params = dict(self._engine.module.named_parameters())
+        experts = params.keys() - set(outside_experts(self._engine, params))
+        return {FROZEN_PARAM_FRAGMENTS: {**saved, **{name: params[name] for name in experts}}}
 
     # The module #######################################################################################
 
@@ -128,8 +128,8 @@ class Check:
             shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
         else:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
-        own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
-        own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
+        model_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+        model_shapes.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
         for path, (values, wanted) in experts.items():
             actual = {name: tuple(value.shape) for name, value in values.items() if hasattr(value, "shape")}
             differing = sorted(name for name in wanted.keys() | actual if wanted.get(name) != actual.get(name))
@@ -138,8 +138,8 @@ class Check:
                     f"{path} does not fit the model's experts: of {len(wanted)} names {len(differing)} are missing, "
                     f"unexpected or have another shape, the first is {differing[0]!r}."
                 )
-        own = {name: own[name] for name in outside_experts(self._engine, own)}
-        self._compare(file, module, own, shapes, strict, saved.keys())
+        model_shapes = {name: model_shapes[name] for name in outside_experts(self._engine, model_shapes)}
+        self._compare(file, module, model_shapes, shapes, strict, saved.keys())
 
     def _compare(
         self,
@@ -151,12 +151,12 @@ class Check:
         names: Iterable[str],
     ) -> None:
         """Compare a module's shapes, and the names that it would save, with those in a file."""
-        wanted = set(outside_experts(self._engine, module.state_dict()))
-        differing = sorted(set(names) ^ wanted) if strict else []
+        expected = set(outside_experts(self._engine, module.state_dict()))
+        differing = sorted(set(names) ^ expected) if strict else []
         differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
         if differing:
             raise CheckpointError(
-                f"{file} does not fit the model: of {len(wanted)} names {len(differing)} are missing, unexpected or "
+                f"{file} does not fit the model: of {len(expected)} names {len(differing)} are missing, unexpected or "
                 f"have another shape, the first is {differing[0]!r}."
             )
 
@@ -171,18 +171,18 @@ class Check:
                 missing = pipeline.ckpt_layer_path(str(self.folder), index)
                 raise CheckpointError(f"{missing} is missing, which has layer {pipeline._local_start + index}.")
             saved = [self._files.inspect(file) for file in files]
-            own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
+            layer_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
             if len(saved) == 1:  # DeepSpeed merges or splits several files, one for each tensor-parallel rank
                 shapes = {name: tuple(value.shape) for name, value in saved[0].items() if hasattr(value, "shape")}
-                self._compare(files[0], layer, own, shapes, strict, saved[0].keys())
+                self._compare(files[0], layer, layer_shapes, shapes, strict, saved[0].keys())
 
     def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
         """Compare the order in which DeepSpeed flattened parameters with the order in which it will load them."""
-        saved, own = (
+        saved, current = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
             for groups in (state.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
         )
-        if saved and (difference := first_difference(saved, own, self._engine.param_names.values())):
+        if saved and (difference := first_difference(saved, current, self._engine.param_names.values())):
             raise CheckpointError(
                 f"{file} is of another model, or of parameters in another order (round_robin_gradients, parameter "
                 f"groups), by which DeepSpeed loads the optimizer's states: {difference}.{self._saved_as()}"
@@ -231,8 +231,8 @@ class Check:
         if len(set(ids.values())) > 1:
             error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
         raise_together(error, CheckpointError)
-        own = next(iter(ids.values()), _LARGEST)
-        if own not in (all_reduce_min(own), _LARGEST):
+        save_id = next(iter(ids.values()), _LARGEST)
+        if save_id not in (all_reduce_min(save_id), _LARGEST):
             error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
         raise_together(error, CheckpointError)
 
@@ -296,6 +296,6 @@ class UniversalCheck(Check):
 
 def _loads_itself(module: nn.Module) -> bool:
     """Return whether a module may rename, drop or resize entries during a load."""
-    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
-    return own or not all(isinstance(hook, BeforeUse) for hook in hooks)
+    return overridden or not all(isinstance(hook, BeforeUse) for hook in hooks)

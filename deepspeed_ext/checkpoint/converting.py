@@ -198,15 +198,15 @@ def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
         raise CheckpointError(f"{command} has failed: {done.stdout[-_SHOWN:].strip()}")
     (owned.made / _SOURCE).write_text(json.dumps(signature))
     lease = claim(owned.made, shared=True)
-    others = _current(folder, owned.place)
-    if others is None:
+    other_lease = _current(folder, owned.place)
+    if other_lease is None:
         try:
             owned.put_in_place()
         except OSError:  # another job has just done so
-            others = _current(folder, owned.place)
-            if others is None:
+            other_lease = _current(folder, owned.place)
+            if other_lease is None:
                 raise
-    return lease if others is None else others
+    return lease if other_lease is None else other_lease
 
 
 @contextlib.contextmanager

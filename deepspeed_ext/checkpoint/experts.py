@@ -32,8 +32,8 @@ def model_key(engine: Engine) -> str:
     Collective over all ranks, which have different parameters in pipelines and with tensor parallelism.
     """
     shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in engine.module.named_parameters()}
-    own = [(name, shapes[name]) for name in sorted(outside_experts(engine, shapes))]
-    return _digest("".join(sorted(set(all_gather_texts(_digest(repr(own)))))))
+    entries = [(name, shapes[name]) for name in sorted(outside_experts(engine, shapes))]
+    return _digest("".join(sorted(set(all_gather_texts(_digest(repr(entries)))))))
 
 
 def _digest(text: str) -> str:
@@ -64,9 +64,9 @@ def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str,
 def _shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes in an expert's file; names contain its number among all experts."""
     if isinstance(module, MoE):
-        own = module.deepspeed_moe.experts.deepspeed_experts[local]
+        local_expert = module.deepspeed_moe.experts.deepspeed_experts[local]
         start = f"{prefix}deepspeed_moe.experts.deepspeed_experts.{expert}."
-        yield from ((start + name, tuple(value.shape)) for name, value in own.state_dict().items())
+        yield from ((start + name, tuple(value.shape)) for name, value in local_expert.state_dict().items())
         return
     for name, value in module.experts.named_parameters():
         yield f"{prefix}experts.{name}.{expert}", tuple(value.shape[1:])

@@ -151,14 +151,14 @@ def export_weights(
     finish_last(engine)
     if isinstance(engine.checkpoint_engine, CheckpointFiles):
         engine.checkpoint_engine.finish()  # a running save may have renamed a folder that ``prepare`` would restore
-    place = Path(os.path.abspath(folder))
-    asked = f"{place}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
+    path = Path(os.path.abspath(folder))
+    asked = f"{path}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
     asked = f"{asked}, max_shard_bytes={max_shard_bytes}, writers={writers}, asynchronous={asynchronous}"
     require_same("what an export is asked for", asked, CheckpointError)
     count = _number_of_writers(writers, max_shard_bytes)
     _require_parameters(engine)
     files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
-    target = CheckpointFolder(place.parent, place.name, NAMES)
+    target = CheckpointFolder(path.parent, path.name, NAMES)
     target.use_token(broadcast_text(new_token(), 0))
     first = dist.get_rank() == 0
     run_on_all_or_raise(lambda: target.prepare() if first else None, _DOING, CheckpointError)

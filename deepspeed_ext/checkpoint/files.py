@@ -157,13 +157,13 @@ class CheckpointFiles(TorchCheckpointEngine):
             return
         if isinstance(state_dict, dict) and not holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}
-        place = self._folder.staged(path)
+        staged_path = self._folder.staged(path)
         if self._snapshot is None:
-            self.error = self.error or self.write(state_dict, place, path)
+            self.error = self.error or self.write(state_dict, staged_path, path)
             self.written.add(path)
             return
         try:
-            self._waiting.append((self._snapshot.take(state_dict), place, path))
+            self._waiting.append((self._snapshot.take(state_dict), staged_path, path))
         except Exception as error:
             self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {told(error)}")
 

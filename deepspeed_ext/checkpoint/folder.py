@@ -158,9 +158,9 @@ class CheckpointFolder:
     def point(self) -> None:
         """Make ``latest`` name the tag."""
         latest = self.save_dir / LATEST
-        before = latest.read_text() if latest.exists() else None
+        previous = latest.read_text() if latest.exists() else None
         replace_text(latest, self.tag)
-        self._latest = [before]
+        self._latest = [previous]
 
     def revert(self) -> None:
         """Undo everything since ``prepare``. Called when the save has failed on any rank."""

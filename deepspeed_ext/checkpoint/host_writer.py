@@ -67,12 +67,12 @@ class HostWriter:
         try:
             while flat.numel() and self.error is None:
                 buffer = self._with_room(dtype.itemsize)
-                taken = min(flat.numel(), (self._size - buffer.filled) // dtype.itemsize)
-                end = buffer.filled + taken * dtype.itemsize
-                source = flat[:taken].to(dtype).view(torch.uint8)
+                count = min(flat.numel(), (self._size - buffer.filled) // dtype.itemsize)
+                end = buffer.filled + count * dtype.itemsize
+                source = flat[:count].to(dtype).view(torch.uint8)
                 buffer.bytes[buffer.filled : end].copy_(source, non_blocking=True)
                 buffer.segments.append((path, offset, end))
-                flat, offset, buffer.filled = flat[taken:], offset + end - buffer.filled, end
+                flat, offset, buffer.filled = flat[count:], offset + end - buffer.filled, end
         except Exception as error:
             self._fail(path, error)
         return offset

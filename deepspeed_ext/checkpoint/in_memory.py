@@ -232,12 +232,12 @@ class MemorySave:
         Raises:
             CheckpointError: on all ranks; there is no room.
         """
-        own = {str(Path(path).relative_to(folder.path)): size + _BESIDE for path, size in sizes.items()}
-        self._names = {_known_by(name): name for name in own}
-        self._files = dict.fromkeys(own, self._rank)
-        ((_, most),) = bounds([len(own)])
-        described = [value for key, name in self._names.items() for value in (key, own[name])]
-        rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own))])
+        own_sizes = {str(Path(path).relative_to(folder.path)): size + _BESIDE for path, size in sizes.items()}
+        self._names = {_known_by(name): name for name in own_sizes}
+        self._files = dict.fromkeys(own_sizes, self._rank)
+        ((_, most),) = bounds([len(own_sizes)])
+        described = [value for key, name in self._names.items() for value in (key, own_sizes[name])]
+        rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own_sizes))])
         self._time = int(rows[0, 0]) / 1e6
         self._count = int((rows[:, 2::2].unique() != 0).sum())
         received = 0
@@ -252,7 +252,7 @@ class MemorySave:
             files = files_of([source])
             received += sum(files[key] for key in files_to_send(files, [files_of(group) for group in groups])[-1])
         beside = any(int(rows[target, 1]) == self._place for target in self._ring.targets)
-        self._require_room(sum(own.values()) + received, beside)
+        self._require_room(sum(own_sizes.values()) + received, beside)
 
     def _require_room(self, needed: int, beside: bool) -> None:
         """Raise on all ranks if a node has no room for the files of all its ranks. Collective.

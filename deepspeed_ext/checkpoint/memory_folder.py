@@ -157,8 +157,8 @@ class MemoryFolder:
             status = self.path.lstat()
         except OSError:
             return False
-        others = stat.S_IWGRP | stat.S_IWOTH
-        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & others
+        write_bits = stat.S_IWGRP | stat.S_IWOTH
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & write_bits
 
     @property
     def is_in_memory(self) -> bool:

@@ -70,8 +70,8 @@ class OwnedFolder:
 
     def create(self) -> None:
         """Create the folder, and remove folders of dead processes with the same parent."""
-        for left in self.place.parent.glob(f".*{_SUFFIX}"):
-            remove_if_left(left)
+        for folder in self.place.parent.glob(f".*{_SUFFIX}"):
+            remove_if_left(folder)
         self.path.mkdir()
         self._lease = claim(self.path)
 
@@ -163,11 +163,11 @@ def _discard(folder: Path) -> None:
         if path.name not in (_MARKER, _REPLACED):
             remove(path)
     if os.path.lexists(replaced):
-        place = folder.with_name(folder.name[1 : -len(_SUFFIX) - 2 * _TOKEN_BYTES - 1])
-        if os.path.lexists(place):
+        target = folder.with_name(folder.name[1 : -len(_SUFFIX) - 2 * _TOKEN_BYTES - 1])
+        if os.path.lexists(target):
             remove(replaced.rename(removed))  # otherwise a partial folder could be renamed back
         else:
-            replaced.rename(place)
+            replaced.rename(target)
     (folder / _MARKER).unlink()
     folder.rmdir()
 

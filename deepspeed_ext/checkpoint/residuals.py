@@ -79,9 +79,9 @@ class Residuals:
         if not self._saved.get(FOLDER):
             return
         mp_rank, described = engine.checkpoint_mp_rank, _described(self._optimizer)
-        own = folder / RankFile.RESIDUALS.of(described["rank"], mp_rank)
-        if own.exists() or engine.use_node_local_storage():
-            self._same = self._look(own)
+        own_path = folder / RankFile.RESIDUALS.of(described["rank"], mp_rank)
+        if own_path.exists() or engine.use_node_local_storage():
+            self._same = self._look(own_path)
             if all(self._same.get(key) == value for key, value in described.items()):
                 return
         self._same = {}
@@ -122,8 +122,8 @@ class Residuals:
         if self._same:
             self._errors.load_states(self._same["states"])
         elif self._ranks:
-            wanted = _described(self._optimizer)["whereabouts"]
-            self._errors.load_errors(self._collected(wanted), self._ranks[0]["states"].get("steps", 0))
+            whereabouts = _described(self._optimizer)["whereabouts"]
+            self._errors.load_errors(self._collected(whereabouts), self._ranks[0]["states"].get("steps", 0))
         else:
             self._errors.forget()
             log_dist(
@@ -139,10 +139,10 @@ class Residuals:
 
         If sharding has changed, reductions may also load the errors of sums.
         """
-        wanted, alike = self._errors.halves, bool(self._same)
-        loaded = saved & wanted if alike else ({"reductions"} & wanted if saved else set())
+        configured, alike = self._errors.halves, bool(self._same)
+        loaded = saved & configured if alike else ({"reductions"} & configured if saved else set())
         lost = saved - loaded if alike or not loaded else set()
-        for kinds, outcome in ((wanted - loaded, "start at zero"), (lost, "were saved, and are not taken")):
+        for kinds, outcome in ((configured - loaded, "start at zero"), (lost, "were saved, and are not taken")):
             if kinds:
                 log_dist(
                     f"deepspeed_ext: {self._folder}: errors of {' and '.join(sorted(kinds))} {outcome}: the "

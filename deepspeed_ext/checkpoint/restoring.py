@@ -51,20 +51,20 @@ def bring_back(engine: Engine, load_dir: str) -> None:
     if not any_rank(bool(parts)):
         return
     disk = json.loads(_of_rank(0, lambda: json.dumps(_disk(load_dir)), f"{load_dir} cannot be read"))
-    place = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
-    places = all_gather_texts(place)
-    first = bool(parts) and places.index(place) == dist.get_rank()
+    location = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
+    locations = all_gather_texts(location)
+    first = bool(parts) and locations.index(location) == dist.get_rank()
     texts = all_gather_texts(json.dumps([part.to_json() for part in parts] if first else []))
     saves = _gathered([[Part.from_json(part) for part in json.loads(text)] for text in texts])
     newer = sorted((save for save in saves if save.step > disk["step"]), key=lambda save: (-save.step, -save.time))
-    whole = _newest_whole(engine, load_dir, {save: saves[save] for save in newer}, disk)
+    newest = _newest_whole(engine, load_dir, {save: saves[save] for save in newer}, disk)
     on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
-    if whole is not None:
+    if newest is not None:
         _warn(
-            f"{whole.tag} is resumed from a save in memory, of step {whole.step}, {age(whole.time)} old, in "
+            f"{newest.tag} is resumed from a save in memory, of step {newest.step}, {age(newest.time)} old, in "
             f"{folder.path}; the last one on disk is {on_disk}."
         )
-        _write(engine, load_dir, folder, whole, saves[whole], places)
+        _write(engine, load_dir, folder, newest, saves[newest], locations)
     elif newer:
         _warn(f"no save in memory can be loaded from {load_dir}; the last one on disk is {on_disk}.")
 
@@ -139,9 +139,9 @@ def _gathered(parts: list[list[Part]]) -> dict[Identity, dict[str, _Place]]:
         for part in node_parts:
             files = saves.setdefault(part.save, {})
             for name, writer in part.files.items():
-                place = _Place(writer, rank, part.folder)
+                location = _Place(writer, rank, part.folder)
                 if name not in files or writer < files[name].writer:
-                    files[name] = place
+                    files[name] = location
     return saves
 
 
@@ -155,10 +155,10 @@ def _write(
     commit.prepare(WORLD)
     written, error = 0, None
     try:
-        for number, (name, place) in enumerate(sorted(files.items())):
-            readers = [rank for rank, other in enumerate(places) if other == places[place.first]]
+        for number, (name, location) in enumerate(sorted(files.items())):
+            readers = [rank for rank, other in enumerate(places) if other == places[location.first]]
             if readers[number % len(readers)] == dist.get_rank():
-                _copy(folder.path / place.folder / name, Path(target.staged(str(target.path / name))))
+                _copy(folder.path / location.folder / name, Path(target.staged(str(target.path / name))))
                 written += 1
     except Exception as failure:
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")

@@ -231,12 +231,12 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tupl
     if isinstance(weights, dict):
         # Only DeepSpeed knows how tensor parallelism slices a parameter. It always loads moments, so restore old ones.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
-        before = mapping.optim_fragment
+        previous = mapping.optim_fragment
         family = getattr(param, "group_name", "") if is_moe_param(param) else ""
         experts = groups._get_expert_parallel_rank(family) if family else 0
         param.load_hp_checkpoint_state(str(folder), rank, ranks, experts)
         if not moments:
-            mapping.optim_fragment = before
+            mapping.optim_fragment = previous
         return
     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     piece = slice(start, start + numel)

@@ -107,8 +107,8 @@ class Weight:
     def parts(self) -> Iterator[Tensor]:
         """Yield its elements on the device in contiguous parts. Its sources must be gathered. Collective over
         ``group``."""
-        own = [source.detach() for source in self.sources]
-        local = (own[0] if len(own) == 1 else torch.cat(own, dim=1)).contiguous()
+        tensors = [source.detach() for source in self.sources]
+        local = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)).contiguous()
         if self.group is None:
             yield local
             return
@@ -234,12 +234,12 @@ def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Modul
         longest = max((old for old in renamed if f"{inside}.".startswith(f"{old}.")), key=len, default="")
         yield from _own(_joined(prefix, renamed.get(longest, ""), inside[len(longest) :].removeprefix(".")), module)
         return
-    place, group = _joined(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
-    gate, up, down = (cast(nn.Parameter, getattr(module, own)) for own in ("w1", "w3", "w2"))
+    path_of_experts, group = _joined(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
+    gate, up, down = (cast(nn.Parameter, getattr(module, attribute)) for attribute in ("w1", "w3", "w2"))
     packed = {preset.expert_w1: (gate, up), preset.expert_w2: (down,)}
     if preset.expert_w3 is not None:
         packed = {preset.expert_w1: (gate,), preset.expert_w3: (up,), preset.expert_w2: (down,)}
-    yield from (_weight(place, name, sources, group) for name, sources in packed.items())
+    yield from (_weight(path_of_experts, name, sources, group) for name, sources in packed.items())
 
 
 # Files #############################################################################################
