@@ -157,6 +157,7 @@ class AsyncSaves:
 
         self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
         self._told, self._connected = False, True
+        # Set before the thread starts, so that `give_up` never reclaims buffers that the thread uses.
         self._snapshot, tag = snapshot, self._background.next_tag()
         try:
             self._job = self._background.add(run, tag)
@@ -198,7 +199,7 @@ class AsyncSaves:
         job, commit, failure = self._job, self._commit, None
         self._pace.lift()
         if job is not None:
-            wait_on_all(job.wait_within)
+            wait_on_all(job.wait_within)  # not one collective: a disk may be slower than its timeout
         self.settle()
         if job is None or commit is None:
             return
@@ -268,7 +269,7 @@ class AsyncSaves:
         """Return the error to raise. If ranks can no longer communicate, close this rank's channel and clean up."""
         self._connected = isinstance(failure, CheckpointError)
         if not self._connected:
-            self.channel.close()  # first: the other ranks then fail at once instead of waiting for this one
+            self.channel.close()  # first, so that the other ranks fail immediately instead of waiting
             commit.abandon()
         text = printable(
             f"the checkpoint {commit.folder.path}, which was saved beside the training, could not be written, and "

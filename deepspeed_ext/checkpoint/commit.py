@@ -61,7 +61,7 @@ class Commit:
         except CheckpointError as failure:  # on all ranks: no rank may read ``latest`` before it is restored
             self.revert(failure, over)
             raise
-        if self.first:
+        if self.first:  # only now, because `revert` would need the replaced folder
             folder.clear()
         if self.memory_of is not None:
             forget(self.memory_of, folder.save_dir)
@@ -82,7 +82,7 @@ class Commit:
         Raises:
             CheckpointError: on all ranks, if it cannot be created.
         """
-        self.folder.use_token(over.broadcast_text(new_token(), 0))
+        self.folder.use_token(over.broadcast_text(new_token(), 0))  # all ranks must use the same staging folder
         self._on_first(self.folder.prepare, over)
 
     def revert(self, failure: Exception, over: Channel) -> None:
@@ -117,7 +117,7 @@ class Commit:
 
 
 def _require_all(folder: CheckpointFolder, expected: int) -> None:
-    """Wait until this rank sees the files of all ranks; a network file system may show them late."""
+    """Wait until this rank sees the files of all ranks, which may appear late on a network file system."""
     for _ in range(_LOOKS):
         count = folder.files()
         if count >= expected:

@@ -47,7 +47,7 @@ _LOOKS = 0.2  # seconds of the other ranks' first polling interval
 _LONGER, _RAREST = 1.2, 10.0  # growth factor of the polling interval, and its maximum in seconds
 _SILENT = 60.0  # seconds without a change after which the first rank counts as dead
 _VISIBLE = 60.0  # seconds until a new file is visible on other nodes; NFS may take this long
-_SHOWN = 2000  # last characters of the converter's output that an error shows
+_SHOWN = 2000  # last characters of the converter's output in an error message
 # ``-m`` would import from the current folder, and Python 3.10 has no ``-P``. The package may not be installed.
 _RUN = """
 import sys
@@ -92,6 +92,7 @@ def converted(load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
         run_on_all_or_raise(
             lambda: _begin(owned, at_work) if first else None, f"{owned.path} cannot be written", CheckpointError
         )
+        # A rank that does not see the file yet would assume in `_wait` that the conversion has ended.
         run_on_all_or_raise(lambda: _find(at_work), f"{owned.path} is not seen by all ranks", CheckpointError)
         problem = ""
         if first:

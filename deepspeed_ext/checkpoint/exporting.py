@@ -50,7 +50,7 @@ _under_way: "weakref.WeakKeyDictionary[Engine, Export]" = weakref.WeakKeyDiction
 
 
 class Export:
-    """An export whose weights are gathered, and may still be being written.
+    """An export whose weights are gathered, but possibly not yet written.
 
     Args:
         folder: the folder to publish.

@@ -91,7 +91,7 @@ class CheckpointFiles(TorchCheckpointEngine):
     """Writes the files of a save into its staging folder, and inspects files before a load changes anything.
 
     Args:
-        engine: DeepSpeed's checkpoint engine, whose settings this one takes over, without logging again.
+        engine: DeepSpeed's checkpoint engine, whose settings are copied, without logging them again.
         aside: asynchronous saves; None to save synchronously.
 
     Attributes:

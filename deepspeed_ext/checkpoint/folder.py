@@ -156,7 +156,7 @@ class CheckpointFolder:
         return {name for name in names if Path(folder) == self._place and os.path.lexists(self.staging / name)}
 
     def point(self) -> None:
-        """Make ``latest`` name the tag."""
+        """Write the tag into ``latest``."""
         latest = self.save_dir / LATEST
         previous = latest.read_text() if latest.exists() else None
         replace_text(latest, self.tag)
@@ -217,7 +217,7 @@ class CheckpointFolder:
 
 
 def _link(source: str, target: str) -> None:
-    """Make a hard link, or a copy if the file system has no links. An existing target is not changed."""
+    """Create a hard link, or a copy if the file system has no links. An existing target is not changed."""
     if os.path.lexists(target):
         return
     try:

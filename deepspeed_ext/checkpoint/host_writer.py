@@ -82,7 +82,7 @@ class HostWriter:
         try:
             self._send()
         finally:
-            self._full.put(None)
+            self._full.put(None)  # also after an error, or the thread would never end
 
     def join(self, seconds: float | None = None) -> bool:
         """Wait for the thread to end, after ``finish``, up to ``seconds``; return whether it has ended."""
@@ -132,7 +132,7 @@ class HostWriter:
                     self._write(buffer)
             except Exception as error:
                 self._fail(buffer.segments[0][0], error)
-            self._free.put(buffer)
+            self._free.put(buffer)  # also after an error, or `put` would wait for a buffer forever
         path = self._open[0] if self._open is not None else Path()
         try:
             self._close()

@@ -153,7 +153,7 @@ class MemoryCommit(Commit):
         except CheckpointError as failure:
             self.revert(failure, over)
             raise
-        self.memory.clear()
+        self.memory.clear()  # after the vote above: until all ranks have published, the previous save is needed
 
     def revert(self, failure: Exception, over: Channel) -> None:
         self.memory.revert()
@@ -238,7 +238,7 @@ class MemorySave:
         ((_, most),) = bounds([len(own_sizes)])
         described = [value for key, name in self._names.items() for value in (key, own_sizes[name])]
         rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own_sizes))])
-        self._time = int(rows[0, 0]) / 1e6
+        self._time = int(rows[0, 0]) / 1e6  # rank 0's, because all parts of a save must have equal identities
         self._count = int((rows[:, 2::2].unique() != 0).sum())
         received = 0
 

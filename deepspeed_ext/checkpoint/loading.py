@@ -175,7 +175,7 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
 
 @contextmanager
 def _ordinary(engine: Engine) -> Iterator[None]:
-    """Make the engine load ordinary checkpoints within this context."""
+    """Disable universal loads within this context."""
     with replaced(engine._config, load_universal_checkpoint=False):
         yield
 
@@ -230,7 +230,7 @@ def _warn_if_older(loaded: Path, other: Path) -> None:
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
-    """Make the engine read weights from this tag's optimizer shards, if it reads them from shards at all.
+    """Return a context in which the engine reads weights from this tag's optimizer shards, if from shards at all.
 
     A universal checkpoint has no shards; the optimizer loads the weights. A pipeline has weights in its layer files,
     and reads them from there if this function returns no others.

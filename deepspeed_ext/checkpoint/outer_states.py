@@ -97,7 +97,7 @@ class OuterStates:
         """Load the saved states, or restart from the weights that DeepSpeed has loaded. Collective."""
         if not isinstance(self._optimizer.outer, OuterOptimizer):
             return
-        if any_rank(not self._found):
+        if any_rank(not self._found):  # on all ranks, or their outer steps would no longer coincide
             self._outer.restart()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no states of this outer optimizer (other groups, other settings, "

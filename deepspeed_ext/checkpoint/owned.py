@@ -83,7 +83,7 @@ class OwnedFolder:
         elif not _exchange(self.made, self.place):
             self.place.rename(self._replaced)
             self.made.rename(self.place)
-        sync(self.place.parent)
+        sync(self.place.parent)  # the rename must be on disk before ``latest`` refers to it
 
     def take_back(self) -> None:
         """Undo ``put_in_place``; ``remove`` then renames a folder in ``replaced`` back."""

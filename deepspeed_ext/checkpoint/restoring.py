@@ -160,7 +160,7 @@ def _write(
             if readers[number % len(readers)] == dist.get_rank():
                 _copy(folder.path / location.folder / name, Path(target.staged(str(target.path / name))))
                 written += 1
-    except Exception as failure:
+    except Exception as failure:  # raised by the commit, because the other ranks wait there
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")
     commit.run(written, error, WORLD)
 

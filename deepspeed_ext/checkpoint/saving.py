@@ -97,7 +97,7 @@ def save_checkpoint(
 
 
 class _Reader:
-    """Makes the optimizer wait for an engine's asynchronous saves, which read its states."""
+    """Blocks the optimizer until an engine's asynchronous saves have read its states."""
 
     def __init__(self, engine: Engine, aside: AsyncSaves) -> None:
         self._engine: Engine = weakref.proxy(engine)  # the engine's optimizer refers to this object

@@ -3,7 +3,7 @@
 """Copies checkpoint states to host memory while training continues.
 
 Note [Snapshot copies]
-    A file of a checkpoint holds states that change at different times:
+    A file of a checkpoint contains states that change at different times:
 
     - *Optimizer states*, including fp32 weights, change only in the optimizer's step. They are most of the bytes, and
       their copies overlap with training. A side stream copies from a device; the writer thread copies from the host.
