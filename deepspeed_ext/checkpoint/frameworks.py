@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of HF Trainer and Accelerate whose DeepSpeed files are incomplete.
 
-Note [Checkpoints of frameworks]
+Note [Framework checkpoints]
     Trainer and Accelerate treat a checkpoint as complete when ``engine.save_checkpoint`` returns. An asynchronous save
     is complete later, when its file ``latest`` exists. If the job is killed in between, the newest folder cannot be
     loaded. So with a strategy:

@@ -342,6 +342,6 @@ def _left_in(version: str, path: str) -> list[int]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return first word: first number, for each line."""
+    """Return a dict from the first word of each line to its first number."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}

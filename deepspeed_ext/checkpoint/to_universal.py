@@ -21,7 +21,7 @@ Note [States in several files]
     It reads files in own order (``zero/flat/states.py``) under DeepSpeed's names. It uses their map of parameters, and
     concatenates a parameter's fragments by rank number, which is the order of its elements.
 
-Note [Whole or absent]
+Note [Atomic conversion]
     DeepSpeed's converter writes directly into its output folder, and momentum is renamed after it has ended. If a
     conversion were killed in between, the output would look like a universal checkpoint. So the output is an owned
     folder (``owned.py``). It is renamed at the end, and only then does ``latest_universal`` name it.
@@ -78,7 +78,7 @@ _save_rest = ds_to_universal._save_optimizer_state
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Convert a checkpoint; see Note [Whole or absent].
+    """Convert a checkpoint; see Note [Atomic conversion].
 
     Args:
         arguments: as for DeepSpeed's ``main``.

@@ -102,7 +102,7 @@ def _moments(optimizer: ZeROOptimizer, group: Mapping[str, Any]) -> tuple[str, .
 
 
 def _moments_by_parameter(optimizer: ZeROOptimizer) -> dict[int, tuple[str, ...]]:
-    """Return parameter id: names of elementwise states."""
+    """Return a dict from parameter id to names of elementwise states."""
     rows = optimizer.optimizer.param_groups
     if hasattr(optimizer, "fp16_groups"):
         numbers = optimizer.sub_group_to_group_id

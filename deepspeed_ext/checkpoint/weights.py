@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of a full model under the names that a load expects, and the layout of their safetensors files.
 
-Note [Names of experts]
+Note [Expert names]
     AutoEP replaces a mixture by a layer with other names that has only this rank's experts. Exported experts have the
     names and shapes of the replaced mixture. These are taken from DeepSpeed's preset for the model's family, and match
     transformers 5.0.0 and later, where an expert's gate and up projections (``w1``, ``w3``) are one tensor. Experts of
     DeepSpeed's ``MoE`` layers are numbered among all experts, as in the files of a checkpoint.
 
-Note [Files of weights]
+Note [Weight files]
     The ``safetensors`` package writes a file from tensors that are all in memory. Here weights are gathered one by
     one, so the header is written first, from their shapes. The format
     (https://github.com/huggingface/safetensors#format): 8 bytes with the length of the header, little-endian; the
@@ -222,7 +222,7 @@ def _replaced(engine: Engine, path: str, layer: Any) -> Any:
 
 
 def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Module) -> Iterator[Weight]:
-    """Yield the weights of a module in a layer of AutoEP. See Note [Names of experts]."""
+    """Yield the weights of a module in a layer of AutoEP. See Note [Expert names]."""
     inside = path[len(prefix) :].removeprefix(".")
     if inside != "experts":
         renamed = {
