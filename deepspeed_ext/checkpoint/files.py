@@ -196,7 +196,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         return self.aside is not None
 
     def cleanup(self) -> None:
-        """Wait for the running save, and refuse further ones. DeepSpeed calls it when the engine is destroyed.
+        """Wait for the running save; no save may follow. DeepSpeed calls it when the engine is destroyed.
 
         Raises:
             SaveFailed: on all ranks; the save has failed.

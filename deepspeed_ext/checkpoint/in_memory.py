@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""In-memory saves, which survive the loss of a node without a disk: node memory, with copies in other groups.
+"""In-memory saves: files in node memory, with copies in other groups, survive the loss of a node without a disk.
 
 Note [Saves in memory]
     A save in memory is an asynchronous save with a different commit. Each rank's thread writes files into its node's
