@@ -1,23 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that go on while the training does: ``"checkpoint": {"async_save": true}``.
+"""Asynchronous saves, which overlap with training: ``"checkpoint": {"async_save": true}``.
 
 Note [Asynchronous saves]
-    A save copies states to host memory (``snapshots.py``) and returns. A thread of each rank exchanges states with the
-    others where ZeRO's order has them on another rank (p = N), and has the copies written into the staging folder. All
-    threads together commit it as any save does (``commit.py``). They communicate over a channel of their own, on the
-    host (``host_channel.py``). The next save, a load and the end of the engine wait for them, and so does the end
-    of the process; see Note [Endings] in ``comm/background.py``.
+    A save copies states to host memory (``snapshots.py``) and returns. On each rank, a writer thread exchanges states
+    that ZeRO's order assigns to other ranks (p = N), and writes the copies into the staging folder. The threads commit
+    it together, as in any save (``commit.py``). They communicate over their own host channel (``host_channel.py``).
+    The next save, a load, the end of the engine, and the end of the process wait for them; see Note [Endings] in
+    ``comm/background.py``.
 
-    If a save fails on some rank, the threads of all ranks learn it, the folder is left as it was, and the first rank
-    logs the error at once. It is raised by the next step, save, load or ``engine.destroy()``. A step must raise on all
-    ranks or on none, for the others would wait for this one's gradients. So the threads choose the first step that no
-    rank has begun, and all ranks raise in that one. A step that raises has done nothing: called again, it is taken. In
-    a pipeline it would be in the middle of ``train_batch``, so there steps do not raise.
+    If a save fails on any rank, it fails on the threads of all ranks. The folder keeps its content, and the first rank
+    logs the error immediately. The next step, save, load or ``engine.destroy()`` raises it. A step must raise on all
+    ranks or on none, because the other ranks would wait for this rank's gradients. So the threads choose the first
+    step that no rank has begun, and all ranks raise in it. A step that raises has changed nothing and can be called
+    again. In a pipeline, steps do not raise, since they run in the middle of ``train_batch``.
 
-    Threads that have lost their connections cannot choose a step. The next save or load compares, over the process
-    group that trains, how the threads have ended. It raises on all ranks unless the checkpoint was committed, and the
-    next asynchronous save connects new threads.
+    Threads that lost their connections cannot choose a step. The next save or load compares the outcomes of all
+    threads over the training process group. It raises on all ranks unless the checkpoint was committed. The next
+    asynchronous save connects new threads.
 """
 
 import math
@@ -43,20 +43,20 @@ from deepspeed_ext.comm.agreement import (
 from deepspeed_ext.comm.background import Background, Explained, Job
 from deepspeed_ext.comm.host_channel import HostChannel
 
-Waiting = tuple[object, str, str]  # a file: what it holds, where it is written, where it will be
+Waiting = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path
 Write = Callable[[object, str, str], Exception | None]
 _CONNECTING = "threads that write checkpoints could not be connected"
 
 
 class SaveFailed(CheckpointError, Explained):
-    """An asynchronous save that has failed after ``save_checkpoint`` had returned. Raised on all ranks."""
+    """An asynchronous save that failed after ``save_checkpoint`` returned. Raised on all ranks."""
 
 
 class _FailingStep:
-    """The step in which all ranks raise that a save has failed.
+    """The step in which all ranks raise the error of a failed save.
 
-    Steps are counted on each rank from the start of the save. Once threads choose one, a step that begins waits for
-    their choice, which takes no longer than a vote.
+    Each rank counts steps from the start of the save. While threads choose the step, a step that begins waits for
+    the result, for at most one all-reduce.
     """
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class _FailingStep:
 
     def begin(self) -> bool:
         """Count a step, and return whether it must raise."""
-        with self._lock:
+        with self._lock:  # counts the step and reads the future atomically: `choose` votes on this count
             self._begun += 1
             step, chosen = self._begun, self._chosen
         return chosen is not None and step >= chosen.result()
 
     def choose(self, over: HostChannel) -> None:
-        """Choose the first step that no rank has begun. Collective over the threads."""
+        """Choose the first step that no rank has begun. Collective over the writer threads."""
         chosen: Future[float] = Future()
         with self._lock:
             self._chosen, step = chosen, self._begun + 1
@@ -80,11 +80,11 @@ class _FailingStep:
         try:
             last = -over.all_reduce_min(-step)
         finally:
-            chosen.set_result(last)
+            chosen.set_result(last)  # also after an error: the training thread may be waiting in `begin`
 
 
 class AsyncSaves:
-    """The saves of one engine, one after the other. See Note [Asynchronous saves].
+    """Runs the asynchronous saves of one engine, one at a time. See Note [Asynchronous saves].
 
     Attributes:
         buffers: host memory of snapshots.
@@ -99,20 +99,20 @@ class AsyncSaves:
         self._job: Job | None = None
         self._commit: Commit | None = None
         self._failing = _FailingStep()
-        self._told = False  # whether it was raised that the save has failed
-        self._connected = True  # whether this rank's thread has kept its connections
+        self._told = False  # whether this rank has raised the error of the save
+        self._connected = True  # whether this rank's thread still has its connections
 
     @property
     def channel(self) -> HostChannel:
-        """Return the channel of the threads. While none of them runs, the main thread may use it."""
+        """Return the channel of the writer threads. The main thread may use it while no save is running."""
         assert self._channel is not None
         return self._channel
 
     def connect(self) -> None:
-        """Connect the threads of all ranks, unless they are. Collective.
+        """Connect the threads of all ranks, unless already connected. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if one of them cannot.
+            CheckpointError: on all ranks, if one of them fails.
         """
         if self._channel is None:
             number = unique_number()
@@ -123,26 +123,27 @@ class AsyncSaves:
         return Snapshot(self.buffers, changed_by_steps)
 
     def give_up(self, snapshot: Snapshot) -> bool:
-        """Forget a snapshot that will not be written; one that a thread has is left to it. Return which it is."""
+        """Discard a snapshot unless a thread is writing it; return whether it was discarded."""
         if self._snapshot is snapshot:
             return False
-        snapshot.give_up()  # a device may still write what would be lent again
+        snapshot.give_up()  # waits for the device, which may still write into buffers that would be reused
         self.buffers.take_back()
         return True
 
     def start(self, snapshot: Snapshot, waiting: list[Waiting], write: Write, commit: Commit) -> None:
-        """Write a snapshot and commit it, beside the training. Returns at once.
+        """Write a snapshot and commit it while training continues. Returns immediately.
 
         Args:
-            snapshot: sealed.
-            waiting: files that have been taken into it; emptied.
-            write: writes one, and returns why it could not be written, if so.
-            commit: of their folder.
+            snapshot: a sealed snapshot.
+            waiting: pending files, with content in the snapshot; emptied.
+            write: writes one file, and returns the error if it fails.
+            commit: commits the folder of these files.
         """
 
         def run() -> None:
             try:
                 written, error = 0, self.channel.wait_for(partial(_error_of, snapshot.complete))
+                # Without this vote, ranks with a complete snapshot would wait for messages of a rank without one.
                 if self.channel.all_reduce_min(int(error is None)):
                     snapshot.exchange(self.channel, self._pace)
                     written, error = self.channel.wait_for(lambda: _write_all(waiting, write))
@@ -150,33 +151,34 @@ class AsyncSaves:
             except BaseException as failure:
                 raise self._failed(commit, failure) from failure
             finally:
-                snapshot.let_go()  # or a step would wait for copies that nobody makes
+                snapshot.let_go()  # after an error, the next step would wait forever for copies
                 waiting.clear()
                 self.channel.rest()
 
         self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
         self._told, self._connected = False, True
+        # Set before the thread starts, so that `give_up` never reclaims buffers that the thread uses.
         self._snapshot, tag = snapshot, self._background.next_tag()
         try:
             self._job = self._background.add(run, tag)
-        except RuntimeError:  # the system has no more threads; those of other ranks wait for this one
+        except RuntimeError:  # no more threads: write in this one, because those of other ranks wait for this rank
             logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
             self._pace.lift()
             self._job = Job(self._background, run, tag)
             self._job.do()
-        except BaseException:  # a signal, as the thread begins
+        except BaseException:  # a signal while the thread starts
             if not self._background.busy:
-                self._snapshot = None  # nobody will copy it
+                self._snapshot = None  # no thread will copy it, so `settle` must not wait for it
             raise
 
     def settle(self) -> None:
-        """Let states of the optimizer be changed or moved from now on."""
+        """Wait until the snapshot no longer reads the optimizer's states."""
         if self._snapshot is not None:
             self._snapshot.settle()
             self._snapshot = None
 
     def at_step(self, raises: bool = True) -> None:
-        """Called before a step: let it change states, and raise if a save has failed. It communicates nothing.
+        """Wait for pending copies before a step, and raise if a save has failed. No communication.
 
         Args:
             raises: whether the step may raise.
@@ -189,15 +191,15 @@ class AsyncSaves:
             self._tell()
 
     def finish(self) -> None:
-        """Wait for the save that runs. Collective, after each save that was started.
+        """Wait for the running save. Collective, and must be called after every started save.
 
         Raises:
-            SaveFailed: on all ranks; it has failed, and no step has raised that.
+            SaveFailed: on all ranks; the save failed, and no step has raised it.
         """
         job, commit, failure = self._job, self._commit, None
         self._pace.lift()
         if job is not None:
-            wait_on_all(job.wait_within)
+            wait_on_all(job.wait_within)  # not one collective: a disk may be slower than its timeout
         self.settle()
         if job is None or commit is None:
             return
@@ -206,35 +208,35 @@ class AsyncSaves:
         except SaveFailed as error:
             failure = error
         self._forget(job)
-        # Once the first rank has committed the checkpoint, another one may only have missed the last vote.
-        (kept, _), (connected, _) = bounds([not (job.failed and commit.first), self._connected])
+        # If the first rank has committed the checkpoint, a failure on another rank is only a missed last vote.
+        (committed, _), (connected, _) = bounds([not (job.failed and commit.first), self._connected])
         if connected:
             if failure is not None:
                 raise failure
             return
         self._disconnect()
-        if not kept:
-            commit.abandon()  # again: now no thread of any rank writes into the staging folder
+        if not committed:
+            commit.abandon()  # again, since only now no thread of any rank writes into the staging folder
             raise_together(failure, SaveFailed)
 
     def close(self) -> None:
-        """Wait for this rank's part of the save that runs, and end the process groups: no save may follow.
+        """Wait for this rank's part of the running save, and close the channel. No save may follow.
 
         Raises:
-            SaveFailed: on all ranks; it has failed, and no step has raised that.
+            SaveFailed: on all ranks; the save failed, and no step has raised it.
         """
         self._pace.lift()
         self.settle()
         try:
             self._tell()
         finally:
-            if self._job is None or self._job.over:  # a signal may have ended the wait, and the thread still votes
+            if self._job is None or self._job.over:  # after a signal, the thread may still be using the channel
                 if self._job is not None:
                     self._forget(self._job)
                 self._disconnect()
 
     def _tell(self) -> None:
-        """Wait for this rank's part of a save, and raise, once, that it has failed."""
+        """Wait for this rank's part of a save, and raise its error once."""
         if self._job is None or self._told:
             return
         try:
@@ -247,27 +249,27 @@ class AsyncSaves:
         self._job = None
         self.buffers.take_back()
         if job.failed:
-            self._background = _thread()  # what comes after a job that has failed would fail as it did
+            self._background = _thread()  # later jobs of a failed worker would all fail
 
     def _disconnect(self) -> None:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
 
-    # In the thread ####################################################################################
+    # Writer thread ####################################################################################
 
     def _run(self, commit: Commit, written: int, error: Exception | None) -> None:
         try:
             commit.run(written, error, self.channel)
-        except CheckpointError:  # on all ranks
+        except CheckpointError:  # raised on all ranks, so all of them vote
             self._failing.choose(self.channel)
             raise
 
     def _failed(self, commit: Commit, failure: BaseException) -> SaveFailed:
-        """Return what to raise. If the ranks can no longer vote, this one closes its connections and cleans up."""
+        """Return the error to raise. If ranks can no longer communicate, close this rank's channel and clean up."""
         self._connected = isinstance(failure, CheckpointError)
         if not self._connected:
-            self.channel.close()
+            self.channel.close()  # first, so that the other ranks fail immediately instead of waiting
             commit.abandon()
         text = printable(
             f"the checkpoint {commit.folder.path}, which was saved beside the training, could not be written, and "
@@ -283,7 +285,7 @@ def _thread() -> Background:
 
 
 def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
-    """Write all files; return how many there are, and the first error."""
+    """Write all files; return the number of files and the first error."""
     error: Exception | None = None
     written: set[str] = set()
     while waiting:
@@ -294,7 +296,7 @@ def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | N
 
 
 def _error_of(act: Callable[[], Exception | None]) -> Exception | None:
-    """Return the error that an act returns, or what it raises: other threads wait for this one."""
+    """Return the error that ``act`` returns or raises, because threads of other ranks wait for this one."""
     try:
         return act()
     except BaseException as cause:

@@ -35,16 +35,16 @@ from deepspeed_ext.zero.parameter_order import first_difference
 
 _LARGEST = 2**62
 _MODULE = "module"
-_MODEL_PARALLEL = "mp_world_size"  # in the file of a model: the number of ranks that have one
+_MODEL_PARALLEL = "mp_world_size"  # in a file of model states: the number of model-parallel ranks
 
 
 class Check:
-    """The checks of one load, made before it.
+    """The checks of one load, run before it.
 
     Args:
         engine: the engine that will load.
         load_dir, tag: the checkpoint.
-        states: whether the optimizer's states are loaded, too.
+        states: whether optimizer states are also loaded.
     """
 
     untrained: Sequence[Mapping[str, Any]] = ()
@@ -57,10 +57,10 @@ class Check:
         self.folder = Path(load_dir) / tag
 
     def run(self, strict: bool | None) -> None:
-        """Check everything; if one rank finds a fault, all ranks raise it. Collective.
+        """Check everything; if one rank finds an error, all ranks raise it. Collective.
 
         Args:
-            strict: DeepSpeed's ``load_module_strict``; None if a function of the user's loads the module.
+            strict: DeepSpeed's ``load_module_strict``; None if a user's function loads the module.
         """
         run_on_all_or_raise(
             lambda: self._check(strict), f"{self.folder} is not what a checkpoint must be", CheckpointError
@@ -68,13 +68,13 @@ class Check:
         self._check_saves()
 
     def _check(self, strict: bool | None) -> None:
-        found = self._engine._get_all_ckpt_names(self.load_dir, self.tag)
-        names = [name for name in found if not holds_parameters_only(name)]  # those of experts have similar names
+        all_names = self._engine._get_all_ckpt_names(self.load_dir, self.tag)
+        names = [name for name in all_names if not holds_parameters_only(name)]  # expert files have similar names
         if not names:
             expected = self._engine._get_ckpt_name(self.load_dir, self.tag)
             raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
         saved = int(self._files.inspect(names[0], _MODULE).get(_MODEL_PARALLEL, len(names)))
-        if len(names) != saved:  # DeepSpeed would take it for a checkpoint of fewer model-parallel ranks
+        if len(names) != saved:  # DeepSpeed would load it as a checkpoint of fewer model-parallel ranks
             raise CheckpointError(
                 f"{self.folder} has {len(names)} of {saved} files of model-parallel ranks, the first is {names[0]}."
             )
@@ -83,12 +83,12 @@ class Check:
             module = self._files.inspect(file, _MODULE)
             if strict is not None:
                 self._check_module(file, module, strict)
-                # With MoE layers, those of a stage are in one file.
+                # With MoE layers, all layers of a stage are in one file.
                 if self._engine.pipeline_parallelism and not self._engine.has_moe_layers:
                     self._check_layers(strict)
             if self.states:
                 self._check_order(file, module)
-            # DeepSpeed refuses another number of ranks, but only the number that shards the states matters.
+            # DeepSpeed refuses another number of ranks, but only the number that shards states matters.
             ranks = {"dp_world_size": self._engine.seq_dp_world_size}
             self._files.amendments[file] = ranks | self._frozen(module)
         if self.states:
@@ -97,24 +97,24 @@ class Check:
             self._check_all_shards()
 
     def _frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return frozen parameters as any rank may load them.
+        """Return frozen parameters that any rank may load.
 
-        DeepSpeed saves experts of one rank among them. Instead of these there are this rank's own ones, which come
-        from their files.
+        DeepSpeed saves one rank's experts among them. They are replaced by this rank's own parameters, which are
+        loaded from expert files.
         """
         saved = state.get(FROZEN_PARAM_FRAGMENTS)
         if not saved or self._engine.zero_optimization_partition_weights():
             return {}
-        own = dict(self._engine.module.named_parameters())
-        experts = own.keys() - set(outside_experts(self._engine, own))
-        return {FROZEN_PARAM_FRAGMENTS: {**saved, **{name: own[name] for name in experts}}}
+        params = dict(self._engine.module.named_parameters())
+        experts = params.keys() - set(outside_experts(self._engine, params))
+        return {FROZEN_PARAM_FRAGMENTS: {**saved, **{name: params[name] for name in experts}}}
 
     # The module #######################################################################################
 
     def _check_module(self, file: str, state: Mapping[str, Any], strict: bool) -> None:
-        """Compare names and shapes before torch does. Torch reports a mismatch only after it has copied the rest.
+        """Compare names and shapes before torch, which reports a mismatch only after it has copied the rest.
 
-        Modules with a load of their own are left to torch.
+        Modules with their own load function are not checked.
         """
         module, saved = self._engine.module, state[_MODULE]
         experts = {
@@ -123,23 +123,23 @@ class Check:
         }
         if saved is None or any(_loads_itself(part) for part in module.modules()):
             return
-        if self._engine.zero_optimization_partition_weights():  # the module shows no shapes
+        if self._engine.zero_optimization_partition_weights():  # saved partitioned parameters have no elements
             groups = [*(state.get(PARAM_SHAPES) or ()), state.get(FROZEN_PARAM_SHAPES) or {}]
             shapes = {name: tuple(shape) for group in groups for name, shape in group.items()}
         else:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
-        own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
-        own.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
+        model_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+        model_shapes.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
         for path, (values, wanted) in experts.items():
-            found = {name: tuple(value.shape) for name, value in values.items() if hasattr(value, "shape")}
-            differing = sorted(name for name in wanted.keys() | found if wanted.get(name) != found.get(name))
+            actual = {name: tuple(value.shape) for name, value in values.items() if hasattr(value, "shape")}
+            differing = sorted(name for name in wanted.keys() | actual if wanted.get(name) != actual.get(name))
             if differing:
                 raise CheckpointError(
                     f"{path} does not fit the model's experts: of {len(wanted)} names {len(differing)} are missing, "
                     f"unexpected or have another shape, the first is {differing[0]!r}."
                 )
-        own = {name: own[name] for name in outside_experts(self._engine, own)}
-        self._compare(file, module, own, shapes, strict, saved.keys())
+        model_shapes = {name: model_shapes[name] for name in outside_experts(self._engine, model_shapes)}
+        self._compare(file, module, model_shapes, shapes, strict, saved.keys())
 
     def _compare(
         self,
@@ -150,13 +150,13 @@ class Check:
         strict: bool,
         names: Iterable[str],
     ) -> None:
-        """Compare the shapes, and the names that a module would save, with those in a file."""
-        wanted = set(outside_experts(self._engine, module.state_dict()))
-        differing = sorted(set(names) ^ wanted) if strict else []
+        """Compare a module's shapes, and the names that it would save, with those in a file."""
+        expected = set(outside_experts(self._engine, module.state_dict()))
+        differing = sorted(set(names) ^ expected) if strict else []
         differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
         if differing:
             raise CheckpointError(
-                f"{file} does not fit the model: of {len(wanted)} names {len(differing)} are missing, unexpected or "
+                f"{file} does not fit the model: of {len(expected)} names {len(differing)} are missing, unexpected or "
                 f"have another shape, the first is {differing[0]!r}."
             )
 
@@ -171,18 +171,18 @@ class Check:
                 missing = pipeline.ckpt_layer_path(str(self.folder), index)
                 raise CheckpointError(f"{missing} is missing, which has layer {pipeline._local_start + index}.")
             saved = [self._files.inspect(file) for file in files]
-            own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
-            if len(saved) == 1:  # DeepSpeed merges or splits several, which are of tensor-parallel ranks
+            layer_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
+            if len(saved) == 1:  # DeepSpeed merges or splits several files, one for each tensor-parallel rank
                 shapes = {name: tuple(value.shape) for name, value in saved[0].items() if hasattr(value, "shape")}
-                self._compare(files[0], layer, own, shapes, strict, saved[0].keys())
+                self._compare(files[0], layer, layer_shapes, shapes, strict, saved[0].keys())
 
     def _check_order(self, file: str, state: Mapping[str, Any]) -> None:
         """Compare the order in which DeepSpeed flattened parameters with the order in which it will load them."""
-        saved, own = (
+        saved, current = (
             [(name, tuple(shape)) for group in groups for name, shape in group.items()]
             for groups in (state.get(PARAM_SHAPES) or (), self._engine._get_zero_param_shapes())
         )
-        if saved and (difference := first_difference(saved, own, self._engine.param_names.values())):
+        if saved and (difference := first_difference(saved, current, self._engine.param_names.values())):
             raise CheckpointError(
                 f"{file} is of another model, or of parameters in another order (round_robin_gradients, parameter "
                 f"groups), by which DeepSpeed loads the optimizer's states: {difference}.{self._saved_as()}"
@@ -212,7 +212,7 @@ class Check:
             ) from error
 
     def _check_all_shards(self) -> None:
-        """Check this rank's share of all shards, since weights without optimizer states come from all of them."""
+        """Check this rank's share of all shards: weights without optimizer states are loaded from all of them."""
         names = sorted(self.folder.glob("*_optim_states.pt"))
         if not names:
             raise CheckpointError(f"{self.folder} has no files *_optim_states.pt, which hold the weights.")
@@ -225,21 +225,21 @@ class Check:
     # All files ########################################################################################
 
     def _check_saves(self) -> None:
-        """Raise on all ranks unless all files are of the same save. Collective."""
+        """Raise on all ranks unless all files belong to the same save. Collective."""
         ids = {name: int(header.get("save_id", 0)) for name, header in self._files.headers.items()}
         error: CheckpointError | None = None
         if len(set(ids.values())) > 1:
             error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
         raise_together(error, CheckpointError)
-        mine = next(iter(ids.values()), _LARGEST)
-        if mine not in (all_reduce_min(mine), _LARGEST):
+        save_id = next(iter(ids.values()), _LARGEST)
+        if save_id not in (all_reduce_min(save_id), _LARGEST):
             error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
         raise_together(error, CheckpointError)
 
     # Advice ###########################################################################################
 
     def _other_precision(self, file: Path) -> str:
-        """Return advice if the file exists under its name with bf16, or without; empty if it does not."""
+        """Return advice if the file exists with, or without, the prefix of bf16; empty if it does not."""
         prefix = "bf16_"
         other = file.name.removeprefix(prefix) if file.name.startswith(prefix) else prefix + file.name
         if not file.with_name(other).exists():
@@ -247,7 +247,7 @@ class Check:
         return f" But {other} is there: bf16.enabled must be what it was when it was saved."
 
     def _saved_as(self) -> str:
-        """Return how the checkpoint was saved, as far as is known, and what to do."""
+        """Return a message on how the checkpoint was saved, if known, and on its conversion."""
         header = next(filter(None, self._headers()), None)
         saved = " It"
         if header:
@@ -291,11 +291,11 @@ class UniversalCheck(Check):
         universal.check(self._engine, self.folder, self._files.inspect, self.states, self.untrained)
 
     def _check_saves(self) -> None:
-        """Check nothing, since the files of a conversion have no save in common."""
+        """Do nothing, because files of a conversion do not record a save."""
 
 
 def _loads_itself(module: nn.Module) -> bool:
-    """Return whether a module may rename, drop or resize entries when it loads."""
-    own = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-    hooks = (getattr(one, "hook", one) for one in module._load_state_dict_pre_hooks.values())
-    return own or not all(isinstance(hook, BeforeUse) for hook in hooks)
+    """Return whether a module may rename, drop or resize entries during a load."""
+    overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+    hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
+    return overridden or not all(isinstance(hook, BeforeUse) for hook in hooks)

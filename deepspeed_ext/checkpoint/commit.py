@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a save: all ranks have written their files, or none of them counts."""
+"""The commit of a save: either all ranks have written their files, or the checkpoint is not replaced."""
 
 import threading
 import time
@@ -22,14 +22,14 @@ _DOING = "the checkpoint could not be saved"
 
 @dataclass(frozen=True)
 class Commit:
-    """What is left of a save when files have been written. See ``folder.py``.
+    """The last phase of a save, after files have been written. See ``folder.py``.
 
     Attributes:
-        folder: of the tag, prepared.
-        first: whether this rank does the work that is done once per file system.
+        folder: the prepared folder of the tag.
+        first: whether this rank does the work that is needed once per file system.
         shared: whether all ranks write to the same file system.
-        latest: whether the file ``latest`` is to name the tag.
-        memory_of: configuration of the run, whose saves in memory are older then, and removed; None to keep them.
+        latest: whether the file ``latest`` should name the tag.
+        memory_of: configuration of the run whose in-memory saves are now outdated and removed; None to keep them.
     """
 
     folder: CheckpointFolder
@@ -43,8 +43,8 @@ class Commit:
 
         Args:
             written: the number of files that this rank has written.
-            error: why it could not write one.
-            over: how ranks agree.
+            error: the error of a file that it could not write.
+            over: the channel between ranks.
 
         Raises:
             CheckpointError: on all ranks, if one of them could not write. The previous checkpoint is untouched.
@@ -56,50 +56,50 @@ class Commit:
             if self.shared:
                 self._on_first(lambda: _require_all(folder, total), over)
             self._on_first(folder.publish, over)
-            if self.latest:
+            if self.latest:  # only now: a save that is killed in between leaves ``latest`` naming a complete folder
                 self._on_first(folder.point, over)
-        except CheckpointError as failure:  # on all ranks: none may go on and read ``latest`` before it is restored
+        except CheckpointError as failure:  # on all ranks: no rank may read ``latest`` before it is restored
             self.revert(failure, over)
             raise
-        if self.first:
+        if self.first:  # only now, because `revert` would need the replaced folder
             folder.clear()
         if self.memory_of is not None:
             forget(self.memory_of, folder.save_dir)
 
     def expect(self, waiting: Sequence[tuple[object, str, str]]) -> None:
-        """Called when it is known what files will hold, before they are written beside the training. Collective.
+        """Called once the content of files is known, before they are written in the background. Collective.
 
         Args:
-            waiting: content, place and path of the files of this rank.
+            waiting: content, staging path and final path of this rank's files.
 
         Raises:
             CheckpointError: on all ranks, if they cannot be written.
         """
 
     def prepare(self, over: Channel) -> None:
-        """Make the staging folder. Collective.
+        """Create the staging folder. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if it cannot be made.
+            CheckpointError: on all ranks, if it cannot be created.
         """
-        self.folder.use_token(over.broadcast_text(new_token(), 0))
+        self.folder.use_token(over.broadcast_text(new_token(), 0))  # all ranks must use the same staging folder
         self._on_first(self.folder.prepare, over)
 
     def revert(self, failure: Exception, over: Channel) -> None:
-        """Put back what was there. Collective.
+        """Restore the previous checkpoint. Collective.
 
         Raises:
-            CheckpointError: on all ranks, if that fails, too.
+            CheckpointError: on all ranks, if that fails as well.
         """
         self._on_first(self.folder.revert, over, f"{failure}; what was there could not be put back")
 
     def abandon(self) -> None:
-        """Put back what was there, where ranks may no longer communicate, whatever has failed. Not collective."""
+        """Restore the previous checkpoint when ranks may no longer communicate. Not collective."""
         if self.first:
             self.folder.abandon()
 
     def _on_first(self, act: Callable[[], None], over: Channel, doing: str = _DOING) -> None:
-        """Do what is done once per file system, or raise on all ranks. Collective."""
+        """Run ``act`` once per file system, and raise on all ranks if it fails. Collective."""
 
         def guarded() -> None:
             try:
@@ -107,7 +107,8 @@ class Commit:
             except Exception:
                 raise
             except BaseException as error:
-                # Of the main thread it is the script's own, or Ctrl-C. Another one must not leave ranks that wait.
+                # In the main thread it is raised by the script or by Ctrl-C. In a writer thread, an error that is not
+                # shared with the other ranks would make them wait for this rank.
                 if threading.current_thread() is threading.main_thread():
                     raise
                 raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
@@ -116,13 +117,13 @@ class Commit:
 
 
 def _require_all(folder: CheckpointFolder, expected: int) -> None:
-    """Wait until this rank sees all files that ranks have written; a network file system may show them late."""
+    """Wait until this rank sees the files of all ranks, which may appear late on a network file system."""
     for _ in range(_LOOKS):
-        found = folder.files()
-        if found >= expected:
+        count = folder.files()
+        if count >= expected:
             return
         time.sleep(1.0)
     raise CheckpointError(
-        f"of {expected} files that all ranks have written rank 0 sees {found} in {folder.staging}: {folder.save_dir} "
+        f"of {expected} files that all ranks have written rank 0 sees {count} in {folder.staging}: {folder.save_dir} "
         f"must be on a file system that all nodes share, or checkpoint.use_node_local_storage must be true."
     )

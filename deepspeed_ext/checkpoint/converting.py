@@ -1,23 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a checkpoint when it is loaded, if it is sharded otherwise than the run.
+"""Converts a checkpoint during a load if its sharding differs from the run's.
 
 Note [Converted checkpoints]
     With ``"checkpoint": {"load_universal": true}``, a run that lost a node, or has another strategy, continues from
-    its ordinary checkpoint D/T. A checkpoint that fits is loaded as it is, bit for bit. Otherwise the first rank runs
-    ``python -m deepspeed_ext convert`` to make D/T_converted, and all ranks load that. The converted folder appears
-    complete or not at all. It records the files that it was made from, and is used again as long as these are the
-    same. Only the newest one is kept, and those that other jobs are loading. A universal checkpoint that the user has
-    made is loaded as DeepSpeed does.
+    its ordinary checkpoint D/T. A checkpoint that fits is loaded unchanged, bit for bit. Otherwise the first rank runs
+    ``python -m deepspeed_ext convert`` to create D/T_converted, and all ranks load that. The converted folder appears
+    complete or not at all. It records its source files, and is reused as long as these do not change. Only the newest
+    one is kept, and those that other jobs are loading. A universal checkpoint that the user converted is loaded as in
+    DeepSpeed.
 
-    Several jobs may load one checkpoint at the same time. Each converts it in a folder of its own (``owned.py``); the
-    first one that is done renames its result to D/T_converted, and the others use that.
+    Several jobs may load one checkpoint at the same time. Each converts it in its own folder (``owned.py``). The first
+    job to finish renames its result to D/T_converted, and the others use that.
 
-    Converting may take minutes, longer than a collective may wait. So the other ranks watch the disk, not the network.
-    While the first rank is at work, it keeps changing the time of a file, and it removes the file at the end, for
-    which a full disk has room, too. If the file stops changing, that rank has died, and the others raise. They look
-    for changes and not at times, since the clocks of hosts differ, and less and less often, since they may be many.
-    They count only the time in which they could look, since a file server may stall all of them.
+    Conversion may take minutes, longer than a collective may wait. So the other ranks poll the disk, not the network.
+    While the first rank is converting, it keeps updating the time of a file. It removes the file at the end, which
+    also works on a full disk. If the file stops changing, that rank has died, and the others raise. They compare times
+    for changes only, because the clocks of hosts differ, and at growing intervals, because there may be many ranks.
+    They count only time during which they could poll, because a file server may stall all of them.
 """
 
 import contextlib
@@ -40,15 +40,15 @@ from deepspeed_ext.checkpoint.owned import OwnedFolder, claim, hold, new_token, 
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 
 SUFFIX = "_converted"
-_SOURCE = "converted_from.json"  # names, sizes and times of the files that were converted
-_AT_WORK = "at_work"  # its time changes every second while the first rank is at work
+_SOURCE = "converted_from.json"  # names, sizes and times of the source files
+_AT_WORK = "at_work"  # its time changes every second while the first rank is converting
 _BEAT = 1.0  # seconds between two changes
-_LOOKS = 0.2  # seconds between the first two looks of the other ranks
-_LONGER, _RAREST = 1.2, 10.0  # by which factor each pause between looks is longer, up to so many seconds
+_LOOKS = 0.2  # seconds of the other ranks' first polling interval
+_LONGER, _RAREST = 1.2, 10.0  # growth factor of the polling interval, and its maximum in seconds
 _SILENT = 60.0  # seconds without a change after which the first rank counts as dead
-_VISIBLE = 60.0  # seconds until other nodes see what one has written; NFS may take so long
-_SHOWN = 2000  # last characters of the converter's output that an error shows
-# ``-m`` would import from the current folder, and Python 3.10 has no ``-P``. The package may be no installed one.
+_VISIBLE = 60.0  # seconds until a new file is visible on other nodes; NFS may take this long
+_SHOWN = 2000  # last characters of the converter's output in an error message
+# ``-m`` would import from the current folder, and Python 3.10 has no ``-P``. The package may not be installed.
 _RUN = """
 import sys
 sys.path[:] = [path for path in sys.path if path] + [sys.argv.pop(1)]
@@ -58,7 +58,7 @@ main()
 
 
 def is_universal(folder: Path) -> bool:
-    """Return whether a checkpoint is universal: whether it has a folder for each parameter."""
+    """Return whether a checkpoint is universal: it has a folder for each parameter."""
     return (folder / "zero").is_dir()
 
 
@@ -70,15 +70,15 @@ def converted(load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
     Args:
         load_dir: a folder on a file system that all ranks share.
         tag: of the ordinary checkpoint.
-        why: why it cannot be loaded as it is.
+        why: the error of a load without conversion.
 
     Returns:
-        The tag of the universal checkpoint; on the first rank, what keeps other jobs from removing it until it is
+        The tag of the universal checkpoint; on the first rank, a lease that keeps other jobs from removing it until
         closed.
 
     Raises:
-        CheckpointError: on all ranks, if it cannot be converted; nothing is left of the attempt. If the first rank has
-            died or cannot write, each rank raises its own.
+        CheckpointError: on all ranks, if it cannot be converted; the attempt is removed. If the first rank has died or
+            cannot write, each rank raises its own error.
     """
     folder = Path(load_dir, tag)
     target = folder.with_name(folder.name + SUFFIX)
@@ -92,6 +92,7 @@ def converted(load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
         run_on_all_or_raise(
             lambda: _begin(owned, at_work) if first else None, f"{owned.path} cannot be written", CheckpointError
         )
+        # A rank that does not see the file yet would assume in `_wait` that the conversion has ended.
         run_on_all_or_raise(lambda: _find(at_work), f"{owned.path} is not seen by all ranks", CheckpointError)
         problem = ""
         if first:
@@ -115,21 +116,21 @@ def _signature(folder: Path) -> list[list[str | int]]:
 
 
 def _current(folder: Path, target: Path) -> IO[str] | None:
-    """Return a lease of the conversion that is there, if it was made of the files that are there."""
+    """Return a lease of the existing conversion, if its source files have not changed."""
     if not (target / _SOURCE).is_file():
         return None
     lease = hold(target)
-    with contextlib.suppress(FileNotFoundError, ValueError):  # another job replaces it
+    with contextlib.suppress(FileNotFoundError, ValueError):  # another job is replacing it
         if lease is not None and json.loads((target / _SOURCE).read_text()) == _signature(folder):
             return lease
     return None
 
 
 def _begin(owned: OwnedFolder, at_work: Path) -> None:
-    """Make an empty folder to convert into.
+    """Create an empty folder to convert into.
 
     Raises:
-        CheckpointError: something else has the name of the converted folder.
+        CheckpointError: the name of the converted folder is taken.
     """
     if os.path.lexists(owned.place) and not (owned.place / _SOURCE).is_file():
         raise CheckpointError(f"{owned.place} is there, and no load has made it: remove or rename it.")
@@ -153,13 +154,13 @@ def _find(at_work: Path) -> None:
 
 
 def _convert(folder: Path, owned: OwnedFolder, at_work: Path) -> tuple[IO[str] | None, str]:
-    """Run the converter, and show the other ranks when it has ended.
+    """Run the converter, then signal its end to the other ranks.
 
     Returns:
-        A lease of the converted folder; why it could not be made, empty if it was.
+        A lease of the converted folder; the error message, empty if there is none.
 
     Raises:
-        CheckpointError: the other ranks cannot be shown. They find out on their own, and this rank must not wait.
+        CheckpointError: the end cannot be signaled. The other ranks time out, and this rank must not wait for them.
     """
     lease, problem = None, ""
     with _showing_work(at_work):
@@ -177,10 +178,10 @@ def _convert(folder: Path, owned: OwnedFolder, at_work: Path) -> tuple[IO[str] |
 
 
 def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
-    """Convert a checkpoint, and put the result in place, unless another job has done so; return a lease of it.
+    """Convert a checkpoint, and publish the result unless another job has done so; return a lease of it.
 
     Raises:
-        CheckpointError: the converter has failed; with the end of its output.
+        CheckpointError: the converter failed; the message has the end of its output.
     """
     signature = _signature(folder)
     packages = str(Path(__file__).parents[2])
@@ -198,20 +199,20 @@ def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
         raise CheckpointError(f"{command} has failed: {done.stdout[-_SHOWN:].strip()}")
     (owned.made / _SOURCE).write_text(json.dumps(signature))
     lease = claim(owned.made, shared=True)
-    others = _current(folder, owned.place)
-    if others is None:
+    other_lease = _current(folder, owned.place)
+    if other_lease is None:
         try:
             owned.put_in_place()
         except OSError:  # another job has just done so
-            others = _current(folder, owned.place)
-            if others is None:
+            other_lease = _current(folder, owned.place)
+            if other_lease is None:
                 raise
-    return lease if others is None else others
+    return lease if other_lease is None else other_lease
 
 
 @contextlib.contextmanager
 def _showing_work(at_work: Path) -> Iterator[None]:
-    """Show the other ranks, within this context, that this one is at work."""
+    """Update the file's time within this context, to signal progress to the other ranks."""
     over = threading.Event()
 
     def show() -> None:
@@ -229,16 +230,16 @@ def _showing_work(at_work: Path) -> Iterator[None]:
 
 
 def _wait(folder: Path, at_work: Path) -> None:
-    """Wait until the first rank has ended its work.
+    """Wait until the first rank has finished converting.
 
     Raises:
-        CheckpointError: the first rank has died. Every other rank finds this on its own; none may wait for that one.
+        CheckpointError: the first rank has died. Each other rank detects this alone; none may wait for that rank.
     """
     seen, silent, pause = 0, 0.0, _LOOKS
     while True:
         shown = seen
         try:
-            with at_work.open("rb") as file:  # opening it makes NFS fetch what another node has written
+            with at_work.open("rb") as file:  # opening it makes NFS fetch changes from other nodes
                 shown = os.fstat(file.fileno()).st_mtime_ns
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of expert parallelism in checkpoints: DeepSpeed writes a file for each expert, beside that of the module."""
+"""Experts of expert parallelism in checkpoints: DeepSpeed writes a file for each expert, apart from the module's."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -12,28 +12,28 @@ from deepspeed.utils import groups
 from deepspeed_ext.comm.agreement import all_gather_texts
 from deepspeed_ext.deepspeed_types import Engine
 
-EXPERT_ORDER = "data_before_experts"  # in the header of saved files: what the function of that name returned
+EXPERT_ORDER = "data_before_experts"  # in the header of saved files: the result of the function with that name
 
 
 def data_before_experts(engine: Engine) -> bool:
-    """Return whether neighboring ranks have the same experts, rather than different ones."""
+    """Return whether neighboring ranks have the same experts."""
     return bool(engine.has_moe_layers and engine._config.use_data_before_expert_parallel_)
 
 
 def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
-    """Return the names of a module's entries that are in its own file, not in those of experts."""
-    found: dict[str, Any] = dict.fromkeys(names)
-    return list(engine._get_non_moe_state_dict(found)) if engine.has_moe_layers else list(found)
+    """Return the names of a module's entries that are in its own file, not in expert files."""
+    entries: dict[str, Any] = dict.fromkeys(names)
+    return list(engine._get_non_moe_state_dict(entries)) if engine.has_moe_layers else list(entries)
 
 
 def model_key(engine: Engine) -> str:
-    """Return a text that only models have whose parameters have the same names and shapes, but for experts.
+    """Return a hash of the names and shapes of a model's parameters, without experts.
 
     Collective over all ranks, which have different parameters in pipelines and with tensor parallelism.
     """
-    shapes = {name: tuple(getattr(one, "ds_shape", one.shape)) for name, one in engine.module.named_parameters()}
-    own = [(name, shapes[name]) for name in sorted(outside_experts(engine, shapes))]
-    return _digest("".join(sorted(set(all_gather_texts(_digest(repr(own)))))))
+    shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in engine.module.named_parameters()}
+    entries = [(name, shapes[name]) for name in sorted(outside_experts(engine, shapes))]
+    return _digest("".join(sorted(set(all_gather_texts(_digest(repr(entries)))))))
 
 
 def _digest(text: str) -> str:
@@ -41,7 +41,7 @@ def _digest(text: str) -> str:
 
 
 def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """Yield the files of this rank's experts, each with the shapes that it must have, by name.
+    """Yield the files of this rank's experts, each with its expected names and shapes.
 
     If parameters are sharded, there are no such files: experts are in the shards.
     """
@@ -62,23 +62,23 @@ def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str,
 
 
 def _shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield names and shapes in the file of an expert; names have its number among all experts."""
+    """Yield names and shapes in an expert's file; names contain its number among all experts."""
     if isinstance(module, MoE):
-        own = module.deepspeed_moe.experts.deepspeed_experts[local]
+        local_expert = module.deepspeed_moe.experts.deepspeed_experts[local]
         start = f"{prefix}deepspeed_moe.experts.deepspeed_experts.{expert}."
-        yield from ((start + name, tuple(value.shape)) for name, value in own.state_dict().items())
+        yield from ((start + name, tuple(value.shape)) for name, value in local_expert.state_dict().items())
         return
     for name, value in module.experts.named_parameters():
         yield f"{prefix}experts.{name}.{expert}", tuple(value.shape[1:])
 
 
 def _family(module: Any) -> str:
-    """Return the name of DeepSpeed's group of a layer's experts; empty for any other module."""
+    """Return the name of DeepSpeed's process group for a layer's experts; empty for any other module."""
     if isinstance(module, MoE):
         return str(module.expert_group_name)
     return str(module.ep_group_name) if is_autoep(module) else ""
 
 
 def is_autoep(module: Any) -> bool:
-    """Return whether AutoEP has put a layer in the place of a mixture."""
+    """Return whether a module is a layer with which AutoEP replaced a mixture."""
     return type(module).__name__ == "AutoEPMoELayer"

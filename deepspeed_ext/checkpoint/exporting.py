@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``export_weights``: the weights of a whole model as safetensors, of which no rank holds more than a module.
+"""``export_weights``: a full model as safetensors; no rank gathers more than one module at a time.
 
-1. All ranks divide the model into files, and files among the ranks that write (``weights.py``).
-2. They gather one module after the other, for each file in turn. Whoever writes the file copies what
-   it is made of to buffers on the host, which a thread writes under the next gathers (``host_writer.py``).
-3. ``Export.wait`` waits for the threads of all ranks. Then the folder appears, as a checkpoint does (``folder.py``).
+1. All ranks divide the model into files, and files among the writer ranks (``weights.py``).
+2. They gather one module after the other, for each file in turn. The file's writer copies the weights to host
+   buffers, which a thread writes during the next gathers (``host_writer.py``).
+3. ``Export.wait`` waits for the threads of all ranks. Then it publishes the folder, like a checkpoint (``folder.py``).
 
-Where all ranks have all weights (p = N, and no experts elsewhere), a rank writes its files without any gather.
+If all ranks have all weights (p = N, and no experts on other ranks), a rank writes its files without any gather.
 """
 
 import os
@@ -50,12 +50,12 @@ _under_way: "weakref.WeakKeyDictionary[Engine, Export]" = weakref.WeakKeyDiction
 
 
 class Export:
-    """An export whose weights are gathered, and which may still be written.
+    """An export whose weights are gathered, but possibly not yet written.
 
     Args:
-        folder: that appears.
-        files: all of the export; not kept, since they lead to the engine by whose entry an export is held.
-        writer: of this rank.
+        folder: the folder to publish.
+        files: all files; not kept, because they refer to the engine, whose entry in ``_under_way`` keeps this export.
+        writer: this rank's writer.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[TensorFile], writer: HostWriter) -> None:
@@ -65,14 +65,14 @@ class Export:
 
     @property
     def done(self) -> bool:
-        """Whether this rank has written its files. The folder appears in ``wait``."""
+        """Whether this rank has written its files. ``wait`` publishes the folder."""
         return self._writer.done
 
     def wait(self) -> None:
-        """Wait until all ranks have written, and let the folder appear. Collective over all ranks, once.
+        """Wait until all ranks have written, and publish the folder. Collective over all ranks, once.
 
         Raises:
-            CheckpointError: on all ranks, if one of them could not write. What was in the folder is untouched.
+            CheckpointError: on all ranks, if one of them could not write. The folder's previous content is untouched.
         """
         if self._waited:
             return
@@ -117,54 +117,54 @@ def export_weights(
     host_bytes: int | None = None,
     asynchronous: bool = False,
 ) -> Export:
-    """Write the weights of a whole model as safetensors: ``model.safetensors``, or several files and their index.
+    """Write the weights of a full model as safetensors: ``model.safetensors``, or several files and their index.
 
-    They are those that the next forward would use. A tied weight is in the file once, under its first name. With an
-    outer optimizer they are what all groups have agreed on last. No step may run meanwhile, for all weights are of one
-    step: when this returns, all have been gathered, and training may go on.
+    The weights are those of the next forward. A tied weight is written once, under its first name. With an outer
+    optimizer, the outer weights are written. No step may run during this call, so all weights are of one step. When it
+    returns, all weights have been gathered, and training may continue.
 
-    The folder appears, or its weights are replaced, when all is written; all other files in it stay. Collective over
-    all ranks, with the same arguments.
+    The folder appears, or its weights are replaced, after all files are written; other files in it stay. Collective
+    over all ranks, with the same arguments.
 
     Args:
-        engine: DeepSpeed's, with a strategy of ours or not; between two steps.
-        folder: in which ``transformers`` finds the weights, on a file system that the ranks which write share.
-        dtype: in which floating-point weights and buffers are written; None: in that of each.
-        exclude_frozen_parameters: leave out parameters without gradients.
-        max_shard_bytes: of a file, unless a single weight has more.
-        writers: how many ranks write; None: those of the first node.
-        host_bytes: of host memory that a rank which writes takes; where it is full, gathers wait. None: 256 MiB, and
-            if ``asynchronous`` as much more as the rank writes, so that nothing waits.
-        asynchronous: return when all weights are gathered, though they may not be written yet. The folder appears in
-            ``Export.wait``, which the next export or save of this engine calls first.
+        engine: a DeepSpeed engine, with or without a strategy; between two steps.
+        folder: folder for ``transformers``, on a file system that the writer ranks share.
+        dtype: dtype of floating-point weights and buffers in the files; None keeps each dtype.
+        exclude_frozen_parameters: omit parameters without gradients.
+        max_shard_bytes: maximum bytes of a file, unless a single weight has more.
+        writers: number of writer ranks; None: the ranks of the first node.
+        host_bytes: bytes of host memory of a writer rank; if they are full, gathers wait. None: 256 MiB, plus all
+            bytes that the rank writes if ``asynchronous``, so that nothing waits.
+        asynchronous: return when all weights are gathered, possibly before they are written. ``Export.wait`` publishes
+            the folder; the next export or save of this engine calls it first.
 
     Returns:
-        The export, which has ended unless it is ``asynchronous``.
+        The export, which is complete unless it is ``asynchronous``.
 
     Raises:
-        CheckpointError: on all ranks, if one of them could not write, in this export, or in the last export or save
-            that nobody has waited for. What was in the folder is untouched.
-        NotImplementedError: nobody can put the model together; see ``weights_of``.
+        CheckpointError: on all ranks, if one of them could not write, in this export, or in the last export or save,
+            if it was never waited for. The folder's previous content is untouched.
+        NotImplementedError: the full model cannot be assembled; see ``weights_of``.
         RuntimeError: parameters are offloaded.
-        ValueError: an argument has no meaning.
+        ValueError: an argument is out of range.
     """
     finish_last(engine)
     if isinstance(engine.checkpoint_engine, CheckpointFiles):
-        engine.checkpoint_engine.finish()  # the save that runs may have set aside what ``prepare`` would put back
-    place = Path(os.path.abspath(folder))
-    asked = f"{place}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
+        engine.checkpoint_engine.finish()  # a running save may have renamed a folder that ``prepare`` would restore
+    path = Path(os.path.abspath(folder))
+    asked = f"{path}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
     asked = f"{asked}, max_shard_bytes={max_shard_bytes}, writers={writers}, asynchronous={asynchronous}"
     require_same("what an export is asked for", asked, CheckpointError)
     count = _number_of_writers(writers, max_shard_bytes)
     _require_parameters(engine)
     files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
-    target = CheckpointFolder(place.parent, place.name, NAMES)
+    target = CheckpointFolder(path.parent, path.name, NAMES)
     target.use_token(broadcast_text(new_token(), 0))
     first = dist.get_rank() == 0
     run_on_all_or_raise(lambda: target.prepare() if first else None, _DOING, CheckpointError)
     if host_bytes is None:
-        mine = sum(weight.nbytes for file in files if file.writer == dist.get_rank() for weight in file.weights)
-        host_bytes = _HOST_BYTES + (mine if asynchronous else 0)
+        own_bytes = sum(weight.nbytes for file in files if file.writer == dist.get_rank() for weight in file.weights)
+        host_bytes = _HOST_BYTES + (own_bytes if asynchronous else 0)
     export = Export(target, files, _write(engine, target, files, count, host_bytes))
     if asynchronous:
         _under_way[engine] = export
@@ -174,7 +174,7 @@ def export_weights(
 
 
 def _number_of_writers(asked: int | None, max_shard_bytes: int) -> int:
-    """Return how many ranks write: by default those of the first node. Collective."""
+    """Return the number of writer ranks: by default those of the first node. Collective."""
     ranks = dist.get_world_size()
     writers = int(broadcast_text(os.environ.get("LOCAL_WORLD_SIZE", "1"), 0)) if asked is None else asked
     if not 1 <= writers <= ranks or max_shard_bytes < 1:
@@ -186,7 +186,7 @@ def _number_of_writers(asked: int | None, max_shard_bytes: int) -> int:
 
 
 def finish_last(engine: Engine) -> None:
-    """Wait for the last export of an engine. A save calls it first: no two may write to a folder and its neighbors.
+    """Wait for an engine's last export. A save calls it first, as only one may write to a folder and its neighbors.
 
     Collective over all ranks.
 
@@ -201,7 +201,7 @@ def finish_last(engine: Engine) -> None:
 def _write(
     engine: Engine, folder: CheckpointFolder, files: Sequence[TensorFile], writers: int, host_bytes: int
 ) -> HostWriter:
-    """Gather all weights, and hand this rank's to a thread that writes them; return that."""
+    """Gather all weights, and pass this rank's to a writer thread; return the writer."""
     rank = dist.get_rank()
     writer = run_on_all_or_raise(lambda: HostWriter(host_bytes), "no thread could be started", CheckpointError)
     try:
@@ -212,7 +212,7 @@ def _write(
                 writer.put(folder.staging / file.name, 0, torch.frombuffer(bytearray(begin), dtype=torch.uint8))
         with torch.no_grad(), outer_weights(engine):
             if hasattr(engine.optimizer, "checkpoint_event_prologue"):
-                engine.optimizer.checkpoint_event_prologue()  # nothing is under way, nor gathered, after it
+                engine.optimizer.checkpoint_event_prologue()  # completes transfers, and partitions parameters
             for file, unit in interleaved(files, writers):
                 if file.writer != rank and not any(weight.collective for weight in unit):
                     continue
@@ -223,7 +223,7 @@ def _write(
                             if file.writer == rank:
                                 offset = writer.put(folder.staging / file.name, offset, part, weight.dtype)
     finally:
-        writer.finish()
+        writer.finish()  # also after an error, or the thread would never end
     return writer
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes and reads the files of a checkpoint: takes the place of torch's checkpoint engine in DeepSpeed."""
+"""Writes and reads the files of a checkpoint: replaces DeepSpeed's ``TorchCheckpointEngine``."""
 
 import os
 import zipfile
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
 HEADER = "paro"
-"""Our key in each file of a checkpoint, beside DeepSpeed's; it says what saved it. See ``CheckpointFiles.saving``."""
+"""Key of the header in each file of a checkpoint, which identifies the save. See ``CheckpointFiles.saving``."""
 
 
 def wrap(engine: CheckpointEngine, aside: "Callable[[], AsyncSaves] | None" = None) -> CheckpointEngine:
-    """Replace DeepSpeed's checkpoint engine by ours. If it is not torch's, return it as it is, with a warning.
+    """Replace DeepSpeed's torch checkpoint engine; return any other engine unchanged, with a warning.
 
     Args:
-        engine: DeepSpeed's.
-        aside: makes what writes saves beside the training; None to write at once.
+        engine: DeepSpeed's checkpoint engine.
+        aside: creates the asynchronous saves; None to save synchronously.
     """
     if type(engine) is TorchCheckpointEngine:
         return CheckpointFiles(engine, aside and aside())
@@ -47,13 +47,13 @@ def wrap(engine: CheckpointEngine, aside: "Callable[[], AsyncSaves] | None" = No
 
 
 def holds_parameters_only(path: str) -> bool:
-    """Return whether a file is a pipeline's layer, since there DeepSpeed takes every key for a parameter."""
+    """Return whether a file is a pipeline's layer, in which DeepSpeed treats every key as a parameter."""
     return Path(path).name.startswith("layer_")
 
 
 def inspect(path: str | os.PathLike[str]) -> Any:
     """Return the content of a checkpoint's file; its tensors stay on disk."""
-    # A file that is no zip archive was saved with checkpoint_serialization false, or is truncated.
+    # A file that is not a zip archive was saved with checkpoint_serialization false, or is truncated.
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
@@ -61,7 +61,7 @@ def checked(path: str | os.PathLike[str], *keys: str) -> Any:
     """Return the content of a checkpoint's file; its tensors stay on disk.
 
     Args:
-        keys: keys that it must have.
+        keys: required keys.
 
     Raises:
         CheckpointError: it is missing, cannot be read, or lacks a key.
@@ -82,21 +82,21 @@ def checked(path: str | os.PathLike[str], *keys: str) -> Any:
 
 
 def tensor_of(saved: Any) -> Tensor:
-    """Return the tensor of what a universal checkpoint has in a parameter's file, which may be in a dict."""
-    found: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
-    return found
+    """Return the tensor in the content of a universal checkpoint's parameter file: the content or a dict's value."""
+    tensor: Tensor = saved[PARAM] if isinstance(saved, dict) else saved
+    return tensor
 
 
 class CheckpointFiles(TorchCheckpointEngine):
     """Writes the files of a save into its staging folder, and inspects files before a load changes anything.
 
     Args:
-        engine: DeepSpeed's checkpoint engine, which this one replaces with the same settings, without logging again.
-        aside: writes saves beside the training; None to write at once.
+        engine: DeepSpeed's checkpoint engine, whose settings are copied, without logging them again.
+        aside: asynchronous saves; None to save synchronously.
 
     Attributes:
         aside: the same.
-        elsewhere: how a save ends, and where its files are until then, if not as usual.
+        elsewhere: commit of a save that is not written to disk in the usual way; it also chooses the staging folder.
     """
 
     elsewhere: "Commit | None" = None
@@ -110,9 +110,9 @@ class CheckpointFiles(TorchCheckpointEngine):
         self.written: set[str] = set()  # files that this rank has written in this save
         self.error: Exception | None = None
         self._snapshot: Snapshot | None = None
-        self._waiting: list[tuple[object, str, str]] = []  # content, place and path of files that a snapshot has
-        self.headers: dict[str, Mapping[str, Any]] = {}  # path: header; empty for files that we have not saved
-        self.amendments: dict[str, Mapping[str, Any]] = {}  # path: entries that a load finds in place of the file's
+        self._waiting: list[tuple[object, str, str]] = []  # content, staging path and path of files in the snapshot
+        self.headers: dict[str, Mapping[str, Any]] = {}  # path: header; empty for files saved without the extension
+        self.amendments: dict[str, Mapping[str, Any]] = {}  # path: entries that replace the file's in a load
 
     # Writing ##########################################################################################
 
@@ -126,13 +126,13 @@ class CheckpointFiles(TorchCheckpointEngine):
     ) -> Iterator[None]:
         """Redirect files of the folder to its staging folder within this context, and add a header to them.
 
-        If a file cannot be written, the reason is left in ``error``; the rank goes on, since the others wait for it.
+        If a file cannot be written, ``error`` is set and the rank continues, because the others wait for it.
 
         Args:
             folder: the folder of the checkpoint.
-            header: what the files of one save have in common.
-            writers: which ranks write files that several could write; None for all.
-            snapshot: takes what files are to hold, instead of writing them; see ``take_waiting``.
+            header: the header that all files of one save share.
+            writers: chooses the ranks that write files which several could write; None for all.
+            snapshot: copies the content of files instead of writing them; see ``take_waiting``.
         """
         self._folder, self._header, self.written, self.error = folder, header, set(), None
         self._writers, self._snapshot = writers, snapshot
@@ -143,12 +143,12 @@ class CheckpointFiles(TorchCheckpointEngine):
             self._folder = self._snapshot = None
 
     def take_waiting(self) -> list[tuple[object, str, str]]:
-        """Return content, place and path of the files that wait to be written, once."""
+        """Return content, staging path and path of the pending files, and clear the list."""
         waiting, self._waiting = self._waiting, []
         return waiting
 
     def save(self, state_dict: object, path: str) -> None:
-        """Write a file: into the staging folder during a save, otherwise to ``path``, once it is complete."""
+        """Write a file into the staging folder during a save, otherwise to ``path``, atomically."""
         if self._folder is None:
             with replacing(Path(path)) as new:
                 super().save(state_dict, str(new))
@@ -157,23 +157,23 @@ class CheckpointFiles(TorchCheckpointEngine):
             return
         if isinstance(state_dict, dict) and not holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}
-        place = self._folder.staged(path)
+        staged_path = self._folder.staged(path)
         if self._snapshot is None:
-            self.error = self.error or self.write(state_dict, place, path)
+            self.error = self.error or self.write(state_dict, staged_path, path)
             self.written.add(path)
             return
         try:
-            self._waiting.append((self._snapshot.take(state_dict), place, path))
+            self._waiting.append((self._snapshot.take(state_dict), staged_path, path))
         except Exception as error:
             self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {told(error)}")
 
     def write(self, state_dict: object, place: str, path: str) -> CheckpointError | None:
-        """Write a file; return why it could not be written, if so.
+        """Write a file; return the error if it cannot be written.
 
         Args:
-            state_dict: what it holds.
-            place: where it is written.
-            path: where it will be.
+            state_dict: its content.
+            place: the path to write to.
+            path: its final path.
         """
         try:
             self._write(state_dict, place)
@@ -183,32 +183,32 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     def _write(self, state_dict: object, path: str) -> None:
         super().save(state_dict, path)
-        sync(path)
+        sync(path)  # before the commit renames the folder, or a crash could leave a complete-looking checkpoint
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make a folder; during a save, inside the staging folder."""
+        """Create a folder; during a save, inside the staging folder."""
         super().makedirs(path if self._folder is None else self._folder.staged(path), exist_ok=exist_ok)
 
-    # Beside the training ##############################################################################
+    # Asynchronous saves ###############################################################################
 
     def is_decoupled(self) -> bool:
-        """Return whether ``cleanup`` is to be called at the end of the engine."""
+        """Return whether DeepSpeed must call ``cleanup`` when the engine is destroyed."""
         return self.aside is not None
 
     def cleanup(self) -> None:
-        """Wait for the save that runs, and save no more. DeepSpeed calls it when the engine is destroyed.
+        """Wait for the running save; no save may follow. DeepSpeed calls it when the engine is destroyed.
 
         Raises:
-            SaveFailed: on all ranks; it has failed.
+            SaveFailed: on all ranks; the save has failed.
         """
         if self.aside is not None:
             self.aside.close()
 
     def finish(self) -> None:
-        """Wait for the save that runs, if one does.
+        """Wait for the running save, if there is one.
 
         Raises:
-            SaveFailed: on all ranks; it has failed.
+            SaveFailed: on all ranks; the save has failed.
         """
         if self.aside is not None:
             self.aside.finish()
@@ -219,7 +219,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         """Return the content of a file, and keep its header.
 
         Args:
-            keys: keys that it must have.
+            keys: required keys.
 
         Raises:
             CheckpointError: it is missing, cannot be read, or lacks a key.
@@ -230,24 +230,24 @@ class CheckpointFiles(TorchCheckpointEngine):
         return state
 
     def header_of(self, folder: Path) -> Mapping[str, Any]:
-        """Return the header of a checkpoint's model; empty if it has none.
+        """Return the header of a checkpoint's model states; empty if there is none.
 
         Raises:
-            CheckpointError: its file cannot be read.
+            CheckpointError: the file cannot be read.
         """
-        experts = set(folder.glob("layer_*_expert_*"))  # left out, since each has been written by another rank
+        experts = set(folder.glob("layer_*_expert_*"))  # excluded, since other ranks have written them
         models = sorted(set(folder.glob("*mp_rank_*_model_states.pt")) - experts)[:1]
         for path in models:
-            if str(path) not in self.headers:  # others may have inspected it
+            if str(path) not in self.headers:  # not inspected yet
                 self.inspect(path)
         return self.headers[str(models[0])] if models else {}
 
     def is_of_save(self, path: Path, header: Mapping[str, Any]) -> bool:
-        """Return whether a file that has been inspected is of the same save as one with this header."""
+        """Return whether an inspected file belongs to the same save as a file with this header."""
         return self.headers[str(path)].get("save_id") == header.get("save_id")
 
     def load(self, path: str, map_location: object = None) -> Any:
-        """Load a file as DeepSpeed does, without our header, and with its amendments."""
+        """Load a file as DeepSpeed does, without the header, and with amendments."""
         state = super().load(path, map_location=map_location)
         if isinstance(state, dict):
             state.pop(HEADER, None)

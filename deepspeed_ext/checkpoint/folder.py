@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a checkpoint, ``<save_dir>/<tag>``: it appears complete or not at all.
 
-A save writes into a hidden folder beside it; see Note [Owned folders] in ``owned.py``. When all ranks have written
-their files, that folder is renamed to the tag, and only then the file ``latest`` is replaced. So a save that is killed
-at any moment leaves the previous checkpoint intact. This relies on the file system: it must rename folders atomically.
+A save writes into a hidden sibling folder; see Note [Owned folders] in ``owned.py``. When all ranks have written their
+files, that folder is renamed to the tag, and only then is the file ``latest`` replaced. So the previous checkpoint
+stays intact if a save is killed at any moment. This requires a file system that renames folders atomically.
 
-If the tag exists already, Linux exchanges the two folders in one call. If the file system cannot do that, the old
-folder is set aside first. A save that is killed right between the two renames leaves both folders under hidden names;
-our loads find the old one there, and the next save puts it back.
+If the tag already exists, Linux exchanges the two folders in one call. If the file system does not support that, the
+old folder is renamed first. If a save is killed between the two renames, both folders have hidden names. Loads with
+the extension find the old folder there, and the next save renames it back.
 
-A tag that is a link to a folder stays a link. All this is then done beside the folder that it leads to, so that each
-rename stays on one file system.
+A tag that is a link to a folder stays a link. All renames then happen next to the link's target, so that each one
+stays on one file system.
 """
 
 import os
@@ -29,22 +29,22 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
 
 class RankFile(Enum):
-    """What each rank may have a file of in a checkpoint, beside DeepSpeed's. A save replaces all that are listed."""
+    """The files that a rank may add to DeepSpeed's in a checkpoint. A save replaces all that are listed."""
 
     RESIDUALS = "residuals"
     OUTER = "outer"
 
     def of(self, rank: int, mp_rank: int) -> str:
-        """Return the name of the file of a data-parallel and model-parallel rank."""
+        """Return the file name of a data-parallel and model-parallel rank."""
         return f"{self.value}_rank_{rank:05d}_mp_rank_{mp_rank:02d}.pt"
 
     def of_all(self, mp_rank: int | None = None) -> str:
-        """Return a pattern of the files of all data-parallel ranks; None for all model-parallel ranks, too."""
+        """Return a pattern for the files of all data-parallel ranks; None also matches all model-parallel ranks."""
         return f"{self.value}_rank_*_mp_rank_{'*' if mp_rank is None else f'{mp_rank:02d}'}.pt"
 
 
-# The files that a save writes: DeepSpeed's, and ours. Others in the folder are kept, so one that is missing here would
-# stay from the save before.
+# The files that a save writes, DeepSpeed's and the extension's. Other files in the folder are kept. If a pattern were
+# missing here, stale files of the previous save would stay.
 _FILES = (
     *("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt"),
     *(file.of_all() for file in RankFile),
@@ -52,14 +52,14 @@ _FILES = (
 
 
 class CheckpointError(ZeRORuntimeException, RuntimeError):
-    """A checkpoint that could not be saved, or cannot be loaded. Raised on all ranks; nothing has changed.
+    """A checkpoint could not be saved or loaded. Raised on all ranks; nothing has changed.
 
-    It is a ``ZeRORuntimeException``, since scripts catch that: DeepSpeed raises it if states are sharded otherwise.
+    It is a ``ZeRORuntimeException`` because scripts catch that: DeepSpeed raises it if states are sharded differently.
     """
 
 
 def told(error: BaseException) -> str:
-    """Return what an error says, or what it is if it says nothing, as one of memory does."""
+    """Return an error's message, or its type if the message is empty, as for ``MemoryError``."""
     return str(error) or type(error).__name__
 
 
@@ -68,7 +68,7 @@ class CheckpointFolder:
 
     Args:
         save_dir: the ``save_dir`` of DeepSpeed's ``save_checkpoint``.
-        tag: name of the checkpoint in it; may name a folder further down.
+        tag: name of the checkpoint in it; may name a nested folder.
         files: patterns of the files that a save writes; all others stay.
 
     Raises:
@@ -85,15 +85,15 @@ class CheckpointFolder:
         self._place = behind_links(self.path)
         self.use_token(None)
         self._published = False
-        self._latest: list[str | None] = []  # the text of ``latest`` before it named this tag; None: no file
+        self._latest: list[str | None] = []  # the previous text of ``latest``, once replaced; None: no file
 
     def use_token(self, token: str | None) -> None:
-        """Name the staging folder by a token that all ranks have in common, or by a new one."""
+        """Name the staging folder by a token that all ranks share, or by a new one."""
         self._owned = OwnedFolder(self._place, token)
         self.staging = self._owned.made
 
     def staged(self, path: str) -> str:
-        """Return the path in the staging folder for ``path``; ``path`` itself if it is not in this folder."""
+        """Return the staging path for ``path``; ``path`` itself if it is not in this folder."""
         inside = os.path.relpath(path, self.path)
         if inside.split(os.sep, 1)[0] == os.pardir:
             return path
@@ -102,28 +102,28 @@ class CheckpointFolder:
     # Saving ###########################################################################################
 
     def prepare(self) -> None:
-        """Clear what killed saves have left, and make an empty staging folder.
+        """Clean up after killed saves, and create an empty staging folder.
 
         Raises:
-            CheckpointError: the tag's name is taken by something that is no folder, or cannot be replaced.
+            CheckpointError: the tag's path is not a folder, or cannot be replaced.
         """
         replaced = self._replaced()
         if replaced is not None and not os.path.lexists(self._place):
-            replaced.rename(self._place)  # first, since a link to the folder would lead nowhere without it
+            replaced.rename(self._place)  # before the check below, which refuses a link without a target
         self._require_replaceable()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._owned.create()
         self.staging.mkdir()
 
     def _require_replaceable(self) -> None:
-        """Refuse a path that DeepSpeed could not write into, either, or that no rename can replace."""
+        """Refuse a path that DeepSpeed could not write into either, or that no rename can replace."""
         if not os.path.lexists(self.path):
             return
         linked = f" (a link to {self._place})" if self.path.is_symlink() else ""
         if not self.path.is_dir():
-            found = "a file" if self.path.exists() else "nothing"
+            state = "a file" if self.path.exists() else "nothing"
             raise CheckpointError(
-                f"{self.path}{linked} must be a folder, or not be there, to be saved to; it is {found}. Remove it, or "
+                f"{self.path}{linked} must be a folder, or not be there, to be saved to; it is {state}. Remove it, or "
                 f"save under another tag."
             )
         if os.path.ismount(self._place):
@@ -137,10 +137,10 @@ class CheckpointFolder:
         return sum(path.is_file() for path in self.staging.rglob("*"))
 
     def publish(self, keeps_all: bool = False) -> None:
-        """Replace the tag's folder by the staging folder.
+        """Replace the tag's folder with the staging folder.
 
         Args:
-            keeps_all: keep whatever is not staged, also what a save would replace.
+            keeps_all: keep all files that are not staged, including those that a save would replace.
         """
         if self._place.is_dir():
             ignored = self._staged_already if keeps_all else self._ignored
@@ -149,27 +149,27 @@ class CheckpointFolder:
         self._published = True
 
     def _ignored(self, folder: str, names: list[str]) -> set[str]:
-        """Return the names in the old folder that a save replaces; all others are kept."""
+        """Return the names in the old folder that a save replaces; all others are kept, by hard links."""
         return shutil.ignore_patterns(*self._files)(folder, names) if Path(folder) == self._place else set()
 
     def _staged_already(self, folder: str, names: list[str]) -> set[str]:
         return {name for name in names if Path(folder) == self._place and os.path.lexists(self.staging / name)}
 
     def point(self) -> None:
-        """Make ``latest`` name the tag."""
+        """Write the tag into ``latest``."""
         latest = self.save_dir / LATEST
-        before = latest.read_text() if latest.exists() else None
+        previous = latest.read_text() if latest.exists() else None
         replace_text(latest, self.tag)
-        self._latest = [before]
+        self._latest = [previous]
 
     def revert(self) -> None:
-        """Undo everything since ``prepare``. Called when the save has failed on some rank."""
+        """Undo everything since ``prepare``. Called when the save has failed on any rank."""
         if self._published:
             self._owned.take_back()
-        self._published = False  # or a second call would undo this one
+        self._published = False  # otherwise a second call would undo this one
         latest = self.save_dir / LATEST
         for text in self._latest:
-            if latest.read_text() != self.tag:  # another engine has saved to the same ``save_dir`` since
+            if latest.read_text() != self.tag:  # another engine has since saved to the same ``save_dir``
                 continue
             if text is None:
                 behind_links(latest).unlink()
@@ -178,26 +178,26 @@ class CheckpointFolder:
         self.clear()
 
     def abandon(self) -> None:
-        """Undo everything since ``prepare`` where ranks can no longer communicate. Logs errors instead of raising."""
+        """Undo everything since ``prepare`` when ranks can no longer communicate. Logs errors instead of raising."""
         try:
             self.revert()
         except Exception as error:
             logger.error(f"deepspeed_ext: a failed save could not be undone in {self.save_dir}: {told(error)}")
 
     def clear(self) -> None:
-        """Remove the replaced folder, or what a failed save has written. There is nothing to undo from then on."""
+        """Remove the replaced folder, or the files of a failed save. Nothing can be undone after this."""
         self._published, self._latest = False, []
         self._owned.remove()
 
     # Loading ##########################################################################################
 
     def present_tag(self) -> str:
-        """Return the tag under which the checkpoint is found: its own, or the name to which a killed save renamed it.
+        """Return the tag's actual name: its own, or the one to which a killed save renamed it.
 
         If the tag is a link, the latter is an absolute path.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: there is no such checkpoint.
         """
         if self.path.is_dir():
             return os.path.relpath(self.path, self.save_dir)
@@ -208,7 +208,7 @@ class CheckpointFolder:
         raise CheckpointError(f"there is no checkpoint {self.path}.")
 
     def _replaced(self) -> Path | None:
-        """Return where a killed save has left the folder that it was to replace; None if none has."""
+        """Return the renamed old folder of a killed save; None if there is none."""
         replaced = replaced_by(self._place)
         older = self._place.with_name(f".{self._place.name}.replaced")  # of versions without ``owned.py``
         if any(any(older.glob(pattern)) for pattern in self._files):
@@ -217,7 +217,7 @@ class CheckpointFolder:
 
 
 def _link(source: str, target: str) -> None:
-    """Make a hard link, or a copy if the file system has no links. An existing target is left as it is."""
+    """Create a hard link, or a copy if the file system has no links. An existing target is not changed."""
     if os.path.lexists(target):
         return
     try:

@@ -2,18 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of HF Trainer and Accelerate whose DeepSpeed files are incomplete.
 
-Note [Checkpoints of frameworks]
-    Trainer and Accelerate take a checkpoint for complete when ``engine.save_checkpoint`` has returned. An asynchronous
-    save is complete later, when its file ``latest`` is there. If the job is killed in between, the newest folder
-    cannot be loaded. So with a strategy:
+Note [Framework checkpoints]
+    Trainer and Accelerate treat a checkpoint as complete when ``engine.save_checkpoint`` returns. An asynchronous save
+    is complete later, when its file ``latest`` exists. If the job is killed in between, the newest folder cannot be
+    loaded. So with a strategy:
 
-    - A resume takes the newest complete checkpoint.
+    - A resume loads the newest complete checkpoint.
     - Trainer's ``save_total_limit`` counts complete checkpoints, so the last of them is never deleted.
-    - The end of a training waits for its last save. Accelerate waits for a save before it deletes older checkpoints.
+    - The end of training waits for the last save. Accelerate waits for a save before it deletes older checkpoints.
 
-    No save is waited for in the middle of a training.
+    Otherwise, training does not wait for saves.
 
-Nothing of DeepSpeed or the frameworks is imported here: the functions are called in runs without a strategy, too.
+This file imports neither DeepSpeed nor the frameworks, because its functions also run without a strategy.
 """
 
 import functools
@@ -28,16 +28,16 @@ from typing import Any
 from deepspeed_ext.config.keys import SECTION, keys_of_strategies
 
 _logger = logging.getLogger("DeepSpeed")  # ``deepspeed.utils.logger``
-_LATEST = "latest"  # DeepSpeed's, as in ``folder.py``, which imports it
+_LATEST = "latest"  # as in ``folder.py``, which imports DeepSpeed
 _TRAINER_STATE = "trainer_state.json"
-_RANDOM_STATES = "rng_state*.pth"  # Trainer's; a checkpoint of ``save_only_model`` has none
+_RANDOM_STATES = "rng_state*.pth"  # written by Trainer, except with ``save_only_model``
 
 
 # HF Trainer ###############################################################################################
 
 
 def last_checkpoint(get_last: Callable[[str], str | None], folder: str) -> str | None:
-    """Return the newest checkpoint of Trainer that is complete; None if there is none."""
+    """Return Trainer's newest complete checkpoint; None if there is none."""
     if not _trainer_has_strategy():
         return get_last(folder)
     numbered = _numbered(Path(folder), r"checkpoint-(\d+)")
@@ -52,7 +52,7 @@ def rotate_checkpoints(
     use_mtime: bool = False,
     checkpoint_prefix: str = "checkpoint",
 ) -> None:
-    """Delete old checkpoints as transformers 5 does, but count complete ones only."""
+    """Delete old checkpoints as transformers 5 does, but count only complete ones."""
     limit = _limit(save_total_limit, best_model_checkpoint, output_dir)
     rotate(output_dir, limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
 
@@ -60,7 +60,7 @@ def rotate_checkpoints(
 def rotate_checkpoints_of(
     rotate: Callable[..., None], trainer: Any, use_mtime: bool = False, output_dir: str | None = None
 ) -> None:
-    """Delete old checkpoints as transformers 4 does, but count complete ones only."""
+    """Delete old checkpoints as transformers 4 does, but count only complete ones."""
     arguments = trainer.args
     limit = arguments.save_total_limit
     folder = arguments.output_dir if output_dir is None else output_dir
@@ -72,18 +72,18 @@ def rotate_checkpoints_of(
 
 
 def save_checkpoint(save: Callable[..., None], trainer: Any, model: Any, trial: Any) -> None:
-    """Save a checkpoint of Trainer, and make the end of the training wait for it if the save is asynchronous."""
+    """Save a checkpoint of Trainer; if the save is asynchronous, the end of training waits for it."""
     save(trainer, model, trial)
     files: Any = getattr(trainer.deepspeed, "checkpoint_engine", None)
     if getattr(files, "aside", None) is not None:
-        trainer.remove_callback(finish_saves())  # of an engine before this one
+        trainer.remove_callback(finish_saves())  # of a previous engine
         trainer.add_callback(finish_saves()(files))
 
 
 @functools.cache
 def finish_saves() -> type:
-    """Return the class of a callback of Trainer that waits for a save at the end of the training: before Trainer loads
-    its best checkpoint, deletes others, and returns."""
+    """Return the class of a Trainer callback that waits for a save at the end of training: before Trainer loads its
+    best checkpoint, deletes others, and returns."""
     from transformers import TrainerCallback
 
     class FinishSaves(TrainerCallback):
@@ -100,21 +100,21 @@ def finish_saves() -> type:
 
 
 def _trainer_has_strategy() -> bool:
-    """Return whether the configuration that Trainer's arguments have given to transformers has keys of ours."""
+    """Return whether the DeepSpeed configuration in Trainer's arguments has keys of strategies."""
     integration = sys.modules.get("transformers.integrations.deepspeed")
     config = None if integration is None else integration.deepspeed_config()
     return bool(keys_of_strategies((config or {}).get(SECTION)))
 
 
 def _is_incomplete(checkpoint: Path) -> bool:
-    """Return whether Trainer cannot resume a checkpoint, because a save was killed or is still running."""
+    """Return whether Trainer cannot resume a checkpoint because its save was killed or is still running."""
     if not (checkpoint / _TRAINER_STATE).is_file():
         return True
     return not (checkpoint / _LATEST).is_file() and any(checkpoint.glob(_RANDOM_STATES))
 
 
 def _limit(limit: int | None, best: str | None, folder: str) -> int | None:
-    """Return how many checkpoints Trainer may keep, such that incomplete ones are not among the given limit."""
+    """Return how many checkpoints Trainer may keep, so that the limit counts only complete ones."""
     if limit is None or limit <= 0 or not _trainer_has_strategy():
         return limit
     incomplete = sum(_is_incomplete(path) for path in _numbered(Path(folder), r"checkpoint-(\d+)"))
@@ -125,7 +125,7 @@ def _limit(limit: int | None, best: str | None, folder: str) -> int | None:
 
 
 def save_state(save: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a state of Accelerate, which first deletes older ones: the one before must be complete by then."""
+    """Save a state of Accelerate, which first deletes older ones: the previous save must be complete by then."""
     for files in _files(accelerator):
         files.finish()
     return save(accelerator, *args, **kwargs)
@@ -134,7 +134,7 @@ def save_state(save: Callable[..., Any], accelerator: Any, *args: Any, **kwargs:
 def load_state(
     load: Callable[..., Any], accelerator: Any, input_dir: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load a state of Accelerate: without a folder, the newest one of automatic names that is complete."""
+    """Load a state of Accelerate: without a folder, the newest complete one with an automatic name."""
     every = list(_files(accelerator))
     for files in every:
         files.finish()
@@ -145,7 +145,7 @@ def load_state(
 
 
 def _files(accelerator: Any) -> Iterator[Any]:
-    """Yield what writes the files of each engine that has a strategy."""
+    """Yield the ``CheckpointFiles`` of each engine with a strategy."""
     for model in accelerator._models:
         files = getattr(model, "checkpoint_engine", None)
         if hasattr(files, "aside"):
@@ -156,9 +156,9 @@ def _files(accelerator: Any) -> Iterator[Any]:
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:
-    """Return the folders in a folder whose names match a pattern with a number, in the order of the numbers."""
-    found = [(match, path) for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))]
-    return [path for _, path in sorted((int(match[1]), path) for match, path in found if path.is_dir())]
+    """Return the subfolders whose names match a pattern with a number, in the order of the numbers."""
+    matches = [(match, path) for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))]
+    return [path for _, path in sorted((int(match[1]), path) for match, path in matches if path.is_dir())]
 
 
 def _newest(complete: list[Path], every: list[Path]) -> str | None:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A thread that writes tensors to files, from buffers on the host of bounded size."""
+"""A thread that writes tensors to files, through host buffers of bounded size."""
 
 import queue
 import threading
@@ -15,31 +15,32 @@ from torch import Tensor
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.checkpoint.owned import sync
 
-_LARGEST = 32 * 2**20  # bytes of a buffer: more than what disks and copies want at once
-_ALIGNED = 16  # bytes: no element of any dtype is cut
+_LARGEST = 32 * 2**20  # bytes of a buffer: more than disks and copies need at once
+_ALIGNED = 16  # bytes: no element of any dtype is split
 
 
 @dataclass
 class _Buffer:
-    """A buffer, and what is in it: the path of a file, where in the file, and where in the buffer that ends."""
+    """A host buffer and its segments: the path of a file, the offset in the file, and the end in the buffer."""
 
     bytes: Tensor
     filled: int = 0
     segments: list[tuple[Path, int, int]] = field(default_factory=list)
-    copied: Any = None  # event of the device, after which it may be read
+    copied: Any = None  # device event after which it may be read
 
 
 class HostWriter:
-    """Writes to files in a thread what it is handed.
+    """Writes tensors to files in a thread.
 
-    What fails is kept in ``error``, and then all else is left out: other ranks still wait for this one.
+    The first failure is kept in ``error``, and all later writes are skipped. Nothing is raised, because other ranks
+    still wait for this one.
 
     Args:
-        most: bytes of host memory; two buffers at least.
+        most: bytes of host memory, but at least two buffers.
 
     Attributes:
-        error: why files are not complete.
-        held: bytes of host memory that it has.
+        error: the failure; None if there is none.
+        held: bytes of host memory in use.
     """
 
     def __init__(self, most: int) -> None:
@@ -58,34 +59,33 @@ class HostWriter:
     # The caller's thread ##############################################################################
 
     def put(self, path: Path, offset: int, values: Tensor, dtype: torch.dtype | None = None) -> int:
-        """Write a contiguous tensor to a file from ``offset`` on, in a dtype; return where it ends there.
+        """Write a contiguous tensor in a dtype to a file, starting at ``offset``; return its end offset.
 
-        When this returns, nothing but the current stream reads ``values`` any more. It waits for the thread where
-        buffers are full.
+        After this returns, only the current stream reads ``values``. It waits for the thread if buffers are full.
         """
         flat, dtype = values.reshape(-1), dtype or values.dtype
         try:
             while flat.numel() and self.error is None:
                 buffer = self._with_room(dtype.itemsize)
-                taken = min(flat.numel(), (self._size - buffer.filled) // dtype.itemsize)
-                end = buffer.filled + taken * dtype.itemsize
-                source = flat[:taken].to(dtype).view(torch.uint8)
+                count = min(flat.numel(), (self._size - buffer.filled) // dtype.itemsize)
+                end = buffer.filled + count * dtype.itemsize
+                source = flat[:count].to(dtype).view(torch.uint8)
                 buffer.bytes[buffer.filled : end].copy_(source, non_blocking=True)
                 buffer.segments.append((path, offset, end))
-                flat, offset, buffer.filled = flat[taken:], offset + end - buffer.filled, end
+                flat, offset, buffer.filled = flat[count:], offset + end - buffer.filled, end
         except Exception as error:
             self._fail(path, error)
         return offset
 
     def finish(self) -> None:
-        """Let the thread end when it has written all."""
+        """End the thread after it has written everything."""
         try:
             self._send()
         finally:
-            self._full.put(None)
+            self._full.put(None)  # also after an error, or the thread would never end
 
     def join(self, seconds: float | None = None) -> bool:
-        """Wait for the thread to end, after ``finish``, at most so many seconds; return whether it has ended."""
+        """Wait for the thread to end, after ``finish``, up to ``seconds``; return whether it has ended."""
         self._thread.join(seconds)
         return self.done
 
@@ -102,11 +102,13 @@ class HostWriter:
         return self._filling
 
     def _empty(self) -> _Buffer:
-        """Return a buffer: one that was written, else a new one, else the next one that will be written."""
+        """Return a buffer: a written one, else a new one, else the next one that the thread has written."""
         if self._free.empty() and self.held // self._size < self._room:
-            made = torch.empty(self._size, dtype=torch.uint8)
+            memory = torch.empty(self._size, dtype=torch.uint8)
             self.held += self._size
-            return _Buffer(made if get_accelerator().is_synchronized_device() else get_accelerator().pin_memory(made))
+            return _Buffer(
+                memory if get_accelerator().is_synchronized_device() else get_accelerator().pin_memory(memory)
+            )
         buffer = self._free.get()
         return _Buffer(buffer.bytes)
 
@@ -119,29 +121,29 @@ class HostWriter:
         self._full.put(self._filling)
         self._filling = None
 
-    # Its own ##########################################################################################
+    # Writer thread ####################################################################################
 
     def _run(self) -> None:
         if self._device is not None:
-            get_accelerator().set_device(self._device)  # a new thread has the first, and would make a context there
+            get_accelerator().set_device(self._device)  # a new thread has device 0, and would create a context there
         while (buffer := self._full.get()) is not None:
             try:
                 if self.error is None:
                     self._write(buffer)
             except Exception as error:
                 self._fail(buffer.segments[0][0], error)
-            self._free.put(buffer)
+            self._free.put(buffer)  # also after an error, or `put` would wait for a buffer forever
         path = self._open[0] if self._open is not None else Path()
         try:
             self._close()
         except Exception as error:
             self._fail(path, error)
-        while not self._free.empty():  # an export may be kept for long
+        while not self._free.empty():  # free host memory now, because a caller may keep an export for long
             self._free.get()
 
     def _write(self, buffer: _Buffer) -> None:
         if buffer.copied is not None:
-            buffer.copied.synchronize()
+            buffer.copied.synchronize()  # copies from the device into the buffer are non-blocking
         content, start = memoryview(cast(Any, buffer.bytes.numpy())), 0
         for path, offset, end in buffer.segments:
             if self._open is None or self._open[0] != path:
@@ -152,7 +154,7 @@ class HostWriter:
             start = end
 
     def _close(self) -> None:
-        """Close the file that is open, and flush it to disk."""
+        """Close the open file, and flush it to disk."""
         if self._open is not None:
             path, file = self._open
             self._open = None

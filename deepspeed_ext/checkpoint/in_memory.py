@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that survive a node without any disk: into memory of the nodes, with copies in that of other groups.
+"""In-memory saves: files in node memory, with copies in other groups, survive the loss of a node without a disk.
 
 Note [Saves in memory]
-    A save in memory is an asynchronous save with another end: the thread of each rank writes its files into shared
-    memory of its node, which outlives the processes that train (``memory_folder.py``). Of states that all groups have,
-    each group writes the files that the first one writes to disk, under the same names: nothing crosses for these. A
-    file that the next group does not have is sent to the rank there that has the same number, by messages of the
-    thread's own process group, chunk by chunk, from memory to memory. So each file is in as many groups as are asked
-    for, and the save before this one stays until all ranks have all of theirs.
+    A save in memory is an asynchronous save with a different commit. Each rank's thread writes files into its node's
+    shared memory, which outlives the training processes (``memory_folder.py``). For states that all groups have, each
+    group writes the files that the first group writes to disk, under the same names, so these are not sent. A file
+    that the next group lacks is sent to the rank with the same number in that group, in chunks, from memory to memory,
+    over the thread's own process group. So each file is kept in the configured number of groups. The previous save
+    stays until all ranks have all of their files.
 
-    After a restart, ``engine.load_checkpoint`` writes a save that is newer than the one on disk into ``save_dir``, as
-    an ordinary checkpoint, and loads that (``restoring.py``).
+    After a restart, ``engine.load_checkpoint`` checks whether the newest save is newer than the checkpoint on disk. If
+    so, it writes the save into ``save_dir`` as an ordinary checkpoint, and loads that (``restoring.py``).
 
-    What is in ``save_dir`` may be removed or replaced after a save in memory. So a folder of memory belongs to a run
-    in ``save_dir``, which ends when somebody empties that, and a save records what ``latest`` named.
+    The content of ``save_dir`` may be removed or replaced after a save in memory. So a memory folder belongs to a run
+    in ``save_dir``, which ends when that is emptied, and a save records the tag in ``latest``.
 """
 
 import functools
@@ -59,26 +59,26 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
 _CHUNK = 16 * 2**20  # bytes of a message
-_BESIDE = 2**16  # bytes of a file beside its tensors, at most
+_BESIDE = 2**16  # upper bound for a file's bytes in addition to its tensors
 _DOING = "the save in memory failed"
 
 
 def save_in_memory(
     engine: Engine, save_dir: str, tag: str | None = None, client_state: Mapping[str, Any] | None = None
 ) -> bool:
-    """Save into memory of the nodes what ``engine.save_checkpoint`` saves to disk. See Note [Saves in memory].
+    """Save the content of ``engine.save_checkpoint`` into memory of the nodes. See Note [Saves in memory].
 
-    It returns when states are copied, as an asynchronous save does, and fails as one does. All ranks must call it.
+    Returns once states are copied, and reports errors like an asynchronous save. All ranks must call it.
 
     Args:
-        engine: one with a strategy, and ``"checkpoint": {"async_save": true}``.
-        save_dir: where the run saves to disk, and what it calls ``load_checkpoint`` with.
-        tag: under which a load writes it to ``save_dir``; by default ``global_step<steps>``.
-        client_state: of the script, as for ``save_checkpoint``.
+        engine: an engine with a strategy, and ``"checkpoint": {"async_save": true}``.
+        save_dir: the folder that the run passes to ``save_checkpoint`` and ``load_checkpoint``.
+        tag: the tag under which a load writes it to ``save_dir``; by default ``global_step<steps>``.
+        client_state: as for ``save_checkpoint``.
 
     Raises:
-        ValueError: the engine or its configuration cannot do it.
-        CheckpointError: on all ranks, if there is no room, or if an asynchronous save before this one has failed.
+        ValueError: the engine or its configuration does not support it.
+        CheckpointError: on all ranks, if there is no room, or if an earlier asynchronous save has failed.
     """
     files = _require_able(engine)
     optimizer: ParoOptimizer = engine.optimizer
@@ -113,27 +113,27 @@ def _require_able(engine: Engine) -> CheckpointFiles:
 
 
 def files_to_send(files: Collection[int], groups: Sequence[Collection[int]]) -> list[list[int]]:
-    """Return which files of a rank are copied to each of the next groups, in order: what these do not have.
+    """Return the files of a rank that are sent to each of the next groups, in order: those that a group lacks.
 
-    A group gets copies from the group before it, then from the one before that, and so on.
+    A group receives copies from the group before it, then from the one before that, and so on.
 
     Args:
-        files: of the rank.
+        files: the rank's files.
         groups: files that each of the next groups has written.
     """
-    left, sent = set(files), []
+    missing, sent = set(files), []
     for group in groups:
-        left -= set(group)
-        sent.append(sorted(left))
+        missing -= set(group)
+        sent.append(sorted(missing))
     return sent
 
 
 @dataclass(frozen=True)
 class MemoryCommit(Commit):
-    """The end of a save in memory.
+    """The commit of a save in memory.
 
     Attributes:
-        memory: this rank's part of it.
+        memory: this rank's part of the save.
     """
 
     memory: "MemorySave" = field(kw_only=True)
@@ -153,24 +153,25 @@ class MemoryCommit(Commit):
         except CheckpointError as failure:
             self.revert(failure, over)
             raise
-        self.memory.clear()
+        self.memory.clear()  # after the vote above: until all ranks have published, the previous save is needed
 
     def revert(self, failure: Exception, over: Channel) -> None:
         self.memory.revert()
 
     def abandon(self) -> None:
-        if not self.memory.published:  # else other ranks may have removed earlier saves, since all have published
+        # Once this rank has published, all ranks may have, and may have removed the previous save: keep this one.
+        if not self.memory.published:
             self.memory.revert()
 
 
 class MemorySave:
     """A rank's part of a save in memory.
 
-    Making one communicates nothing.
+    The constructor does not communicate.
 
     Args:
-        engine: of the run.
-        save_dir: where it saves to disk.
+        engine: the run's engine.
+        save_dir: the folder of its checkpoints on disk.
     """
 
     def __init__(self, engine: Engine, save_dir: str) -> None:
@@ -183,15 +184,15 @@ class MemorySave:
         self._staging: Path
         self._place, self._on_disk = 0, False
         self._ring = _Ring(engine)
-        self._names: dict[int, str] = {}  # of this rank's files, by what they are known by
-        self._sent: list[list[str]] = []  # for each target, names
-        self._files: dict[str, int] = {}  # of this rank's folder, the rank that wrote each
-        self._count = 0  # of files of all ranks
+        self._names: dict[int, str] = {}  # hash of a name: name, for this rank's files
+        self._sent: list[list[str]] = []  # for each target, names of files to send
+        self._files: dict[str, int] = {}  # name: rank that wrote it, for all files in this rank's folder
+        self._count = 0  # number of files of all ranks
         self.published = False
 
     def prepare(self, over: Channel) -> Path:
         """Return a folder for this rank's files. Collective."""
-        # After this, no thread of any rank still writes or removes anything of an earlier save.
+        # Also a barrier: after it, no thread of any rank still writes or removes files of an earlier save.
         self._number = unique_number()
         self._model = model_key(self._engine)
         run, self._latest = self._run_and_latest()
@@ -205,7 +206,7 @@ class MemorySave:
         self._place, self._on_disk = _known_by(folder.place), not folder.is_in_memory
 
     def _run_and_latest(self) -> tuple[str, str]:
-        """Return the run in ``save_dir``, which begins one if it has none, and what ``latest`` names. Collective."""
+        """Return the run in ``save_dir``, after creating it if there is none, and the latest tag. Collective."""
         path = self._save_dir / RUN
 
         def look() -> str:
@@ -217,27 +218,27 @@ class MemorySave:
             latest = self._save_dir / LATEST
             return json.dumps([run_of(self._save_dir), latest.read_text().strip() if latest.is_file() else ""])
 
-        found = run_on_all_or_raise(look, f"{path} cannot be made", CheckpointError)
-        run, latest = json.loads(broadcast_text(found, 0))
+        content = run_on_all_or_raise(look, f"{path} cannot be made", CheckpointError)
+        run, latest = json.loads(broadcast_text(content, 0))
         return run, latest
 
     def expect(self, sizes: Mapping[str, int], folder: CheckpointFolder) -> None:
-        """Decide what is copied where, and whether there is room. Collective.
+        """Choose which files are sent to which ranks, and check that there is room. Collective.
 
         Args:
-            sizes: bytes of this rank's files, by their paths.
-            folder: of the checkpoint.
+            sizes: path: bytes, for this rank's files.
+            folder: the checkpoint's folder.
 
         Raises:
-            CheckpointError: on all ranks; there is none.
+            CheckpointError: on all ranks; there is no room.
         """
-        own = {str(Path(path).relative_to(folder.path)): size + _BESIDE for path, size in sizes.items()}
-        self._names = {_known_by(name): name for name in own}
-        self._files = dict.fromkeys(own, self._rank)
-        ((_, most),) = bounds([len(own)])
-        described = [part for key, name in self._names.items() for part in (key, own[name])]
-        rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own))])
-        self._time = int(rows[0, 0]) / 1e6
+        own_sizes = {str(Path(path).relative_to(folder.path)): size + _BESIDE for path, size in sizes.items()}
+        self._names = {_known_by(name): name for name in own_sizes}
+        self._files = dict.fromkeys(own_sizes, self._rank)
+        ((_, most),) = bounds([len(own_sizes)])
+        described = [value for key, name in self._names.items() for value in (key, own_sizes[name])]
+        rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own_sizes))])
+        self._time = int(rows[0, 0]) / 1e6  # rank 0's, because all parts of a save must have equal identities
         self._count = int((rows[:, 2::2].unique() != 0).sum())
         received = 0
 
@@ -251,27 +252,27 @@ class MemorySave:
             files = files_of([source])
             received += sum(files[key] for key in files_to_send(files, [files_of(group) for group in groups])[-1])
         beside = any(int(rows[target, 1]) == self._place for target in self._ring.targets)
-        self._require_room(sum(own.values()) + received, beside)
+        self._require_room(sum(own_sizes.values()) + received, beside)
 
     def _require_room(self, needed: int, beside: bool) -> None:
-        """Raise on all ranks if a node has no room for what all its ranks need. Collective.
+        """Raise on all ranks if a node has no room for the files of all its ranks. Collective.
 
         Args:
-            needed: bytes, by this rank.
+            needed: bytes that this rank needs.
             beside: whether this rank's copies are in the same memory as its files.
         """
         free = run_on_all_or_raise(lambda: self._folder.free, _DOING, CheckpointError)
         rows = all_gather_rows([self._place, needed, free, beside, self._on_disk])
         if self._rank == 0:
             self._warn(int(rows[:, 3].sum()), bool(rows[:, 4].any()))
-        there = rows[:, 0] == self._place
-        total, free = int(rows[there, 1].sum()), int(rows[there, 2].min())
+        sharers = rows[:, 0] == self._place
+        total, free = int(rows[sharers, 1].sum()), int(rows[sharers, 2].min())
 
         def compare() -> None:
             if total > free:
                 raise CheckpointError(
                     f"a save in memory needs {total / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free beside the one "
-                    f"before it, in {self._folder.path} on the node of ranks {there.nonzero().flatten().tolist()}. "
+                    f"before it, in {self._folder.path} on the node of ranks {sharers.nonzero().flatten().tolist()}. "
                     f"Make that larger (mount -o remount,size=..., docker --shm-size), set checkpoint.memory_folder "
                     f"to another one, or checkpoint.memory_copies to 0.{self._others()}"
                 )
@@ -279,7 +280,7 @@ class MemorySave:
         run_on_all_or_raise(compare, _DOING, CheckpointError)
 
     def _warn(self, beside: int, on_disk: bool) -> None:
-        """Log what limits saves of all ranks."""
+        """Log limitations of saves on all ranks."""
         if on_disk:
             _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory are written to a disk.")
         if beside:
@@ -294,17 +295,17 @@ class MemorySave:
             )
 
     def _others(self) -> str:
-        """Return a sentence on saves in memory of other runs on this node; empty if there are none."""
+        """Return a sentence about other runs' saves in memory on this node; empty if there are none."""
         others = "; ".join(self._folder.others())
         return f" Saves of other runs take room there, too: {others}. Remove those that have ended." if others else ""
 
-    # In the thread ####################################################################################
+    # Writer thread ####################################################################################
 
     def copy(self, over: HostChannel) -> None:
         """Send files to other groups, and receive theirs. Collective.
 
         Raises:
-            CheckpointError: on all ranks; one could not.
+            CheckpointError: on all ranks, if one of them failed.
         """
         for names, target, (source, _) in zip(self._sent, self._ring.targets, self._ring.sources(), strict=True):
             tensors = run_on_all_or_raise(
@@ -313,40 +314,40 @@ class MemorySave:
                 CheckpointError,
                 over,
             )
-            told = json.dumps(list(zip(names, (one.numel() for one in tensors), strict=True)))
-            taken = json.loads(over.exchange_text(told, target, source))
-            room = run_on_all_or_raise(
+            sizes = json.dumps(list(zip(names, (tensor.numel() for tensor in tensors), strict=True)))
+            taken = json.loads(over.exchange_text(sizes, target, source))
+            buffers = run_on_all_or_raise(
                 lambda taken=taken: [_made(self._staging / name, size) for name, size in taken],  # type: ignore[misc]
                 _DOING,
                 CheckpointError,
                 over,
             )
-            for sent, received in itertools.zip_longest(_chunks(tensors), _chunks(room), fillvalue=()):
+            for sent, received in itertools.zip_longest(_chunks(tensors), _chunks(buffers), fillvalue=()):
                 over.exchange(sent, target, received, source)
             self._files |= {name: source for name, _ in taken}
 
     def publish(self, tag: str) -> None:
-        """Make this rank's files count."""
+        """Publish this rank's files by a rename."""
         save = Identity(self._number, tag, self._step, self._time, self._latest, self._model, self._count)
         self._folder.publish(self._staging, Part(save, f"{self._number}-{self._rank}", self._files))
         self.published = True
 
     def clear(self) -> None:
-        """Remove earlier saves, when all ranks have published this one."""
+        """Remove earlier saves. Called once all ranks have published this one."""
         self._folder.keep_only(self._number)
 
     def revert(self) -> None:
-        """Remove what this rank has of the save."""
+        """Remove this rank's files of the save."""
         self._folder.drop(self._number, self._rank)
 
 
 class _Ring:
-    """The ranks of one number in all groups. Each sends copies of its files to the next ones.
+    """The ranks with the same number in all groups. Each sends copies of its files to the next ones.
 
     Attributes:
-        groups: how many there are.
-        wanted: copies of each file.
-        targets: global ranks that get this rank's files.
+        groups: number of groups.
+        wanted: configured copies of each file.
+        targets: global ranks that receive this rank's files.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -354,7 +355,7 @@ class _Ring:
         self._ranks, self._size = data_parallel_ranks(topology.world), topology.sizes.group_size
         self._rank, self.groups = topology.rank, topology.sizes.groups
         self.wanted = save_settings(engine._config).memory_copies
-        copies = min(self.wanted, self.groups - 1)  # what is left of a job that has lost a node goes on
+        copies = min(self.wanted, self.groups - 1)  # fewer than configured if the job has lost a node
         self._steps = range(1, copies + 1)
         self.targets = [self._neighbor(step) for step in self._steps]
 
@@ -371,31 +372,31 @@ class _Ring:
         return self._ranks[first : first + self._size]
 
     def next_groups(self) -> list[list[int]]:
-        """Return the ranks of each group that gets copies of this rank's files."""
+        """Return the ranks of each group that receives copies of this rank's files."""
         return [self._group(step) for step in self._steps]
 
     def sources(self) -> list[tuple[int, list[list[int]]]]:
-        """Return each rank whose files this one gets, and of this rank's group and those between them the ranks."""
+        """Return each rank whose files this one receives, and the ranks of the groups after it, up to this group."""
         return [
             (self._neighbor(-step), [self._group(between) for between in range(1 - step, 1)]) for step in self._steps
         ]
 
 
 def _known_by(text: str) -> int:
-    """Return a number, not 0, that only this text has."""
+    """Return a nonzero hash of a text, as an integer that a row of a collective can contain."""
     return 1 + int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big")
 
 
 def _mapped(path: Path) -> Tensor:
-    """Return the bytes of a file, which stay where they are."""
+    """Return the bytes of a file, mapped into memory."""
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
 def _made(path: Path, size: int) -> Tensor:
-    """Make a file of so many bytes, and return it as a tensor to write into.
+    """Create a file of ``size`` bytes, and return it as a tensor to write into.
 
     Raises:
-        OSError: there is no room. (Writing to a mapped file that has none would end the process.)
+        OSError: there is no room. (Writing to a mapped file without room would kill the process.)
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
@@ -404,7 +405,7 @@ def _made(path: Path, size: int) -> Tensor:
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor]]:
-    yield from ((chunk,) for one in tensors for chunk in one.split(_CHUNK))
+    yield from ((chunk,) for tensor in tensors for chunk in tensor.split(_CHUNK))
 
 
 @functools.cache

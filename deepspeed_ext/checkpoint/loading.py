@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``engine.load_checkpoint``: all ranks check the checkpoint before anything is changed."""
+"""``engine.load_checkpoint``: all ranks check the checkpoint before changing anything."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replaced
 
 
-@torch.inference_mode(False)  # the next step writes to what is loaded
+@torch.inference_mode(False)  # the next step writes to the loaded tensors
 def load_checkpoint(
     load: Callable[..., Any],
     engine: Engine,
@@ -40,22 +40,22 @@ def load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Callable[..., None] | None = None,
 ) -> Any:
-    """Check that all files are there, complete, and fit this run; then run DeepSpeed's ``load_checkpoint``.
+    """Check that all files exist, are complete, and fit this run; then run DeepSpeed's ``load_checkpoint``.
 
-    If a universal checkpoint is to be loaded, but there is an ordinary one, see Note [Converted checkpoints].
+    For a universal load of an ordinary checkpoint, see Note [Converted checkpoints].
 
-    Two faults of DeepSpeed with sharded parameters are fixed here: ``load_module_only`` alone loads no weights, and
-    without optimizer states the weights come from ``latest``, whatever the tag.
+    Two DeepSpeed bugs with sharded parameters are fixed here: ``load_module_only`` alone loads no weights, and
+    without optimizer states the weights are loaded from ``latest``, regardless of the tag.
 
     Args:
-        load: DeepSpeed's.
-        engine: one with a strategy of ours.
+        load: DeepSpeed's method.
+        engine: an engine with a strategy.
         load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only,
-        custom_load_fn: DeepSpeed's.
+        custom_load_fn: as in DeepSpeed.
 
     Raises:
-        CheckpointError: on all ranks, if a file is missing, truncated, of another save, of another model, or if the
-            optimizer states are sharded otherwise. Nothing has been changed.
+        CheckpointError: on all ranks, if a file is missing, truncated, or belongs to another save or model, or if the
+            optimizer states are sharded differently. Nothing has been changed.
     """
     options: dict[str, Any] = {
         "load_module_strict": load_module_strict,
@@ -68,8 +68,8 @@ def load_checkpoint(
     if load_module_only and engine.zero_optimization_partition_weights():
         options["load_optimizer_states"] = False
     tag = _choose_tag(engine, load_dir, tag)
-    if not tag:  # there is no checkpoint: let DeepSpeed say so
-        # A run that saves in memory does not know whether there is one. For a universal load DeepSpeed would raise.
+    if not tag:  # there is no checkpoint: DeepSpeed warns and returns
+        # A run that saves in memory loads before it has saved anything. A universal load would raise in DeepSpeed.
         with _ordinary(engine) if engine.checkpoint_engine.aside is not None else nullcontext():
             return load(engine, load_dir, **options)
     present = run_on_all_or_raise(
@@ -87,14 +87,14 @@ def load_checkpoint(
             if not why:
                 return _load_checked(load, engine, check, strict, options)
         present, lease = _convert(engine, load_dir, present, why)
-    with lease or nullcontext():  # so that no other job removes the conversion
+    with lease or nullcontext():  # otherwise another job could remove the converted checkpoint during the load
         return _load_checked(load, engine, UniversalCheck(engine, load_dir, present, states), strict, options)
 
 
 def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
-    """Return the tag to load, the same on all ranks, once saves have ended; empty if there is none. Collective."""
+    """Wait for saves, and return the tag to load, the same on all ranks; empty if there is none. Collective."""
     files: CheckpointFiles = engine.checkpoint_engine
-    files.finish()  # the save that runs may be the one to load, and reads states that this load changes
+    files.finish()  # a running save may be the one to load, and it reads states that this load changes
     if tag is None and files.aside is not None:
         bring_back(engine, load_dir)
     if tag is None and engine.load_universal_checkpoint() and dist.get_rank() == 0:
@@ -109,7 +109,7 @@ def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 
 def _convert(engine: Engine, load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
-    """Convert a checkpoint that does not fit; see ``converted``."""
+    """Convert a checkpoint that does not fit this run; see ``converted``."""
     if layers := native_mixtures(engine.module):
         raise CheckpointError(
             f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
@@ -121,13 +121,13 @@ def _convert(engine: Engine, load_dir: str, tag: str, why: str) -> tuple[str, IO
 def _load_checked(
     load: Callable[..., Any], engine: Engine, check: Check, strict: bool | None, options: Mapping[str, Any]
 ) -> Any:
-    """Check a checkpoint, then run DeepSpeed's load, and load what is in our own files.
+    """Check a checkpoint, then run DeepSpeed's load, then load the files that DeepSpeed does not have.
 
     Args:
-        load: DeepSpeed's.
-        check: of the checkpoint.
-        strict: as of ``Check.run``.
-        options: of DeepSpeed's load.
+        load: DeepSpeed's method.
+        check: checks the checkpoint.
+        strict: as in ``Check.run``.
+        options: arguments of DeepSpeed's load.
     """
     folder, universally = check.folder, isinstance(check, UniversalCheck)
     errors = engine.optimizer.error_state
@@ -146,17 +146,18 @@ def _load_checked(
         load_errors = errors.forget if residuals is None else residuals.load
         run_on_all_or_raise(load_errors, f"{folder} was loaded only in part", CheckpointError)
         outer.load()
-        engine.optimizer.send_whole()  # as the save did; so nothing is left to send of the weights before the load
+        # As the save did. Otherwise later updates would have to correct for weights from before the load.
+        engine.optimizer.send_whole()
         return loaded
     finally:
         engine.checkpoint_engine.forget()
 
 
 def _loaded(load: Callable[[], Any], folder: Path) -> Any:
-    """Run DeepSpeed's load, and return what it returns. If it raises on one rank, all others raise instead of waiting.
+    """Run DeepSpeed's load, and return its result. If it raises on one rank, all others raise instead of waiting.
 
     Raises:
-        CheckpointError: it has raised on another rank.
+        CheckpointError: the load raised on another rank.
     """
     failed: Exception | None = None
     try:
@@ -166,7 +167,7 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
     try:
         raise_together(failed and CheckpointError(f"{folder} was loaded only in part: {failed}"), CheckpointError)
     except CheckpointError:
-        if failed is not None:  # this rank raises DeepSpeed's own error, as scripts expect
+        if failed is not None:  # raise DeepSpeed's own error on this rank, as scripts expect
             raise failed from None
         raise
     return loaded
@@ -174,13 +175,13 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
 
 @contextmanager
 def _ordinary(engine: Engine) -> Iterator[None]:
-    """Make the engine load ordinary checkpoints within this context."""
+    """Disable universal loads within this context."""
     with replaced(engine._config, load_universal_checkpoint=False):
         yield
 
 
 def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
-    """Return why a checkpoint cannot be loaded as it is; empty if it can."""
+    """Return why a checkpoint cannot be loaded without conversion; empty if it can."""
     try:
         with engine.optimizer.writers.numbered(engine):
             check.run(strict)
@@ -194,10 +195,10 @@ def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
 def load_into_stock(
     load: Callable[..., Any], engine: Engine, load_dir: str, tag: str | None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load into an engine without a strategy of ours, including checkpoints that DeepSpeed alone cannot load.
+    """Load into an engine without a strategy, including checkpoints that DeepSpeed alone cannot load.
 
-    If DeepSpeed would raise, since the checkpoint is of another stage, buffers and frozen parameters are loaded here,
-    too, because DeepSpeed never loads them from universal checkpoints. Everything else is left to DeepSpeed.
+    If DeepSpeed would raise because the checkpoint is of another stage, buffers and frozen parameters are loaded here,
+    because DeepSpeed never loads them from universal checkpoints. DeepSpeed loads everything else.
     """
     folder = Path(load_dir, _tag(engine, load_dir, tag))
     if universal.beyond_stock(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
@@ -206,7 +207,7 @@ def load_into_stock(
 
 
 def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
-    """Return the tag, by default the one that ``latest`` names, or first ``latest_universal`` for a universal load.
+    """Return the tag, by default from ``latest``; for a universal load, from ``latest_universal`` if it exists.
 
     Empty if there is none.
     """
@@ -218,7 +219,7 @@ def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 
 def _warn_if_older(loaded: Path, other: Path) -> None:
-    """Warn if the file that names what is loaded is older than another one. Never raises."""
+    """Warn if the file that names the loaded tag is older than the other one. Never raises."""
     with suppress(OSError):
         first, second = loaded.stat().st_mtime, other.stat().st_mtime
         if first < second:
@@ -229,10 +230,10 @@ def _warn_if_older(loaded: Path, other: Path) -> None:
 
 
 def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
-    """Make the engine take weights from this tag's optimizer shards, if it takes them from shards at all.
+    """Return a context in which the engine reads weights from this tag's optimizer shards, if from shards at all.
 
-    A universal checkpoint has no shards; the optimizer loads the weights. A pipeline has weights in the files of its
-    layers, and takes them from there if it finds no others.
+    A universal checkpoint has no shards; the optimizer loads the weights. A pipeline has weights in its layer files,
+    and reads them from there if this function returns no others.
     """
     name = "get_fp32_state_dict_from_zero_checkpoint"
     original = getattr(deepspeed.runtime.engine, name)

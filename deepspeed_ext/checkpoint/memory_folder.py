@@ -1,14 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves into one ``save_dir`` that the memory of a node holds, for processes that come after those that saved.
+"""A node's in-memory saves for one ``save_dir``, which outlive the processes that wrote them.
 
 ``<memory_folder>/deepspeed_ext-<user>-<key>`` has a folder ``<number of the save>-<rank>`` for each rank that wrote
-into it. That appears by a rename, when all its files are there, with a manifest. So a save is whole if the folders of
-all nodes hold all its files together, and the one before it is removed only when all ranks have theirs.
+into it. A rename publishes this folder when all its files and a manifest are complete. So a save is complete if the
+folders of all nodes together contain all its files. The previous save is removed only after all ranks have published.
 
-The key is made of the path of ``save_dir`` and the run in it: a random text in a file there, which the first save in
-memory writes. So containers that share ``/dev/shm`` and use one path for different volumes have different folders, and
-whoever empties a ``save_dir`` begins another run.
+The key is a hash of the path of ``save_dir`` and its run: a random text in a file there, written by the first save in
+memory. So containers that share ``/dev/shm`` and use one path for different volumes have different folders, and
+emptying a ``save_dir`` starts another run.
 """
 
 import contextlib
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
 
 RUN = "deepspeed_ext_run"  # the file in ``save_dir``; not hidden, so that ``rm -r save_dir/*`` removes it, too
 _RUN_TEXT = re.compile(r"[0-9a-f]{32}")
-_ABOUT = "about.json"  # in a folder of memory, what it belongs to
+_ABOUT = "about.json"  # in a memory folder: the ``save_dir`` that it belongs to
 _MANIFEST = "manifest.json"
 _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = ("tmpfs", "ramfs")
 _PROC = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
-# By the controller in /proc/self/cgroup, empty for version 2: the folder, limit and use, and cache that can be freed.
+# By controller in /proc/self/cgroup, empty for version 2: folder, limit and usage files, and cache that can be freed.
 _VERSIONS = {
     "": ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": (
@@ -58,14 +58,14 @@ _UNITS = ((86400, "days"), (3600, "hours"), (60, "minutes"), (1, "seconds"))
 
 @dataclass(frozen=True)
 class Identity:
-    """What the folders of one save have in common.
+    """Identifies one save; the same in all its folders.
 
     Attributes:
-        number: of the save; random.
+        number: a random number.
         tag, step: of the checkpoint; the number of steps that the engine has taken.
-        time: of rank 0's clock, in seconds; of two saves of a step, the later one counts.
-        latest: what the file ``latest`` of ``save_dir`` named; empty if there was none.
-        model: what names and shapes of parameters are known by.
+        time: rank 0's clock, in seconds; of two saves of a step, the later one is loaded.
+        latest: the tag in the file ``latest`` of ``save_dir``; empty if there was none.
+        model: hash of the names and shapes of parameters.
         files: the number of files of all ranks.
     """
 
@@ -80,12 +80,12 @@ class Identity:
 
 @dataclass(frozen=True)
 class Part:
-    """What one folder holds of a save.
+    """The files of a save in one folder.
 
     Attributes:
-        save: which one.
-        folder: its name.
-        files: of each file, by its path in the checkpoint, the rank that wrote it.
+        save: the save.
+        folder: the folder's name.
+        files: path in the checkpoint: rank that wrote the file.
     """
 
     save: Identity
@@ -94,10 +94,10 @@ class Part:
 
     @classmethod
     def from_json(cls, text: str) -> "Part":
-        """Return the part of a text that ``to_json`` has made.
+        """Return the part from a text of ``to_json``.
 
         Raises:
-            KeyError, TypeError, ValueError: another version has made it.
+            KeyError, TypeError, ValueError: another version wrote the text.
         """
         content = json.loads(text)
         part = cls(Identity(**content["save"]), content["folder"], content["files"])
@@ -110,7 +110,7 @@ class Part:
         return part
 
     def to_json(self) -> str:
-        """Return a text that all ranks can read."""
+        """Return a JSON text of this part."""
         return json.dumps(asdict(self))
 
 
@@ -120,7 +120,7 @@ def _require_type(value: Any, kind: Any) -> None:
 
 
 def run_of(save_dir: str | os.PathLike[str]) -> str:
-    """Return the run in a folder; empty if no save in memory has begun one, or its file is damaged."""
+    """Return the run in a folder; empty if no save in memory has started one, or its file is damaged."""
     try:
         text = Path(save_dir, RUN).read_bytes().decode(errors="replace").strip()
     except FileNotFoundError:
@@ -129,63 +129,63 @@ def run_of(save_dir: str | os.PathLike[str]) -> str:
 
 
 class MemoryFolder:
-    """The folder of one ``save_dir`` on this rank's node.
+    """The memory folder for one ``save_dir`` on this rank's node.
 
     Args:
-        config: of the engine.
-        save_dir: where the same run saves to disk.
-        run: in ``save_dir``.
+        config: the engine's configuration.
+        save_dir: the folder of the same run's checkpoints on disk.
+        run: the run in ``save_dir``.
     """
 
     def __init__(self, config: "DeepSpeedConfig", save_dir: str | os.PathLike[str], run: str) -> None:
         self.parent, self._save_dir = Path(save_settings(config).memory_folder), os.path.abspath(save_dir)
         key = hashlib.sha256(os.fsencode(self._save_dir) + run.encode()).hexdigest()[:16]
         self.path = self.parent / f"{_prefix()}{key}"
-        self._owned: OwnedFolder | None = None  # what a save is written into
+        self._owned: OwnedFolder | None = None  # staging folder of the running save
 
     @property
     def place(self) -> str:
-        """What is the same on ranks that have the same folder. It must be there."""
-        found = self.path.stat()
-        # Several nodes may have one name.
-        return f"{socket.gethostname()}:{boot_id()}:{found.st_dev}:{found.st_ino}:{self.path}"
+        """An identifier that is equal on ranks that share this folder, which must exist."""
+        status = self.path.stat()
+        # Several nodes may have the same host name.
+        return f"{socket.gethostname()}:{boot_id()}:{status.st_dev}:{status.st_ino}:{self.path}"
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is there, and nobody else can write into it: what is loaded from it is run."""
+        """Whether it exists and no other user can write into it. Loading a file can execute code from it."""
         try:
-            found = self.path.lstat()
+            status = self.path.lstat()
         except OSError:
             return False
-        others = stat.S_IWGRP | stat.S_IWOTH
-        return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
+        write_bits = stat.S_IWGRP | stat.S_IWOTH
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & write_bits
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it is on a file system that is in memory, as far as is known."""
+        """Whether it is on a file system in memory. True if that cannot be determined."""
         if not _MOUNTS.exists():
             return True
         path = Path(os.path.realpath(self.path))
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
-        around = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place)]
-        return not around or max(around)[1] in _IN_MEMORY
+        parents = [(len(mount), kind) for mount, kind in mounts if path.is_relative_to(mount)]
+        return not parents or max(parents)[1] in _IN_MEMORY
 
     @property
     def free(self) -> int:
-        """Bytes that may still be written: of the file system, and of memory if it is in that."""
-        found = os.statvfs(self.path)
-        room = found.f_bavail * found.f_frsize
+        """Bytes that can still be written, limited by the file system, and also by memory if it is in memory."""
+        statistics = os.statvfs(self.path)
+        room = statistics.f_bavail * statistics.f_frsize
         return min(room, available_memory()) if self.is_in_memory else room
 
     # Saving ###########################################################################################
 
     def begin(self, number: int, rank: int) -> Path:
-        """Make what a rank writes into, and return it; remove what killed saves of any rank have left.
+        """Create and return a rank's staging folder; remove those of killed saves of any rank.
 
-        Called when no other save is under way.
+        Called when no other save is running.
 
         Raises:
-            CheckpointError: there is no memory folder, or somebody else has made it.
+            CheckpointError: there is no memory folder, or other users can write into it.
         """
         if not self.parent.is_dir():
             raise CheckpointError(
@@ -207,11 +207,11 @@ class MemoryFolder:
         return self._owned.made
 
     def publish(self, staging: Path, part: Part) -> None:
-        """Make complete files count.
+        """Publish complete files.
 
         Args:
-            staging: of ``begin``.
-            part: what it holds.
+            staging: the folder from ``begin``.
+            part: its files.
         """
         sizes = {name: (staging / name).stat().st_size for name in part.files}
         content = {"part": part.to_json(), "sizes": sizes}
@@ -220,14 +220,14 @@ class MemoryFolder:
         self._end()
 
     def keep_only(self, number: int) -> None:
-        """Remove all other saves; never raises, for the save is there, and other ranks take it to be."""
+        """Remove all other saves. Never raises, because the save is already published on all ranks."""
         with contextlib.suppress(Exception):
             for path in list(self.path.glob("[0-9]*-*")):
                 if not path.name.startswith(f"{number}-"):
-                    shutil.rmtree(path, ignore_errors=True)  # another rank does so, too
+                    shutil.rmtree(path, ignore_errors=True)  # other ranks of the node remove it, too
 
     def drop(self, number: int, rank: int) -> None:
-        """Remove what a rank has of a save, published or not. Never raises."""
+        """Remove a rank's files of a save, published or not. Never raises."""
         self._end()
         with contextlib.suppress(Exception):
             shutil.rmtree(self.path / f"{number}-{rank}", ignore_errors=True)
@@ -245,22 +245,22 @@ class MemoryFolder:
         """Describe folders of this user's other saves in memory: path, save_dir, size and age. Never raises.
 
         Args:
-            same: only those of other runs in the same ``save_dir``.
+            same: only other runs in the same ``save_dir``.
         """
-        found = []
+        folders = []
         for path in sorted(self.parent.glob(f"{_prefix()}*")):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 about = path / _ABOUT
                 save_dir = json.loads(about.read_text())["save_dir"] if about.exists() else "unknown"
                 if path != self.path and (save_dir == self._save_dir or not same):
                     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                    found.append(f"{path} (of {save_dir}, {size / 1e9:.3f} GB, {age(path.stat().st_mtime)} old)")
-        return found
+                    folders.append(f"{path} (of {save_dir}, {size / 1e9:.3f} GB, {age(path.stat().st_mtime)} old)")
+        return folders
 
     # Loading ##########################################################################################
 
     def parts(self) -> list[Part]:
-        """Return what there is of saves, but for files that are not as they were written."""
+        """Return all parts of saves, without files of a wrong size."""
         if self.is_ours:
             return list(self._manifests())
         if os.path.lexists(self.path):
@@ -275,10 +275,10 @@ class MemoryFolder:
             try:
                 content = json.loads(path.read_text())
                 part, sizes = Part.from_json(content["part"]), content["sizes"]
-                whole = {name: rank for name, rank in part.files.items() if _size(path.parent / name) == sizes[name]}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # of another version
+                intact = {name: rank for name, rank in part.files.items() if _size(path.parent / name) == sizes[name]}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):  # written by another version
                 continue
-            yield Part(part.save, path.parent.name, whole)
+            yield Part(part.save, path.parent.name, intact)
 
 
 def forget(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
@@ -289,7 +289,7 @@ def forget(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
 
 
 def age(since: float) -> str:
-    """Return the time since then in words."""
+    """Return the time since ``since`` in words."""
     seconds = max(0.0, time.time() - since)
     unit, name = next(((unit, name) for unit, name in _UNITS if seconds >= unit), _UNITS[-1])
     return f"{seconds / unit:.0f} {name}"
@@ -312,36 +312,36 @@ def _size(path: Path) -> int | None:
 def available_memory() -> int:
     """Return bytes until the host, or a control group of this process, runs out of memory.
 
-    That is the smallest of what the kernel calls available and, for each control group with a limit, the limit less
-    what is in use apart from the cache of files on disks.
+    That is the minimum of the kernel's available memory and, for each control group with a limit, the limit minus the
+    usage without the cache of files on disks.
     """
-    found = [sys.maxsize]
+    candidates = [sys.maxsize]
     with contextlib.suppress(OSError, KeyError, ValueError):
-        found.append(_table(_PROC / "meminfo")["MemAvailable:"] * 1024)
+        candidates.append(_table(_PROC / "meminfo")["MemAvailable:"] * 1024)
     with contextlib.suppress(OSError):
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             for version in set(controllers.split(",")) & set(_VERSIONS):
-                found += _left_in(version, path)
-    return max(0, min(found))
+                candidates += _left_in(version, path)
+    return max(0, min(candidates))
 
 
 def _left_in(version: str, path: str) -> list[int]:
-    """Return what is left in a control group and those around it, where there is a limit."""
+    """Return the bytes left in a control group and in each of its parents, if they have a limit."""
     subfolder, limit, use, cache = _VERSIONS[version]
-    inner = Path(os.path.normpath(path))  # in a container the outermost one may be all that is visible
-    found = []
+    inner = Path(os.path.normpath(path))  # in a container, only the outermost group may be visible
+    remaining = []
     for group in (inner, *inner.parents):
         folder = _CONTROL_GROUPS / subfolder / str(group).lstrip("/")
         with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit ("max")
             most = int((folder / limit).read_text())
             statistics = _table(folder / "memory.stat")
             freed = sum(statistics.get(name, 0) for name in cache)
-            found.append(most - max(0, int((folder / use).read_text()) - freed))
-    return found
+            remaining.append(most - max(0, int((folder / use).read_text()) - freed))
+    return remaining
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Return the first number of each line, by the word before it."""
+    """Return a dict from the first word of each line to its first number."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}

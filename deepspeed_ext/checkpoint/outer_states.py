@@ -1,11 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What an outer optimizer adds to checkpoints: a file of each rank, beside DeepSpeed's.
+"""Outer optimizers in checkpoints: a file for each rank, in addition to DeepSpeed's.
 
-DeepSpeed's files hold the anchors, what all groups agreed on last, with the first group's states of the inner
-optimizer: any strategy, DeepSpeed and its tools go on from there. What each group has by itself, its weights and its
-states, is in these files, with the outer weights and momentum. A run that is sharded in the same way, with the same
-settings, goes on from them to the bit.
+DeepSpeed's files contain the anchors (the result of the last outer step) and the first group's inner optimizer states.
+Any strategy, DeepSpeed and its tools can continue from them. The additional files contain each group's own weights and
+states, with the outer weights and momentum. A run with the same sharding and settings continues from them bit for bit.
 """
 
 import logging
@@ -26,7 +25,9 @@ from deepspeed_ext.zero.outer import OuterOptimizer
 
 
 def contents(engine: Engine) -> dict[str, Any] | None:
-    """Return what this rank's file has to hold, before the anchors take the place of the group's weights. Collective.
+    """Return the content of this rank's file. Collective.
+
+    Called before the anchors replace the group's weights.
 
     Returns:
         None without an outer optimizer.
@@ -54,7 +55,7 @@ def _described(engine: Engine, outer: OuterOptimizer) -> dict[str, Any]:
 
 
 def save(engine: Engine, files: CheckpointFiles, content: dict[str, Any] | None, save_dir: str, tag: str) -> None:
-    """Write this rank's file, if there is something to hold."""
+    """Write this rank's file, if it has content."""
     if content is not None:
         files.save(content, str(Path(save_dir, tag, _name(engine))))
 
@@ -64,12 +65,12 @@ def _name(engine: Engine) -> str:
 
 
 class OuterStates:
-    """What a checkpoint has for an outer optimizer, looked at before anything is changed.
+    """The outer optimizer's states in a checkpoint, read before a load changes anything.
 
     Args:
-        engine: that will load.
-        folder: of the checkpoint.
-        with_states: whether states of the optimizer are loaded at all.
+        engine: the engine that will load.
+        folder: the checkpoint's folder.
+        with_states: whether optimizer states are loaded at all.
 
     Raises:
         CheckpointError: this rank's file cannot be read.
@@ -86,17 +87,17 @@ class OuterStates:
         path = folder / _name(engine)
         files: CheckpointFiles = engine.checkpoint_engine
         if with_states and path.exists():
-            found = files.inspect(path, "described", "outer", "weights", "states")
-            # One of another save is what a save without an outer optimizer has left, before it replaced these, too.
+            content = files.inspect(path, "described", "outer", "weights", "states")
+            # Older versions did not replace these files in a save without an outer optimizer, so they may be stale.
             of_this_save = files.is_of_save(path, files.header_of(folder))
-            if of_this_save and found["described"] == _described(engine, outer):
-                self._found = found
+            if of_this_save and content["described"] == _described(engine, outer):
+                self._found = content
 
     def load(self) -> None:
-        """Go on as the run that was saved, or from the weights that DeepSpeed has loaded. Collective."""
+        """Load the saved states, or restart from the weights that DeepSpeed has loaded. Collective."""
         if not isinstance(self._optimizer.outer, OuterOptimizer):
             return
-        if any_rank(not self._found):
+        if any_rank(not self._found):  # on all ranks, or their outer steps would no longer coincide
             self._outer.restart()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no states of this outer optimizer (other groups, other settings, "
@@ -129,7 +130,7 @@ def _require_same_names(folder: Path, states: Mapping[str, Any], saved: Mapping[
 
 
 def _like(held: Any, saved: Any) -> Any:
-    """Return a state where DeepSpeed holds it."""
+    """Return a saved state; a tensor is copied into DeepSpeed's."""
     if isinstance(held, Tensor) and isinstance(saved, Tensor):
         held.copy_(torch.as_tensor(saved))
         return held

@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Temporary folders in places that other jobs and users share.
+"""Temporary folders next to paths that other jobs and users share.
 
 Note [Owned folders]
-    Whatever is incomplete is made in a hidden folder beside its final place, ``.<name>.<token>.saving``, and renamed
-    to that place when it is complete. The token is random, so no two saves, exports, conversions or jobs use the same
-    folder. Its file ``owner.json`` marks it as ours. The process that made the folder keeps that file locked (flock),
-    and the kernel releases the lock when the process dies, however it dies.
+    Incomplete files and folders are created in a hidden folder next to their final path, ``.<name>.<token>.saving``,
+    and renamed to that path when complete. The token is random, so no two saves, exports, conversions or jobs use the
+    same folder. Its file ``owner.json`` marks it as created by this package. The process that created the folder locks
+    that file (flock), and the kernel releases the lock when the process dies.
 
-    The next ``OwnedFolder`` beside it removes the folders of dead processes. A folder without our marker, or whose
-    lock is held, is never touched. A file system may hide locks from other hosts. So what another host has made is
-    removed only a day after it was last used.
+    The next ``OwnedFolder`` with the same parent removes the folders of dead processes. A folder without the marker,
+    or with a locked one, is never touched. A file system may hide locks from other hosts. So a folder of another host
+    is removed only a day after it was last used.
 
     If the system cannot exchange two names in one call, the old folder is first renamed to ``replaced`` in the owned
-    folder. A save that is killed between its two renames leaves it there: our loads find it, and whoever removes the
-    owned folder renames it back first, unless something else has its name.
+    folder. If a save is killed between its two renames, the old folder stays there. Loads with the extension find it,
+    and cleanup of the owned folder first renames it back, unless its name is taken.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 def boot_id() -> str:
-    """Return an identifier of the running kernel, the same in all of its containers; empty if there is none."""
+    """Return an identifier of the running kernel, the same in all its containers; empty if there is none."""
     return _BOOT.read_text().strip() if _BOOT.exists() else ""
 
 
@@ -50,15 +50,15 @@ def new_token() -> str:
 
 
 class OwnedFolder:
-    """A hidden folder, in which a file or folder is made that then takes its place. See Note [Owned folders].
+    """A hidden folder for an incomplete file or folder, which then replaces its target. See Note [Owned folders].
 
     Args:
-        place: path of what is made; a link is not followed.
+        place: the target path; a link is not followed.
         token: the same on all ranks that write into the folder; by default a new one.
 
     Attributes:
         path: the hidden folder.
-        made: path in it of what is made.
+        made: path of the incomplete file or folder in it.
     """
 
     def __init__(self, place: Path, token: str | None = None) -> None:
@@ -69,50 +69,50 @@ class OwnedFolder:
         self._lease: IO[str] | None = None
 
     def create(self) -> None:
-        """Create the folder, and remove those beside it that dead processes have left."""
-        for left in self.place.parent.glob(f".*{_SUFFIX}"):
-            remove_if_left(left)
+        """Create the folder, and remove folders of dead processes with the same parent."""
+        for folder in self.place.parent.glob(f".*{_SUFFIX}"):
+            remove_if_left(folder)
         self.path.mkdir()
         self._lease = claim(self.path)
 
     def put_in_place(self) -> None:
-        """Rename what was made to its place. What was there stays in this folder until ``remove``."""
-        sync(self.made)
+        """Rename the new content to its target. Replaced content stays in this folder until ``remove``."""
+        sync(self.made)  # before the rename, or a crash could leave the name without the content
         if not os.path.lexists(self.place):
             self.made.rename(self.place)
         elif not _exchange(self.made, self.place):
             self.place.rename(self._replaced)
             self.made.rename(self.place)
-        sync(self.place.parent)
+        sync(self.place.parent)  # the rename must be on disk before ``latest`` refers to it
 
     def take_back(self) -> None:
-        """Undo ``put_in_place``, together with ``remove``."""
+        """Undo ``put_in_place``; ``remove`` then renames a folder in ``replaced`` back."""
         if not _exchange(self.made, self.place):
             self.place.rename(self.made)
 
     def remove(self) -> None:
-        """Remove the folder, if this process has created it. Logs a warning instead of raising."""
+        """Remove the folder, if this process created it. Logs a warning instead of raising."""
         if self._lease is None:
             return
         with self._lease:
             try:
                 _discard(self.path)
-            except Exception as error:  # raised, it would fail a committed save on this rank only
+            except Exception as error:  # if raised, it would fail a committed save on this rank only
                 _warn(f"{self.path} could not be removed: {error!r}")
         self._lease = None
 
 
 def replaced_by(place: Path) -> list[Path]:
-    """Return the folders of this place that killed processes have set aside and not renamed back."""
+    """Return the old folders of this path that killed processes have not renamed back."""
     token = "[0-9a-f]" * 2 * _TOKEN_BYTES
     return sorted(place.parent.glob(f".{glob.escape(place.name)}.{token}{_SUFFIX}/{_REPLACED}"))
 
 
 def claim(folder: Path, shared: bool = False) -> IO[str]:
-    """Mark a new folder as ours; it is in use until the returned file is closed.
+    """Write the marker of a new folder, which is in use until the returned file is closed.
 
     Args:
-        shared: whether other processes may ``hold`` it as well.
+        shared: whether other processes may also ``hold`` the folder.
     """
     marker = (folder / _MARKER).open("x")
     host = boot_id()
@@ -120,13 +120,13 @@ def claim(folder: Path, shared: bool = False) -> IO[str]:
         fcntl.flock(marker, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     except OSError:  # the file system has no locks
         host = ""
-    marker.write(json.dumps({"host": host}))  # after the lock, without which a marker counts for nothing
+    marker.write(json.dumps({"host": host}))  # after the lock: until then `remove_if_left` cannot read a host
     marker.flush()
     return marker
 
 
 def hold(folder: Path) -> IO[str] | None:
-    """Keep others from removing a complete folder until the returned file is closed; None if it is not ours."""
+    """Prevent removal of a complete folder until the returned file is closed; None if it has no marker."""
     try:
         marker = (folder / _MARKER).open()
     except OSError:
@@ -139,7 +139,7 @@ def hold(folder: Path) -> IO[str] | None:
 
 
 def remove_if_left(folder: Path) -> None:
-    """Remove a folder of ours if no process uses it, and leave everything else alone. Never raises."""
+    """Remove a folder with a marker if no process uses it; do nothing otherwise. Never raises."""
     with contextlib.suppress(Exception), (folder / _MARKER).open("r+") as marker:
         try:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -151,30 +151,30 @@ def remove_if_left(folder: Path) -> None:
             visible = json.load(marker)["host"] == boot_id() != ""
         if visible or time.time() - os.fstat(marker.fileno()).st_mtime > _STALE_SECONDS:
             hidden = folder
-            if not folder.name.endswith(_SUFFIX):  # in use under this name; half of it must not be
+            if not folder.name.endswith(_SUFFIX):  # otherwise a partial folder would have a visible name
                 hidden = folder.rename(OwnedFolder(folder).path)
             _discard(hidden)
 
 
 def _discard(folder: Path) -> None:
-    """Remove an owned folder, its marker last; rename back what it has replaced if nothing else has that name."""
+    """Remove an owned folder, its marker last; rename the replaced folder back unless its name is taken."""
     replaced, removed = folder / _REPLACED, folder / _REMOVED
     for path in folder.iterdir():
         if path.name not in (_MARKER, _REPLACED):
             remove(path)
     if os.path.lexists(replaced):
-        place = folder.with_name(folder.name[1 : -len(_SUFFIX) - 2 * _TOKEN_BYTES - 1])
-        if os.path.lexists(place):
-            remove(replaced.rename(removed))  # renamed, so that half of it is never renamed back
+        target = folder.with_name(folder.name[1 : -len(_SUFFIX) - 2 * _TOKEN_BYTES - 1])
+        if os.path.lexists(target):
+            remove(replaced.rename(removed))  # otherwise a partial folder could be renamed back
         else:
-            replaced.rename(place)
+            replaced.rename(target)
     (folder / _MARKER).unlink()
     folder.rmdir()
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that replaces ``path`` at the end of the context; a link stays one."""
+    """Yield a path to write; the file replaces ``path`` at the end of the context. A link stays a link."""
     owned = OwnedFolder(behind_links(path))
     owned.create()
     try:
@@ -186,13 +186,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the content of a small file atomically; a link stays one."""
+    """Replace the content of a small file atomically; a link stays a link."""
     with replacing(path) as new:
         new.write_text(text)
 
 
 def behind_links(path: Path) -> Path:
-    """Return the final target of a link, whether it exists or not; ``path`` itself if it is no link."""
+    """Return the final target of a link, whether it exists or not; ``path`` itself if it is not a link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
@@ -214,7 +214,7 @@ def sync(path: str | os.PathLike[str]) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one call; return False if the system cannot, or one of them does not exist."""
+    """Exchange two names in one call; return False if the system cannot, or one of them is missing."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
     return rename is not None and rename(*arguments) == 0

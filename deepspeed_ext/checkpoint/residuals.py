@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Error feedback in checkpoints: a file of residuals for each rank, beside DeepSpeed's files.
+"""Error feedback in checkpoints: a file of residuals for each rank, in addition to DeepSpeed's files.
 
-Residuals differ from rank to rank even if optimizer states do not, so they cannot be in DeepSpeed's files. A run that
-is sharded in the same way loads them bit for bit. Any other run (with other groups, another number of ranks or another
-strategy) loads them by elements of parameters: the sum over all groups of what has not been sent stays the same, and
-is divided evenly among the groups of this run, if its reductions keep errors. If something is lost, a warning says so.
+Residuals differ between ranks even if optimizer states do not, so DeepSpeed's files cannot contain them. A run with
+the same sharding loads them bit for bit. Any other run (with other groups, number of ranks or strategy) loads them by
+elements of parameters: the sum of unsent gradients over all groups stays the same. It is divided evenly among the
+groups of this run, if its reductions keep errors. A warning reports lost residuals.
 
-``ds_to_universal.py`` leaves these files where they are. A load of the converted checkpoint finds them if the original
-folder is still beside it. Files name that folder without a path, so that both may be moved, and so that no file can
-direct a load elsewhere.
+``ds_to_universal.py`` does not move these files. A load of the converted checkpoint finds them if the original folder
+is still its sibling. Files contain that folder's name without a path, so both can be moved, and no file can direct a
+load elsewhere.
 """
 
 import logging
@@ -37,14 +37,14 @@ def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> Non
     optimizer: ParoOptimizer = engine.optimizer
     if not optimizer.error_state.keeps_errors:
         return
-    kept = optimizer.error_state
-    content = {"states": kept.states(), "halves": sorted(kept.halves), **_described(optimizer)}
+    error_state = optimizer.error_state
+    content = {"states": error_state.states(), "halves": sorted(error_state.halves), **_described(optimizer)}
     name = RankFile.RESIDUALS.of(optimizer.topology.rank, engine.checkpoint_mp_rank)
     files.save(content, str(Path(save_dir, tag, name)))
 
 
 def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
-    """Return which elements the buckets have. If it is equal, states can be loaded as they are."""
+    """Return the elements of all buckets. If two runs have equal ones, states can be loaded unchanged."""
     sizes = optimizer.topology.sizes
     return {
         "rank": optimizer.topology.rank,
@@ -60,18 +60,18 @@ class Residuals:
 
     Args:
         engine: the engine that will load.
-        folder: the folder of the checkpoint.
+        folder: the checkpoint's folder.
 
     Raises:
-        CheckpointError: some files are missing, or of another save.
+        CheckpointError: files are missing, or belong to another save.
     """
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self._optimizer: ParoOptimizer = engine.optimizer
         self._errors = self._optimizer.error_state
         self._folder = folder
-        self._same: Mapping[str, Any] = {}  # this rank's, if sharded in the same way; or
-        self._ranks: list[Mapping[str, Any]] = []  # those of all ranks, if sharded otherwise
+        self._same: Mapping[str, Any] = {}  # this rank's content, if sharding is the same
+        self._ranks: list[Mapping[str, Any]] = []  # otherwise the contents of all ranks
         if not self._errors.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
@@ -79,9 +79,9 @@ class Residuals:
         if not self._saved.get(FOLDER):
             return
         mp_rank, described = engine.checkpoint_mp_rank, _described(self._optimizer)
-        own = folder / RankFile.RESIDUALS.of(described["rank"], mp_rank)
-        if own.exists() or engine.use_node_local_storage():
-            self._same = self._look(own)
+        own_path = folder / RankFile.RESIDUALS.of(described["rank"], mp_rank)
+        if own_path.exists() or engine.use_node_local_storage():
+            self._same = self._look(own_path)
             if all(self._same.get(key) == value for key, value in described.items()):
                 return
         self._same = {}
@@ -101,7 +101,7 @@ class Residuals:
         return content
 
     def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
-        """Return the files of the checkpoint from which this one was converted, if it is still beside this one."""
+        """Return the files of the checkpoint from which this one was converted, if it is still a sibling."""
         name = Path(str(self._saved[FOLDER])).name
         paths = self._paths(self._folder.with_name(name), mp_rank) if name not in ("", os.pardir) else []
         if paths:
@@ -116,14 +116,14 @@ class Residuals:
         """Load the residuals into this rank's error feedback; without residuals, reset it to zero."""
         if not self._errors.keeps_errors:
             return
-        found = self._same or (self._ranks[0] if self._ranks else {})
-        if found:
-            self._tell_what_is_not_taken(set(found.get("halves", ["reductions"])))
+        content = self._same or (self._ranks[0] if self._ranks else {})
+        if content:
+            self._tell_what_is_not_taken(set(content.get("halves", ["reductions"])))
         if self._same:
             self._errors.load_states(self._same["states"])
         elif self._ranks:
-            wanted = _described(self._optimizer)["whereabouts"]
-            self._errors.load_errors(self._collected(wanted), self._ranks[0]["states"].get("steps", 0))
+            whereabouts = _described(self._optimizer)["whereabouts"]
+            self._errors.load_errors(self._collected(whereabouts), self._ranks[0]["states"].get("steps", 0))
         else:
             self._errors.forget()
             log_dist(
@@ -137,38 +137,38 @@ class Residuals:
     def _tell_what_is_not_taken(self, saved: set[str]) -> None:
         """Warn of errors that start at zero, and of saved errors that are not loaded.
 
-        If sharding has changed, reductions may take the errors of sums, too.
+        If sharding has changed, reductions may also load the errors of sums.
         """
-        wanted, alike = self._errors.halves, bool(self._same)
-        taken = saved & wanted if alike else ({"reductions"} & wanted if saved else set())
-        lost = saved - taken if alike or not taken else set()
-        for what, how in ((wanted - taken, "start at zero"), (lost, "were saved, and are not taken")):
-            if what:
+        configured, alike = self._errors.halves, bool(self._same)
+        loaded = saved & configured if alike else ({"reductions"} & configured if saved else set())
+        lost = saved - loaded if alike or not loaded else set()
+        for kinds, outcome in ((configured - loaded, "start at zero"), (lost, "were saved, and are not taken")):
+            if kinds:
                 log_dist(
-                    f"deepspeed_ext: {self._folder}: errors of {' and '.join(sorted(what))} {how}: the configuration, "
-                    f"or how states are sharded, was another.",
+                    f"deepspeed_ext: {self._folder}: errors of {' and '.join(sorted(kinds))} {outcome}: the "
+                    f"configuration, or how states are sharded, was another.",
                     ranks=[0],
                     level=logging.WARNING,
                 )
 
     def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[ShardSpan, Tensor]:
-        """Return, for each row of this rank's gradients, its share of what all groups had not sent."""
+        """Return, for each row of this rank's gradients, its share of the gradients that all groups had not sent."""
         totals: dict[tuple[int, int], Tensor] = {}
-        places: dict[str, list[tuple[int, ShardSpan]]] = defaultdict(list)
+        spans_by_name: dict[str, list[tuple[int, ShardSpan]]] = defaultdict(list)
         for name, start, run in wanted:
-            places[name].append((start, ShardSpan(*run)))
-        for _, run in (place for of in places.values() for place in of):
+            spans_by_name[name].append((start, ShardSpan(*run)))
+        for _, run in (span for spans in spans_by_name.values() for span in spans):
             end = run.elements.stop
-            before = totals.get((run.buffer, run.row), torch.empty(0))
-            if before.numel() < end:
+            previous = totals.get((run.buffer, run.row), torch.empty(0))
+            if previous.numel() < end:
                 totals[run.buffer, run.row] = torch.zeros(end)
         for file in self._ranks:
             for name, start, values in self._by_parameter(file):
-                for first, run in places[name]:
-                    both = Span(first, run.numel).common(Span(start, values.numel()))
-                    if both.numel:
-                        total = both.shifted(run.start - first).of(totals[run.buffer, run.row])
-                        total.add_(both.shifted(-start).of(values))
+                for first, run in spans_by_name[name]:
+                    overlap = Span(first, run.numel).common(Span(start, values.numel()))
+                    if overlap.numel:
+                        total = overlap.shifted(run.start - first).of(totals[run.buffer, run.row])
+                        total.add_(overlap.shifted(-start).of(values))
         optimizer = self._optimizer
         groups = {
             buffer: optimizer.families[optimizer.family_of_buffer(buffer)].topology.sizes.groups
@@ -179,12 +179,12 @@ class Residuals:
         }
 
     def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
-        """Yield what a rank had not sent: name of a parameter, first element, values."""
-        places: dict[tuple[int, int], list[tuple[Span, str, int]]] = defaultdict(list)
+        """Yield a rank's unsent gradients: name of a parameter, first element, values."""
+        spans: dict[tuple[int, int], list[tuple[Span, str, int]]] = defaultdict(list)
         for name, start, (buffer, row, *elements) in file["whereabouts"]:
-            places[buffer, row].append((Span(*elements), name, start))
+            spans[buffer, row].append((Span(*elements), name, start))
         for run, values in self._errors.errors_in(file["states"]):
-            for span, name, start in places[run.buffer, run.row]:
-                both = span.common(run.elements)
-                if both.numel:
-                    yield name, start + both.start - span.start, both.shifted(-run.start).of(values)
+            for span, name, start in spans[run.buffer, run.row]:
+                overlap = span.common(run.elements)
+                if overlap.numel:
+                    yield name, start + overlap.start - span.start, overlap.shifted(-run.start).of(values)

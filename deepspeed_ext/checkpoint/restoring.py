@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a save in memory to disk, when a restarted run loads: see Note [Saves in memory] in ``in_memory.py``."""
+"""Writes a save in memory to disk when a restarted run loads: see Note [Saves in memory] in ``in_memory.py``."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ from deepspeed_ext.deepspeed_types import Engine
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a file is: the rank that wrote it, the first of the ranks that see it, and in which folder there."""
+    """Location of a file: the rank that wrote it, the first rank that can read it, and the folder there."""
 
     writer: int
     first: int
@@ -34,12 +34,12 @@ class _Place:
 
 
 def bring_back(engine: Engine, load_dir: str) -> None:
-    """Write the newest save in memory into ``load_dir``, if it is newer than the one that ``latest`` names.
+    """Write the newest save in memory into ``load_dir``, if it is newer than the checkpoint that ``latest`` names.
 
-    Collective over all ranks. Without a folder of memory anywhere, it is a few small collectives.
+    Collective over all ranks. Without any memory folder, it takes only a few small collectives.
 
     Raises:
-        CheckpointError: on all ranks; it could not be written. What was there is untouched.
+        CheckpointError: on all ranks; it could not be written. Existing files are untouched.
     """
     run = _of_rank(0, lambda: run_of(load_dir), f"{Path(load_dir, RUN)} cannot be read")
     folder = MemoryFolder(engine._config, load_dir, run)
@@ -51,20 +51,20 @@ def bring_back(engine: Engine, load_dir: str) -> None:
     if not any_rank(bool(parts)):
         return
     disk = json.loads(_of_rank(0, lambda: json.dumps(_disk(load_dir)), f"{load_dir} cannot be read"))
-    place = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
-    places = all_gather_texts(place)
-    first = bool(parts) and places.index(place) == dist.get_rank()
+    location = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
+    locations = all_gather_texts(location)
+    first = bool(parts) and locations.index(location) == dist.get_rank()
     texts = all_gather_texts(json.dumps([part.to_json() for part in parts] if first else []))
-    saves = _gathered([[Part.from_json(one) for one in json.loads(text)] for text in texts])
+    saves = _gathered([[Part.from_json(part) for part in json.loads(text)] for text in texts])
     newer = sorted((save for save in saves if save.step > disk["step"]), key=lambda save: (-save.step, -save.time))
-    whole = _newest_whole(engine, load_dir, {save: saves[save] for save in newer}, disk)
+    newest = _newest_whole(engine, load_dir, {save: saves[save] for save in newer}, disk)
     on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
-    if whole is not None:
+    if newest is not None:
         _warn(
-            f"{whole.tag} is resumed from a save in memory, of step {whole.step}, {age(whole.time)} old, in "
+            f"{newest.tag} is resumed from a save in memory, of step {newest.step}, {age(newest.time)} old, in "
             f"{folder.path}; the last one on disk is {on_disk}."
         )
-        _write(engine, load_dir, folder, whole, saves[whole], places)
+        _write(engine, load_dir, folder, newest, saves[newest], locations)
     elif newer:
         _warn(f"no save in memory can be loaded from {load_dir}; the last one on disk is {on_disk}.")
 
@@ -72,12 +72,11 @@ def bring_back(engine: Engine, load_dir: str) -> None:
 def _newest_whole(
     engine: Engine, load_dir: str, saves: Mapping[Identity, Mapping[str, _Place]], disk: Mapping[str, Any]
 ) -> Identity | None:
-    """Return the first save of which all files are there, if one continues what is on disk; warn of those before it.
-    Collective.
+    """Return the first complete save that continues the checkpoint on disk; warn of skipped ones. Collective.
 
     Args:
         saves: the newest first, each with its files.
-        disk: as ``_disk`` returns it.
+        disk: from ``_disk``.
     """
     model = model_key(engine)
     for save, files in saves.items():
@@ -97,17 +96,17 @@ def _newest_whole(
 
 
 def _of_rank(rank: int, act: Callable[[], str], doing: str) -> str:
-    """Return on all ranks what one of them finds, or raise on all. Collective.
+    """Return the result of ``act`` on one rank to all ranks, or raise on all. Collective.
 
     Raises:
-        CheckpointError: it failed there.
+        CheckpointError: ``act`` failed.
     """
-    found = run_on_all_or_raise(lambda: act() if dist.get_rank() == rank else "", doing, CheckpointError)
-    return broadcast_text(found, rank)
+    text = run_on_all_or_raise(lambda: act() if dist.get_rank() == rank else "", doing, CheckpointError)
+    return broadcast_text(text, rank)
 
 
 def _misfit(save: Identity, model: str, latest: str) -> str:
-    """Return why a save in memory does not continue what is on disk; empty if it does."""
+    """Return why a save in memory does not continue the checkpoint on disk; empty if it does."""
     if save.model != model:
         return "it is of another model"
     if save.latest != latest:
@@ -116,7 +115,7 @@ def _misfit(save: Identity, model: str, latest: str) -> str:
 
 
 def _disk(load_dir: str) -> dict[str, Any]:
-    """Return what ``latest`` names in a folder, and the step of that; -1 if there is none."""
+    """Return the tag in a folder's file ``latest``, and the checkpoint's step; -1 if there is none."""
     latest, step = "", -1
     try:
         latest = Path(load_dir, LATEST).read_text().strip()
@@ -130,38 +129,38 @@ def _disk(load_dir: str) -> dict[str, Any]:
 
 
 def _gathered(parts: list[list[Part]]) -> dict[Identity, dict[str, _Place]]:
-    """Return where each file of each save is: the one of the first rank, if several have written it.
+    """Return the location of each file of each save. If several ranks wrote a file, the lowest rank's is chosen.
 
     Args:
-        parts: of the first rank of each node what is there; of other ranks nothing.
+        parts: for each rank, its node's parts; empty except for the first rank of each node.
     """
-    found: dict[Identity, dict[str, _Place]] = {}
-    for rank, there in enumerate(parts):
-        for part in there:
-            files = found.setdefault(part.save, {})
+    saves: dict[Identity, dict[str, _Place]] = {}
+    for rank, node_parts in enumerate(parts):
+        for part in node_parts:
+            files = saves.setdefault(part.save, {})
             for name, writer in part.files.items():
-                place = _Place(writer, rank, part.folder)
+                location = _Place(writer, rank, part.folder)
                 if name not in files or writer < files[name].writer:
-                    files[name] = place
-    return found
+                    files[name] = location
+    return saves
 
 
 def _write(
     engine: Engine, load_dir: str, folder: MemoryFolder, save: Identity, files: Mapping[str, _Place], places: list[str]
 ) -> None:
-    """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have done. Collective."""
+    """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have. Collective."""
     finish_last(engine)
     target = CheckpointFolder(load_dir, save.tag)
     commit = Commit(target, dist.get_rank() == 0, True, True, engine._config)
     commit.prepare(WORLD)
     written, error = 0, None
     try:
-        for number, (name, place) in enumerate(sorted(files.items())):
-            there = [rank for rank, other in enumerate(places) if other == places[place.first]]
-            if there[number % len(there)] == dist.get_rank():
-                _copy(folder.path / place.folder / name, Path(target.staged(str(target.path / name))))
+        for number, (name, location) in enumerate(sorted(files.items())):
+            readers = [rank for rank, other in enumerate(places) if other == places[location.first]]
+            if readers[number % len(readers)] == dist.get_rank():
+                _copy(folder.path / location.folder / name, Path(target.staged(str(target.path / name))))
                 written += 1
-    except Exception as failure:
+    except Exception as failure:  # raised by the commit, because the other ranks wait there
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")
     commit.run(written, error, WORLD)
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``engine.save_checkpoint``: a save that replaces the checkpoint completely or leaves it as it was."""
+"""``engine.save_checkpoint``: a save that replaces the checkpoint completely or not at all."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +25,7 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
 
-@torch.inference_mode(False)  # threads go on with what is made here, outside of the caller's evaluation
+@torch.inference_mode(False)  # writer threads use these tensors outside of the caller's inference mode
 def save_checkpoint(
     save: Callable[..., Any],
     engine: Engine,
@@ -38,14 +38,14 @@ def save_checkpoint(
     """Run DeepSpeed's ``save_checkpoint`` so that the checkpoint appears only when it is complete. See ``folder.py``.
 
     Args:
-        save: DeepSpeed's.
-        engine: one with a strategy of ours.
-        save_dir, tag, client_state, save_latest, exclude_frozen_parameters: DeepSpeed's.
+        save: DeepSpeed's method.
+        engine: an engine with a strategy.
+        save_dir, tag, client_state, save_latest, exclude_frozen_parameters: as in DeepSpeed.
 
     Raises:
-        KeyError: ``client_state`` has a key of ours.
-        CheckpointError: on all ranks, if one of them could not write, or if an asynchronous save or export before this
-            one could not, which is told once. The previous checkpoint is untouched.
+        KeyError: ``client_state`` has the key that the extension uses.
+        CheckpointError: on all ranks, if one of them could not write, or if an earlier asynchronous save or export
+            failed and has not raised yet. The previous checkpoint is untouched.
         RuntimeError: parameters are offloaded; see ``ParoOptimizer.send_whole``.
     """
     if HEADER in (client_state or {}):
@@ -53,8 +53,8 @@ def save_checkpoint(
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
-    files.finish()
-    if files.elsewhere is None:  # a save in memory touches no folder of an export
+    files.finish()  # at most one save runs at a time; raises if the last one failed
+    if files.elsewhere is None:  # an in-memory save does not touch the folder of an export
         exporting.finish_last(engine)
     commit = files.elsewhere or Commit(
         CheckpointFolder(save_dir, tag),
@@ -68,23 +68,23 @@ def save_checkpoint(
         if files.aside is not None:
             files.aside.connect()
         commit.prepare(WORLD)
-        more = {} if exclude_frozen_parameters else _frozen(engine)
+        frozen = {} if exclude_frozen_parameters else _frozen(engine)
         snapshot = None if files.aside is None else _snapshot(engine, files.aside)
-        engine.optimizer.send_whole()  # so that a run that loads this checkpoint continues as this one does
-        of_outer = outer_states.contents(engine)
+        engine.optimizer.send_whole()  # otherwise a run that loads this checkpoint would not continue like this one
+        outer_content = outer_states.contents(engine)
         header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
         with (
             engine.optimizer.outer.in_place(),
             files.saving(commit.folder, header, writers, snapshot),
             writers.numbered(engine),
             engine.optimizer.being_saved(snapshot),
-            replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # done above
+            replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # `require_same` has compared tags
         ):
             saved: bool = save(
-                engine, save_dir, tag, {**more, **(client_state or {})}, False, exclude_frozen_parameters
+                engine, save_dir, tag, {**frozen, **(client_state or {})}, False, exclude_frozen_parameters
             )
             residuals.save(engine, files, save_dir, tag)
-            outer_states.save(engine, files, of_outer, save_dir, tag)
+            outer_states.save(engine, files, outer_content, save_dir, tag)
         if files.aside is None or snapshot is None:
             commit.run(len(files.written), files.error, WORLD)
         else:
@@ -97,14 +97,14 @@ def save_checkpoint(
 
 
 class _Reader:
-    """The asynchronous saves of an engine, as readers of its optimizer's states."""
+    """Blocks the optimizer until an engine's asynchronous saves have read its states."""
 
     def __init__(self, engine: Engine, aside: AsyncSaves) -> None:
-        self._engine: Engine = weakref.proxy(engine)
+        self._engine: Engine = weakref.proxy(engine)  # the engine's optimizer refers to this object
         self._aside = aside
 
     def before_step(self) -> None:
-        """Let the step change states, and raise if a save has failed.
+        """Wait until states may change, and raise if a save has failed.
 
         Raises:
             SaveFailed: on all ranks. The engine's step may be called again.
@@ -112,7 +112,7 @@ class _Reader:
         try:
             self._aside.at_step(raises=not self._engine.pipeline_parallelism)
         except SaveFailed:
-            if self._engine._running_engine_step:
+            if self._engine._running_engine_step:  # reset what DeepSpeed's step has set, so it can be called again
                 self._engine._running_engine_step = False
                 self._engine._stop_timers(self._engine.engine_timers.step_timers)
             raise
@@ -123,9 +123,9 @@ class _Reader:
 
 
 def _snapshot(engine: Engine, aside: AsyncSaves) -> Snapshot:
-    """Return an empty snapshot, for which the optimizer waits before it changes its states."""
+    """Return an empty snapshot. The optimizer waits for it before changing its states."""
     readers = engine.optimizer.context.readers
-    readers[:] = [*(one for one in readers if not isinstance(one, _Reader)), _Reader(engine, aside)]
+    readers[:] = [*(reader for reader in readers if not isinstance(reader, _Reader)), _Reader(engine, aside)]
     return aside.snapshot(_changed_by_steps(engine))
 
 
@@ -135,19 +135,22 @@ def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
     if isinstance(optimizer.outer, OuterOptimizer):
         return
     parameters = {
-        held.untyped_storage().data_ptr()
+        tensor.untyped_storage().data_ptr()
         for param in engine.module.parameters()
-        for held in (param, getattr(param, "ds_tensor", param))
+        for tensor in (param, getattr(param, "ds_tensor", param))
     }
     for shard in optimizer.flat_shards():
         weights = optimizer.shard_weights(shard.number)
-        if weights.untyped_storage().data_ptr() not in parameters:  # in fp32 they may be parameters
+        # In fp32, weights may be the model's parameters, which a script may change at any time.
+        if weights.untyped_storage().data_ptr() not in parameters:
             yield weights
-        yield from (one for one in optimizer.optimizer.state.get(weights, {}).values() if isinstance(one, Tensor))
+        yield from (
+            value for value in optimizer.optimizer.state.get(weights, {}).values() if isinstance(value, Tensor)
+        )
 
 
 def _go_on_aside(files: CheckpointFiles, aside: AsyncSaves, snapshot: Snapshot, commit: Commit) -> None:
-    """Have a snapshot written beside the training, or raise on all ranks if one could not copy its states. Collective.
+    """Start writing a snapshot in the background, or raise on all ranks if one failed to copy states. Collective.
 
     Raises:
         CheckpointError: on all ranks.
@@ -160,7 +163,7 @@ def _go_on_aside(files: CheckpointFiles, aside: AsyncSaves, snapshot: Snapshot, 
 
 
 def _frozen(engine: Engine) -> dict[str, Any]:
-    """Return frozen parameters as stages 2 and 3 save them, since ``zero_to_fp32.py`` expects them at stage 1, too."""
+    """Return frozen parameters as stages 2 and 3 save them: ``zero_to_fp32.py`` also expects them at stage 1."""
     if engine.zero_optimization_partition_gradients():
         return {}
     return {
@@ -170,13 +173,13 @@ def _frozen(engine: Engine) -> dict[str, Any]:
 
 
 def _is_first(engine: Engine) -> bool:
-    """Return whether this rank does the work that is done once per file system."""
+    """Return whether this rank does the work that is needed once per file system."""
     rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return rank == 0
 
 
 def _header(engine: Engine, name: str) -> dict[str, Any]:
-    """Return the header that identifies the files of one save: plain values, for tools without torch."""
+    """Return the header that identifies the files of one save. It has plain values, for tools without torch."""
     optimizer: ParoOptimizer = engine.optimizer
     sizes = optimizer.topology.whole.sizes
     return {

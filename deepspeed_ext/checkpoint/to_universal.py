@@ -1,30 +1,30 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext convert``: DeepSpeed's ``ds_to_universal.py``, also for Muon and strategies' experts.
+"""``python -m deepspeed_ext convert``: DeepSpeed's ``ds_to_universal.py``, extended for Muon and strategies' experts.
 
 Note [Momentum in universal checkpoints]
-    DeepSpeed's converter knows the states ``exp_avg`` and ``exp_avg_sq`` by name, and fails with a ``KeyError`` where
-    a parameter has others; Muon's matrices have ``momentum_buffer``. Like ``exp_avg``, that is a mean of gradients. So
-    it is shown to the converter as ``exp_avg`` while fragments are extracted, beside zeros of a byte each as
-    ``exp_avg_sq``. By the dtype of these zeros the files are found afterwards: they are removed, and momentum gets its
-    own name, ``momentum_buffer.pt``. DeepSpeed's stages 1 and 2 load states by the names of files, so they find it.
-    Of AutoEP's experts, stages 1 and 2 convert nothing but fp32, with a step count: their mark is a negative number.
+    DeepSpeed's converter expects the states ``exp_avg`` and ``exp_avg_sq`` by name. For other states, such as the
+    ``momentum_buffer`` of Muon's matrices, it fails with a ``KeyError``. Like ``exp_avg``, momentum is a mean of
+    gradients. So while fragments are extracted, the converter reads it as ``exp_avg``, with one-byte zeros as
+    ``exp_avg_sq``. Afterwards, the dtype of these zeros identifies their files: they are removed, and momentum is
+    renamed to ``momentum_buffer.pt``. DeepSpeed's stages 1 and 2 load states by file name, so they find it. For
+    AutoEP's experts, stages 1 and 2 convert only fp32, and need a step count: there the mark is a negative number.
 
-    The momentum of a universal checkpoint is of gradients without the loss scale, as a strategy has it.
+    In universal checkpoints, momentum has no loss scale, as in a strategy's optimizer.
 
 Note [States in several files]
-    With experts and os = I or N, as many of the first ranks write states as have all of them together
-    (``zero/writers.py``). So dense states that fewer ranks share, or experts that fewer share, are in several files.
-    DeepSpeed's converter would put all of them together. It is shown only those of the first files, and that experts
-    at stage 3 are shared by as many ranks as the files say.
+    With experts and os = I or N, enough of the first ranks write states to cover all of them (``zero/writers.py``). So
+    dense states, or experts, that are sharded over fewer ranks are repeated in several files. DeepSpeed's converter
+    would concatenate all copies. So it is given only those in the first files, and at stage 3 the number of ranks that
+    share experts according to the files.
 
-    Files in own order (``zero/flat/states.py``) are shown under the names that it knows: it goes by their map of
-    parameters, and puts the fragments of one together by the numbers of ranks, which is the order of its elements.
+    It reads files in own order (``zero/flat/states.py``) under DeepSpeed's names. It uses their map of parameters, and
+    concatenates a parameter's fragments by rank number, which is the order of its elements.
 
-Note [Whole or absent]
-    DeepSpeed's converter writes into the folder that it is to make, and momentum gets its name after it has ended. A
-    conversion that is killed in between would leave what looks like a universal checkpoint. So the folder is made in
-    an owned one (``owned.py``). It gets its name at the end, and only then ``latest_universal`` names it.
+Note [Atomic conversion]
+    DeepSpeed's converter writes directly into its output folder, and momentum is renamed after it has ended. If a
+    conversion were killed in between, the output would look like a universal checkpoint. So the output is an owned
+    folder (``owned.py``). It is renamed at the end, and only then does ``latest_universal`` name it.
 """
 
 import argparse
@@ -69,7 +69,8 @@ _SHOWN_AS, _BESIDE, _STEP = "exp_avg", "exp_avg_sq", "step"
 _MARK = torch.uint8  # no moment has this dtype
 _MARK_OF_EXPERTS = -1.0  # no mean of squares is negative
 
-# Bound before ``convert`` replaces them. Worker processes find ours by name in this module, and these in DeepSpeed's.
+# Bound before ``convert`` replaces them. Worker processes import replacements from this module by name, and these from
+# DeepSpeed's.
 _extract_replicated = ds_to_universal.extract_zero_shards
 _extract_partitioned = ds_to_universal.extract_zero_shards_stage3
 _consolidate = ds_to_universal._consolidate_zero3_autoep_expert_states
@@ -77,14 +78,14 @@ _save_rest = ds_to_universal._save_optimizer_state
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Convert a checkpoint; see Note [Whole or absent].
+    """Convert a checkpoint; see Note [Atomic conversion].
 
     Args:
-        arguments: DeepSpeed's, of its own ``main``.
+        arguments: as for DeepSpeed's ``main``.
 
     Raises:
-        ValueError: the momentum is that of DeepSpeed's stages and cannot be told apart, experts cannot be converted,
-            or the name is taken by something else; says what to do.
+        ValueError: the momentum is from DeepSpeed's stages and ambiguous, experts cannot be converted, or the name is
+            taken; the message says what to do.
     """
     source, target = Path(arguments.input_folder), Path(arguments.output_folder)
     _refuse_experts(source)
@@ -101,24 +102,24 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def _require_replaceable(target: Path) -> None:
-    """Refuse to replace anything but another universal checkpoint.
+    """Refuse to replace anything except a universal checkpoint or an empty folder.
 
     Raises:
-        ValueError: there is something else.
+        ValueError: the target is something else.
     """
     if target.exists() and not (target.is_dir() and (is_universal(target) or not any(target.iterdir()))):
         raise ValueError(f"{target} is there, and is no universal checkpoint. Name another --output_folder.")
 
 
 def _make(arguments: argparse.Namespace) -> None:
-    """Convert into a folder that nobody sees; see Note [Momentum in universal checkpoints]."""
+    """Convert into a hidden folder; see Note [Momentum in universal checkpoints]."""
     with replaced(
         ds_to_universal,
         extract_zero_shards=extract_replicated,
         extract_zero_shards_stage3=extract_partitioned,
         _consolidate_zero3_autoep_expert_states=consolidate_experts,
         _save_optimizer_state=save_rest,
-        tqdm=SimpleNamespace(tqdm=partial(followed, what="converting", unit="part")),  # theirs fills logs, too
+        tqdm=SimpleNamespace(tqdm=partial(followed, what="converting", unit="part")),  # tqdm also floods logs
     ):
         ds_to_universal.main(arguments)
     moments = sorted(Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"))
@@ -134,10 +135,11 @@ def _is_mark(moment: Tensor) -> bool:
 
 
 def _refuse_experts(folder: Path) -> None:
-    """Refuse what DeepSpeed's converter fails with, or takes for something else, before it begins.
+    """Refuse checkpoints that DeepSpeed's converter would fail on or misread, before it starts.
 
     Raises:
-        ValueError: experts are frozen; or neighboring ranks have the same ones, of which each writes states.
+        ValueError: experts are of DeepSpeed's MoE layers, or frozen; or neighboring ranks have the same experts and
+            each writes their states.
     """
     way_out = "Load it with the strategy, group size and expert-parallel size that saved it."
     files = (*folder.glob("mp_rank_*_model_states.pt"), *folder.glob("zero_pp_rank_*_model_states.pt"))
@@ -191,49 +193,49 @@ def extract_partitioned(
 
 
 def consolidate_experts(output_dir: str, model_files: list[str], optim_files: list[str]) -> None:
-    """Put experts together at stage 3. Arguments are those of DeepSpeed's function."""
+    """Consolidate experts at stage 3. Arguments are those of DeepSpeed's function."""
     load = torch.load
     placements = inspect(optim_files[0])[OPTIMIZER_STATE_DICT].get(PLACEMENT) or ()
     shares = {placement["partition_count"] for placement in placements if EXPERTS in placement["families"]}
 
     def load_shown(*args: Any, **kwargs: Any) -> Any:
-        found = load(*args, **kwargs)
-        if AUTOEP_LAYERS_KEY in found and len(shares) == 1:
+        state = load(*args, **kwargs)
+        if AUTOEP_LAYERS_KEY in state and len(shares) == 1:
             (count,) = shares
-            layers = [{**layer, "expert_data_parallel_world_size": count} for layer in found[AUTOEP_LAYERS_KEY]]
-            found = {**found, AUTOEP_LAYERS_KEY: layers}
-        if OPTIMIZER_STATE_DICT in found:
-            found = {**found, OPTIMIZER_STATE_DICT: shown(found[OPTIMIZER_STATE_DICT])}
-        return found
+            layers = [{**layer, "expert_data_parallel_world_size": count} for layer in state[AUTOEP_LAYERS_KEY]]
+            state = {**state, AUTOEP_LAYERS_KEY: layers}
+        if OPTIMIZER_STATE_DICT in state:
+            state = {**state, OPTIMIZER_STATE_DICT: shown(state[OPTIMIZER_STATE_DICT])}
+        return state
 
     with replaced(torch, load=load_shown):
         _consolidate(output_dir, model_files, optim_files)
 
 
 def save_rest(args: Any, ds_checkpoint: Any) -> None:
-    """Save what states of stages 1 and 2 have beside parameters. Arguments are those of DeepSpeed's function."""
+    """Save the states of stages 1 and 2 that belong to no parameter. Arguments are those of DeepSpeed's function."""
     with _shown_when_loaded(under_deepspeeds_names):
         _save_rest(args, ds_checkpoint)
 
 
 @contextmanager
 def _shown_when_loaded(show: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Show a rank's state dict otherwise where its file is loaded within this context."""
+    """Apply ``show`` to a rank's state dict whenever its file is loaded within this context."""
     load = torch.load
 
     def load_shown(*args: Any, **kwargs: Any) -> Any:
-        found = load(*args, **kwargs)
-        return {**found, OPTIMIZER_STATE_DICT: show(found[OPTIMIZER_STATE_DICT])}
+        state = load(*args, **kwargs)
+        return {**state, OPTIMIZER_STATE_DICT: show(state[OPTIMIZER_STATE_DICT])}
 
     with replaced(torch, load=load_shown):
         yield
 
 
 def without_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return a rank's state dict of stages 1 and 2 without the parameters that are in the files of earlier ranks.
+    """Return a rank's state dict of stages 1 and 2 without the parameters in files of earlier ranks.
 
     Args:
-        number: of the rank.
+        number: the rank's number.
     """
     base, counts = state[BASE_OPTIMIZER_STATE], state[PARTITION_COUNT]
     if not isinstance(base, dict):
@@ -247,14 +249,13 @@ def without_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def shown(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a rank's state dict under DeepSpeed's names, with momentum as ``exp_avg``, beside marked zeros as
-    ``exp_avg_sq``.
+    """Return a rank's state dict under DeepSpeed's names, with momentum as ``exp_avg`` and a mark as ``exp_avg_sq``.
 
     Args:
-        state: as ``state_dict()`` of a ZeRO optimizer, ours or DeepSpeed's, gives it.
+        state: the ``state_dict()`` of a ZeRO optimizer, with or without a strategy.
 
     Raises:
-        ValueError: it cannot be told what the momentum is of.
+        ValueError: the scale or the layout of momentum is ambiguous.
     """
     state = under_deepspeeds_names(state)
     stage3 = BASE_OPTIMIZER_STATE not in state
@@ -270,24 +271,24 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     for number, group in muon:
         moment = _momentum(state, base["state"].get(number, {}), flats[number].numel() + paddings[number])
         if group.get("moe", False) and not stage3:
-            mark, more = torch.full((1,), _MARK_OF_EXPERTS), {_STEP: 0}
+            mark, extra = torch.full((1,), _MARK_OF_EXPERTS), {_STEP: 0}
         else:
-            mark, more = torch.zeros(1, dtype=_MARK), {}
-        states[number] = {_SHOWN_AS: moment, _BESIDE: mark.expand(moment.numel()), **more}
+            mark, extra = torch.zeros(1, dtype=_MARK), {}
+        states[number] = {_SHOWN_AS: moment, _BESIDE: mark.expand(moment.numel()), **extra}
     return {**state, key: {**base, "state": {**base["state"], **states}}}
 
 
 def _momentum(state: Mapping[str, Any], saved: Mapping[str, Any], numel: int) -> Tensor:
-    """Return the momentum (1D, fp32) of a flat shard, of gradients without the loss scale; zeros if there is none."""
+    """Return the momentum (1D, fp32) of a flat shard, without the loss scale; zeros if there is none."""
     momentum = saved.get(MOMENTUM)
-    if momentum is None:  # before the first step, or where a rank has nothing of the parameter group
+    if momentum is None:  # before the first step, or on a rank without elements of the parameter group
         return torch.zeros(numel)
     scaled = MOMENTUM_SCALE not in state and getattr(state.get(LOSS_SCALER), "cur_scale", 1.0) != 1
     if scaled or momentum.numel() != numel:
-        what = "has a loss scale or not" if scaled else f"is of {momentum.numel()} elements, expected {numel}"
+        problem = "has a loss scale or not" if scaled else f"is of {momentum.numel()} elements, expected {numel}"
         raise ValueError(
-            f"The checkpoint is of DeepSpeed's own Muon, whose momentum {what}, depending on optimizer offload. Load "
-            f"it with a paro_strategy on as many ranks (NGG for stages 1 and 2, GGG for stage 3), save it, and "
+            f"The checkpoint is of DeepSpeed's own Muon, whose momentum {problem}, depending on optimizer offload. "
+            f"Load it with a paro_strategy on as many ranks (NGG for stages 1 and 2, GGG for stage 3), save it, and "
             f"convert that."
         )
     return unscaled(state, momentum, offloaded=False).float()

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Universal checkpoints (arXiv:2406.18820): a folder for each parameter, which any strategy and DeepSpeed's ZeRO load.
+"""Universal checkpoints (arXiv:2406.18820): a folder per parameter, which any strategy and DeepSpeed's ZeRO can load.
 
-DeepSpeed's ``ds_to_universal.py`` makes them. Its output depends on the stage that saved the checkpoint. DeepSpeed
-0.19.8 reads it back only if parameters are partitioned (stage 3) in both runs, or in neither:
+DeepSpeed's ``ds_to_universal.py`` writes them. Its output depends on the stage that saved the checkpoint. DeepSpeed
+0.19.8 loads it only if parameters are partitioned (stage 3) in both runs, or in neither:
 
 ============================  ======================================  ======================================
                               from stage 1 or 2 (p = N)               from stage 3 (p = I or G)
@@ -11,15 +11,15 @@ DeepSpeed's ``ds_to_universal.py`` makes them. Its output depends on the stage t
 files of model states         ``mp_rank_*_model_states.pt``           ``zero_pp_rank_*_model_states.pt``
 files of a parameter          dicts                                   flat tensors, unless tensor parallel
 step count                    ``step.pt`` of each parameter           ``optimizer_state.pt``, of the optimizer
-``optimizer_state.pt``        has ``ds_version``                      has not
-frozen parameters             whole, in the model states              partitioned, in those of all ranks
+``optimizer_state.pt``        has ``ds_version``                      has no ``ds_version``
+frozen parameters             full, in the model states               partitioned, in those of all ranks
 ============================  ======================================  ======================================
 
-So the code here reads them for our optimizers, and for DeepSpeed's if its own code would raise. It also fixes other
-faults: DeepSpeed's stage 3 gives all parameter groups the hyperparameters of the first, and all sub-groups one step
-tensor; its stages 1 and 2 fail if a rank holds nothing of a parameter group; and neither loads buffers or frozen
-parameters. If DeepSpeed's optimizers can load a checkpoint by themselves, their own code does, faults included, since
-a run without a key of ours must not change.
+So this file loads them into optimizers with a strategy, and into DeepSpeed's if its own code would raise. It also
+fixes other bugs: DeepSpeed's stage 3 gives all parameter groups the hyperparameters of the first, and all sub-groups
+one step tensor; its stages 1 and 2 fail if a rank has no elements of a parameter group; and neither loads buffers or
+frozen parameters. If DeepSpeed's optimizers can load a checkpoint, their own code does, bugs included, because a run
+without the extension's keys must not change.
 """
 
 import math
@@ -67,15 +67,15 @@ Inspect = Callable[[Path], Any]  # returns a file's content; its tensors stay on
 
 
 def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
-    """Return the model states that match our model-parallel rank; they hold what no optimizer holds.
+    """Return the model states for this model-parallel rank, with buffers and frozen parameters.
 
     They are those of one data-parallel rank, or of all in order if frozen parameters are partitioned.
     """
     ranks = sorted({path.name.split("mp_rank_")[1] for path in folder.glob("*mp_rank_*_model_states.pt")})
     if not ranks:
         raise CheckpointError(f"{folder} has no files *_model_states.pt.")
-    mine = ranks[engine.checkpoint_mp_rank * len(ranks) // engine.mp_world_size]
-    paths = sorted(folder.glob(f"*mp_rank_{mine}"), key=lambda path: natural_keys(path.name))
+    own_rank = ranks[engine.checkpoint_mp_rank * len(ranks) // engine.mp_world_size]
+    paths = sorted(folder.glob(f"*mp_rank_{own_rank}"), key=lambda path: natural_keys(path.name))
     first = look(paths[0])
     if len(paths) == 1 or not first.get(FROZEN_PARAM_FRAGMENTS):
         return [first]
@@ -83,10 +83,10 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
 
 
 def beyond_stock(optimizer: Any, stage3: bool, folder: str | Path) -> bool:
-    """Return whether DeepSpeed's own ZeRO cannot load it.
+    """Return whether DeepSpeed's own ZeRO cannot load a checkpoint.
 
-    It cannot if parameters are partitioned in only one of the two runs, nor with Muon: stage 3 wants Adam's moments of
-    every parameter, and stages 1 and 2 without offload want other momentum (Note [Momentum of DeepSpeed's stages]).
+    It cannot if parameters are partitioned in only one of the two runs. Nor can it with Muon: stage 3 requires Adam's
+    moments of all parameters; stages 1 and 2 without offload, other momentum (Note [Momentum of DeepSpeed's stages]).
     """
     states = Path(folder, "zero", _STATES)
     if not states.is_file():
@@ -97,12 +97,12 @@ def beyond_stock(optimizer: Any, stage3: bool, folder: str | Path) -> bool:
 
 
 def _moments(optimizer: ZeROOptimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of a parameter group's states that have an element for each of a parameter's."""
+    """Return the names of a parameter group's elementwise states."""
     return _MUON if uses_muon(optimizer.optimizer) and group.get("use_muon", False) else _ADAM
 
 
 def _moments_by_parameter(optimizer: ZeROOptimizer) -> dict[int, tuple[str, ...]]:
-    """Return the same by the id of each parameter."""
+    """Return a dict from parameter id to names of elementwise states."""
     rows = optimizer.optimizer.param_groups
     if hasattr(optimizer, "fp16_groups"):
         numbers = optimizer.sub_group_to_group_id
@@ -113,7 +113,7 @@ def _moments_by_parameter(optimizer: ZeROOptimizer) -> dict[int, tuple[str, ...]
 
 
 def _stage(states: Mapping[str, Any]) -> int:
-    return int(states.get(ZERO_STAGE, 1))  # BF16_Optimizer saves none; 1 is ds_to_universal.py's default, too
+    return int(states.get(ZERO_STAGE, 1))  # BF16_Optimizer saves none; 1 is also ds_to_universal.py's default
 
 
 # Checking #########################################################################################
@@ -129,12 +129,14 @@ def check(
         model_states: from ``untrained``.
 
     Raises:
-        CheckpointError: a file is missing, cannot be read, or is of another model.
+        CheckpointError: a file is missing, cannot be read, or belongs to another model.
     """
-    found = look(folder / "zero" / _STATES)
+    saved_states = look(folder / "zero" / _STATES)
     groups = engine.optimizer.optimizer.param_groups
-    if states and len(found[PARAM_GROUPS]) != len(groups):
-        raise CheckpointError(f"{folder} has {len(found[PARAM_GROUPS])} parameter groups, expected {len(groups)}.")
+    if states and len(saved_states[PARAM_GROUPS]) != len(groups):
+        raise CheckpointError(
+            f"{folder} has {len(saved_states[PARAM_GROUPS])} parameter groups, expected {len(groups)}."
+        )
     parameters = {
         engine.param_names[param]: param for param in engine.module.parameters() if is_optimized_parameter(param)
     }
@@ -158,7 +160,7 @@ def check(
 
 
 def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
-    """Return how many elements the files of a parameter may have; empty if only DeepSpeed's AutoTP knows."""
+    """Return the allowed numbers of elements in a parameter's files; empty if only DeepSpeed's AutoTP knows them."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
     if hasattr(param, DS_AUTOEP_UC_META):
@@ -172,14 +174,14 @@ def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
 
 
 def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, states: bool, from_fp32: bool) -> None:
-    """Load into a ZeRO optimizer, ours or DeepSpeed's.
+    """Load into a ZeRO optimizer, with or without a strategy.
 
     Args:
-        load: DeepSpeed's function; called unless this one raises.
+        load: DeepSpeed's function; called if it can load the checkpoint itself.
         optimizer: an optimizer of stage 1, 2 or 3.
         folder: the folder of the checkpoint.
-        states: whether to load the optimizer's states, loss scale and hyperparameters; else weights only.
-        from_fp32: without states, whether the optimizer keeps the saved fp32 weights. Otherwise it takes the model's,
+        states: whether to load optimizer states, loss scale and hyperparameters; otherwise weights only.
+        from_fp32: without states, whether the optimizer keeps the saved fp32 weights. Otherwise it copies the model's,
             which may have 16 bits.
     """
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
@@ -206,7 +208,7 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
 
 
 def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Load at stages 1 and 2, where this rank holds a chunk of each flat buffer, with spans of parameters.
+    """Load at stages 1 and 2, where this rank owns a chunk of each flat buffer, with spans of parameters.
 
     Afterwards, the engine gathers the weights on all ranks (``update_lp_params``).
     """
@@ -227,14 +229,14 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tupl
     """Load this rank's span of a parameter: its weights into the flat buffer, its moments into the mapping."""
     mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
-        # Only DeepSpeed knows how tensor parallelism slices a parameter. It always loads moments, wanted or not.
+        # Only DeepSpeed knows how tensor parallelism slices a parameter. It always loads moments, so restore old ones.
         rank, ranks = bwc_tensor_model_parallel_rank(mpu=mpu), bwc_tensor_model_parallel_world_size(mpu=mpu)
-        before = mapping.optim_fragment
+        previous = mapping.optim_fragment
         family = getattr(param, "group_name", "") if is_moe_param(param) else ""
         experts = groups._get_expert_parallel_rank(family) if family else 0
         param.load_hp_checkpoint_state(str(folder), rank, ranks, experts)
         if not moments:
-            mapping.optim_fragment = before
+            mapping.optim_fragment = previous
         return
     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
     piece = slice(start, start + numel)
@@ -244,7 +246,7 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tupl
 
 
 def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
-    """Load at stage 3, where each sub-group has chunks of parameters."""
+    """Load at stage 3, where each sub-group has this rank's chunks of parameters."""
     rows, numbers = optimizer.optimizer.param_groups, optimizer.sub_group_to_group_id
     for number, (params, flat, model) in enumerate(
         zip(
@@ -269,7 +271,7 @@ def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, 
 
 
 def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
-    """Put momentum into DeepSpeed's optimizer as it has it; see Note [Momentum of DeepSpeed's stages]."""
+    """Convert momentum to the form of DeepSpeed's optimizer; see Note [Momentum of DeepSpeed's stages]."""
     scale, states = float(optimizer.loss_scale), optimizer.optimizer.state
     if stage3:
         in_memory = getattr(optimizer, "muon_momentum_buffer_partitioned_groups_flat", {})
@@ -282,16 +284,16 @@ def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
     for number, group in enumerate(optimizer.optimizer.param_groups if not optimizer.cpu_offload else ()):
         params, flat = optimizer.params_in_partition[number], group["params"][0]
         if group.get("use_muon", False):
-            whole = [tensor_of(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
-            pieces = [one.flatten().to(flat) for one in whole] or [flat.new_zeros(0)]
+            momenta = [tensor_of(inspect(zero / optimizer.param_names[param] / f"{MOMENTUM}.pt")) for param in params]
+            pieces = [momentum.flatten().to(flat) for momentum in momenta] or [flat.new_zeros(0)]
             states[flat][MOMENTUM] = torch.cat(pieces).mul_(scale)
 
 
 def _refuse_slices(optimizer: Any, stage3: bool) -> None:
-    """Refuse momentum of whole matrices where tensor or expert parallelism divides them, on all ranks alike.
+    """Refuse momentum of full matrices if tensor or expert parallelism splits them, on all ranks.
 
     Raises:
-        ValueError: it is DeepSpeed's stage 1 or 2 without offload, with Muon and one of the two.
+        ValueError: the optimizer is DeepSpeed's stage 1 or 2 without offload, with Muon and such parallelism.
     """
     if stage3 or not uses_muon(optimizer.optimizer) or optimizer.cpu_offload:
         return
@@ -304,27 +306,27 @@ def _refuse_slices(optimizer: Any, stage3: bool) -> None:
 
 
 def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> None:
-    """Set the step count of one of the optimizer's tensors. A count that is itself a tensor is copied for each."""
+    """Set the step count in the state of one optimizer tensor."""
     path = folder / f"{_STEP}.pt"
     if path.exists():
         step = inspect(path)
     else:
         states: Mapping[str, Any] = saved.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
-        step = next((state[_STEP] for state in states.values() if _STEP in state), None)  # Muon's have none
-    if step is not None:
+        step = next((state[_STEP] for state in states.values() if _STEP in state), None)  # Muon's states have none
+    if step is not None:  # cloned, because optimizers increment a tensor in place: a shared one would count too fast
         state[_STEP] = step.clone() if isinstance(step, Tensor) else step
 
 
-# What no optimizer holds ##########################################################################
+# Buffers and frozen parameters ####################################################################
 
 
 def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
-    """Load buffers and frozen parameters into the model; of partitioned ones, this rank's chunk.
+    """Load buffers and frozen parameters into the model; for partitioned ones, this rank's chunk.
 
     Call it before DeepSpeed's own load, which may gather the parameters.
 
     Args:
-        engine: ours or DeepSpeed's.
+        engine: an engine with or without a strategy.
         states: from ``untrained``.
     """
     module = states[0]["module"]
@@ -334,27 +336,27 @@ def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
         frozen = None if is_optimized_parameter(param) else _frozen(name, states)
         if frozen is None:  # it is trained, or was saved with exclude_frozen_parameters
             continue
-        whole = torch.cat([piece.flatten() for piece in frozen.pieces])[: frozen.numel]
+        values = torch.cat([piece.flatten() for piece in frozen.pieces])[: frozen.numel]
         if is_partitioned(param):
             chunk = param.ds_tensor.ds_numel
-            mine = whole[dist.get_rank(group=param.ds_process_group) * chunk :][:chunk]
-            param.ds_tensor.data[: mine.numel()].copy_(mine)
+            chunk_values = values[dist.get_rank(group=param.ds_process_group) * chunk :][:chunk]
+            param.ds_tensor.data[: chunk_values.numel()].copy_(chunk_values)
         else:
-            param.data.copy_(whole.view_as(param))
+            param.data.copy_(values.view_as(param))
 
 
 class _Frozen(NamedTuple):
-    """A frozen parameter: its spans on disk, with the last one possibly padded, and its number of elements."""
+    """A frozen parameter: its spans on disk, the last possibly padded, and its number of elements."""
 
     pieces: Sequence[Tensor]
     numel: int
 
 
 def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
-    """Return a frozen parameter, found in the model states of all ranks; None if it is not there."""
-    whole = states[0]["module"].get(name)
-    if whole is not None and whole.numel():  # stage 3 saves a module's partitioned parameters without elements
-        return _Frozen([whole], whole.numel())
+    """Return a frozen parameter from the model states of all ranks; None if it is missing."""
+    values = states[0]["module"].get(name)
+    if values is not None and values.numel():  # stage 3 saves a module's partitioned parameters without elements
+        return _Frozen([values], values.numel())
     fragments: list[Tensor] = []
     for state in states:
         fragment = (state.get(FROZEN_PARAM_FRAGMENTS) or {}).get(name)

@@ -1,19 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The weights of a whole model, by the names that a load of it expects, and the safetensors files that they are in.
+"""The weights of a full model under the names that a load expects, and the layout of their safetensors files.
 
-Note [Names of experts]
-    AutoEP replaces a mixture by a layer with other names, and with this rank's experts only. Here they have the names
-    and shapes of the mixture that it replaced: those of DeepSpeed's preset for the family of the model, and of
-    transformers from 5.0.0 on, where gate and up projection of an expert (``w1``, ``w3``) are one tensor. Experts of
-    DeepSpeed's ``MoE`` layers have the number that they have among all experts, as in the files of a checkpoint.
+Note [Expert names]
+    AutoEP replaces a mixture by a layer with other names that has only this rank's experts. Exported experts have the
+    names and shapes of the replaced mixture. These are taken from DeepSpeed's preset for the model's family, and match
+    transformers 5.0.0 and later, where an expert's gate and up projections (``w1``, ``w3``) are one tensor. Experts of
+    DeepSpeed's ``MoE`` layers are numbered among all experts, as in the files of a checkpoint.
 
-Note [Files of weights]
-    The ``safetensors`` package writes a file from tensors that are all there. Here they come one by one, so the header
-    is written from their shapes before. The format (https://github.com/huggingface/safetensors#format): 8 bytes with
-    the length of the header, little-endian; the header, JSON; and the elements of all tensors, without gaps.
+Note [Weight files]
+    The ``safetensors`` package writes a file from tensors that are all in memory. Here weights are gathered one by
+    one, so the header is written first, from their shapes. The format
+    (https://github.com/huggingface/safetensors#format): 8 bytes with the length of the header, little-endian; the
+    header, JSON; and the elements of all tensors, without gaps.
 
-Everything here is the same on all ranks, but for the values.
+Everything here is the same on all ranks, except for the values.
 """
 
 import json
@@ -40,7 +41,7 @@ from deepspeed_ext.deepspeed_types import Engine, is_partitioned
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
 NAMES = ("model.safetensors", "model-*-of-*.safetensors", INDEX)  # patterns of all files of an export
-_ALIGNED = 8  # bytes of the header, so that elements begin where all dtypes may
+_ALIGNED = 8  # bytes: the header is padded to a multiple, so that elements of all dtypes are aligned
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,22 +58,22 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _MOE_EXPERTS = "deepspeed_moe.experts.deepspeed_experts"  # in a ``MoE`` layer
-_Mixture = Callable[[str, nn.Module], Iterator["Weight"]]  # yields what a module inside of one has, given its path too
+_Mixture = Callable[[str, nn.Module], Iterator["Weight"]]  # yields the weights of a module in a mixture, by its path
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of a whole model.
+    """A tensor of the full model.
 
     Attributes:
-        name: that a load expects.
-        shape: of the whole.
-        dtype: in which it is exported.
-        unit: what is gathered together has one: the name of a module.
-        sources: what this rank has of it, perhaps in chunks of ZeRO's: parameters or a buffer. Several are
-            concatenated in dimension 1.
+        name: the name that a load expects.
+        shape: the full shape.
+        dtype: the exported dtype.
+        unit: name of a module; weights of one unit are gathered together.
+        sources: this rank's part: parameters, possibly partitioned by ZeRO, or a buffer. Several are concatenated in
+            dimension 1.
         group: ranks with different experts; None if all ranks have the same.
-        owners: ranks of ``group`` whose parts make the whole, one after the other in dimension 0.
+        owners: ranks of ``group`` whose parts, concatenated in dimension 0, are the full tensor.
     """
 
     name: str
@@ -85,12 +86,12 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Return its bytes in a file."""
+        """Bytes in a file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def of_first_rank(self) -> bool:
-        """Whether ranks may have different values, of which those of the first count: buffers."""
+        """Whether the first rank's values are exported, because ranks may have different ones: buffers."""
         return not self.parameters
 
     @property
@@ -100,27 +101,27 @@ class Weight:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Return those of the sources that are parameters."""
+        """Sources that are parameters."""
         return [source for source in self.sources if isinstance(source, nn.Parameter)]
 
     def parts(self) -> Iterator[Tensor]:
-        """Yield its elements, on the device, each part contiguous, while its sources are gathered. Collective over
+        """Yield its elements on the device in contiguous parts. Its sources must be gathered. Collective over
         ``group``."""
-        own = [source.detach() for source in self.sources]
-        mine = (own[0] if len(own) == 1 else torch.cat(own, dim=1)).contiguous()
+        tensors = [source.detach() for source in self.sources]
+        local = (tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=1)).contiguous()
         if self.group is None:
-            yield mine
+            yield local
             return
         for owner in self.owners:
-            part = mine if owner == dist.get_rank(group=self.group) else torch.empty_like(mine)
+            part = local if owner == dist.get_rank(group=self.group) else torch.empty_like(local)
             dist.broadcast(part.view(torch.uint8), dist.get_global_rank(self.group, owner), group=self.group)
             yield part
 
 
 def gathered(weights: Iterable[Weight]) -> AbstractContextManager[Any]:
-    """Gather what weights are made of, and release it at the end of this context. Collective over those who share it.
+    """Gather the sources of weights, and release them at the end of this context. Collective over their owners.
 
-    What is there is left there. Between steps nothing is in flight after DeepSpeed's ``checkpoint_event_prologue``.
+    Available parameters are not released. DeepSpeed's ``checkpoint_event_prologue`` must have completed all fetches.
     """
     params = [param for weight in weights for param in weight.parameters if is_partitioned(param)]
     absent = [param for param in params if param.ds_status != ZeroParamStatus.AVAILABLE and param.ds_numel]
@@ -128,33 +129,33 @@ def gathered(weights: Iterable[Weight]) -> AbstractContextManager[Any]:
 
 
 def weights_of(engine: Engine, dtype: torch.dtype | None, exclude_frozen: bool) -> list[Weight]:
-    """Return the parameters and the persistent buffers of a model in the order of its modules, tied ones once.
+    """Return the parameters and persistent buffers of a model in the order of its modules, tied ones once.
 
     Args:
-        dtype: in which floating-point ones are exported; None: in that of each.
-        exclude_frozen: leave out parameters without gradients.
+        dtype: exported dtype of floating-point tensors; None keeps each dtype.
+        exclude_frozen: omit parameters without gradients.
 
     Raises:
-        NotImplementedError: no rank has a part of some tensor, or nobody knows the names of experts.
+        NotImplementedError: the model uses pipelines or tensor parallelism, or names of experts are unknown.
     """
     _require_whole(engine)
     mixtures: dict[str, _Mixture] = {}
-    found: dict[tuple[int, tuple[int, ...]], Weight] = {}
+    weights: dict[tuple[int, tuple[int, ...]], Weight] = {}
     for path, module in engine.module.named_modules():
         if isinstance(module, MoE):
             mixtures[path] = partial(_of_moe, path, module)
         elif is_autoep(module):
             mixtures[path] = partial(_of_autoep, path, module, _replaced(engine, path, module))
-        inside = next((of for prefix, of in mixtures.items() if f"{path}.".startswith(f"{prefix}.")), _own)
+        inside = next((mixture for prefix, mixture in mixtures.items() if f"{path}.".startswith(f"{prefix}.")), _own)
         for weight in inside(path, module):
             if not (exclude_frozen and any(not param.requires_grad for param in weight.parameters)):
-                found.setdefault((id(weight.sources[0]), weight.owners), weight)
-    wanted = found.values()
-    return [replace(w, dtype=dtype) if dtype and w.dtype.is_floating_point else w for w in wanted]
+                weights.setdefault((id(weight.sources[0]), weight.owners), weight)
+    exported = weights.values()
+    return [replace(w, dtype=dtype) if dtype and w.dtype.is_floating_point else w for w in exported]
 
 
 def _require_whole(engine: Engine) -> None:
-    """Refuse models of which no data-parallel rank has all names, or whole tensors."""
+    """Refuse pipelines (no rank has all names) and tensor parallelism (no rank has full tensors)."""
     if engine.pipeline_parallelism:
         raise NotImplementedError(
             "Weights of a pipeline cannot be exported: its stages have different layers, under numbers. Save a "
@@ -168,7 +169,7 @@ def _require_whole(engine: Engine) -> None:
 
 
 def _own(path: str, module: nn.Module) -> Iterator[Weight]:
-    """Yield the parameters and persistent buffers that a module has itself, named by any path."""
+    """Yield a module's own parameters and persistent buffers, named by ``path``."""
     for name, param in module.named_parameters(recurse=False):
         yield _weight(path, name, (param,))
     for name, buffer in module.named_buffers(recurse=False):
@@ -177,7 +178,7 @@ def _own(path: str, module: nn.Module) -> Iterator[Weight]:
 
 
 def _weight(path: str, name: str, sources: tuple[Any, ...], group: ProcessGroup | None = None) -> Weight:
-    """Return a weight of a module; with a group, of packed experts, a part of which each of its ranks has."""
+    """Return a weight of a module; with a group, of packed experts, of which each rank has a part."""
     first, *others = (tuple(source.ds_shape if is_partitioned(source) else source.shape) for source in sources)
     if others:
         first = first[0], sum(shape[1] for shape in (first, *others)), *first[2:]
@@ -193,7 +194,7 @@ def _joined(*parts: str) -> str:
 
 
 def _of_moe(prefix: str, layer: Any, path: str, module: nn.Module) -> Iterator[Weight]:
-    """Yield what a module in a ``MoE`` layer has, of an expert that of each rank that has another one."""
+    """Yield the weights of a module in a ``MoE`` layer; for an expert, those of the same module on all ranks."""
     experts = f"{_joined(prefix, _MOE_EXPERTS)}."
     if layer.ep_size == 1 or not path.startswith(experts):
         yield from _own(path, module)
@@ -201,12 +202,12 @@ def _of_moe(prefix: str, layer: Any, path: str, module: nn.Module) -> Iterator[W
     number, _, inside = path.removeprefix(experts).partition(".")
     group = groups._get_expert_parallel_group(layer.expert_group_name)
     for owner in range(layer.ep_size):
-        place = _joined(experts[:-1], str(owner * layer.num_local_experts + int(number)), inside)
-        yield from (replace(own, group=group, owners=(owner,)) for own in _own(place, module))
+        expert_path = _joined(experts[:-1], str(owner * layer.num_local_experts + int(number)), inside)
+        yield from (replace(weight, group=group, owners=(owner,)) for weight in _own(expert_path, module))
 
 
 def _replaced(engine: Engine, path: str, layer: Any) -> Any:
-    """Return the preset with the names of the mixture that a layer of AutoEP has replaced.
+    """Return the preset with the names of the mixture that AutoEP replaced by a layer.
 
     Raises:
         NotImplementedError: there is none.
@@ -221,7 +222,7 @@ def _replaced(engine: Engine, path: str, layer: Any) -> Any:
 
 
 def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Module) -> Iterator[Weight]:
-    """Yield what a module in a layer of AutoEP has. See Note [Names of experts]."""
+    """Yield the weights of a module in a layer of AutoEP. See Note [Expert names]."""
     inside = path[len(prefix) :].removeprefix(".")
     if inside != "experts":
         renamed = {
@@ -233,12 +234,12 @@ def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Modul
         longest = max((old for old in renamed if f"{inside}.".startswith(f"{old}.")), key=len, default="")
         yield from _own(_joined(prefix, renamed.get(longest, ""), inside[len(longest) :].removeprefix(".")), module)
         return
-    place, group = _joined(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
-    gate, up, down = (cast(nn.Parameter, getattr(module, own)) for own in ("w1", "w3", "w2"))
+    path_of_experts, group = _joined(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
+    gate, up, down = (cast(nn.Parameter, getattr(module, attribute)) for attribute in ("w1", "w3", "w2"))
     packed = {preset.expert_w1: (gate, up), preset.expert_w2: (down,)}
     if preset.expert_w3 is not None:
         packed = {preset.expert_w1: (gate,), preset.expert_w3: (up,), preset.expert_w2: (down,)}
-    yield from (_weight(place, name, sources, group) for name, sources in packed.items())
+    yield from (_weight(path_of_experts, name, sources, group) for name, sources in packed.items())
 
 
 # Files #############################################################################################
@@ -246,11 +247,11 @@ def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Modul
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A file of some weights.
+    """A file of the export.
 
     Attributes:
-        name: of the file.
-        weights: in the order in which they are gathered.
+        name: the file's name.
+        weights: its weights, in the order of gathers.
         writer: the rank that writes it.
     """
 
@@ -259,7 +260,7 @@ class TensorFile:
     writer: int
 
     def layout(self) -> tuple[bytes, dict[str, int]]:
-        """Return the begin of the file, and where in the file the elements of each weight begin, by its name."""
+        """Return the first bytes of the file, up to the elements, and the offset of each weight in the file."""
         # Dtypes with more bytes come first, so that each element is aligned.
         inside = sorted(self.weights, key=lambda weight: -weight.dtype.itemsize)
         ends = list(accumulate(weight.nbytes for weight in inside))
@@ -273,19 +274,19 @@ class TensorFile:
         return begin, {w.name: len(begin) + end - w.nbytes for w, end in zip(inside, ends, strict=True)}
 
     def units(self) -> Iterator[tuple["TensorFile", list[Weight]]]:
-        """Yield this file with what of it is gathered together."""
-        yield from ((self, list(some)) for _, some in groupby(self.weights, key=lambda weight: weight.unit))
+        """Yield this file with each list of weights that are gathered together."""
+        yield from ((self, list(group)) for _, group in groupby(self.weights, key=lambda weight: weight.unit))
 
 
 def divide(weights: Sequence[Weight], most: int, writers: int) -> list[TensorFile]:
-    """Divide weights into files as transformers does: in their order, and named by their number.
+    """Divide weights into files as transformers does: in order, named by number.
 
     Args:
-        most: bytes of a file, unless a single weight has more.
-        writers: number of ranks that write; files are dealt out to them in turn.
+        most: maximum bytes of a file, unless a single weight has more.
+        writers: number of writer ranks; files are assigned to them in turn.
 
     Raises:
-        ValueError: the format has no name for a dtype.
+        ValueError: the format does not support a dtype.
     """
     unknown = [weight for weight in weights if weight.dtype not in _DTYPES]
     if unknown:
@@ -302,7 +303,7 @@ def divide(weights: Sequence[Weight], most: int, writers: int) -> list[TensorFil
     names = [
         f"model-{n:05d}-of-{len(parts):05d}.safetensors" if several else WEIGHTS for n in range(1, len(parts) + 1)
     ]
-    of_first = sum(part[0].of_first_rank for part in parts[1:] if part)  # further files with what the first rank has
+    of_first = sum(part[0].of_first_rank for part in parts[1:] if part)  # further files with the first rank's buffers
     return [
         TensorFile(name, tuple(part), max(0, n - of_first) % writers)
         for n, (name, part) in enumerate(zip(names, parts, strict=True))
@@ -310,14 +311,13 @@ def divide(weights: Sequence[Weight], most: int, writers: int) -> list[TensorFil
 
 
 def interleaved(files: Sequence[TensorFile], writers: int) -> list[tuple[TensorFile, list[Weight]]]:
-    """Return the units of all files in the order in which all ranks gather them: one for each writer in turn, so that
-    these write at the same time."""
+    """Return the units of all files in the order of gathers: one for each writer in turn, so that writers overlap."""
     of_each = [[unit for file in files if file.writer == writer for unit in file.units()] for writer in range(writers)]
     return [unit for row in zip_longest(*of_each) for unit in row if unit is not None]
 
 
 def index_of(files: Sequence[TensorFile]) -> str:
-    """Return the text of the index, which says in which of several files each weight is."""
+    """Return the text of the index, which maps each weight to one of several files."""
     total = sum(weight.nbytes for file in files for weight in file.weights)
     where = {weight.name: file.name for file in files for weight in file.weights}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"
