@@ -14,10 +14,10 @@ from deepspeed_ext.zero.muon import MOMENTUM
 
 @contextmanager
 def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within this context, load states in the dtypes in which the optimizer computes them.
+    """Load states in the dtypes in which the optimizer computes them, in this context.
 
     ``torch.optim.Optimizer.load_state_dict`` casts all states to the dtype of the weights. With bf16 master weights
-    that rounds states in fp32: Muon's momentum, and the moments of DeepSpeed's CPU Adam.
+    that would round fp32 states: Muon's momentum, and the moments of DeepSpeed's CPU Adam.
     """
     saved: dict[str, Any] = {}
     dtypes: list[dict[str, torch.dtype]] = []
@@ -52,5 +52,5 @@ def _dtypes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weights:
     """Return the dtypes of the states of a tensor of weights, by their names."""
     state = optimizer.state.get(weights, {})
     found = {name: value.dtype for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
-    # A new optimizer has no momentum yet; see Note [What travels in which precision] in ``muon.py``.
+    # A new optimizer has no momentum yet; see Note [Precision of Muon's messages] in ``muon.py``.
     return {**found, MOMENTUM: torch.float32} if group.get("use_muon", False) else found

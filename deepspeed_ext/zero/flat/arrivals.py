@@ -233,10 +233,10 @@ class Arrivals:
         Args:
             method: a method, referenced weakly, because its object may keep the wrapper.
         """
-        weak_method = weakref.WeakMethod(method)
+        method_ref = weakref.WeakMethod(method)
 
         def called(*args: Any, **kwargs: Any) -> Any:
-            bound = weak_method()
+            bound = method_ref()
             assert bound is not None
             self._reading = False
             try:
