@@ -51,6 +51,6 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _dtypes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weights: Tensor) -> dict[str, torch.dtype]:
     """Return the dtypes of the states of a tensor of weights, by their names."""
     state = optimizer.state.get(weights, {})
-    found = {name: value.dtype for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
+    dtypes = {name: value.dtype for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
     # A new optimizer has no momentum yet; see Note [Precision of Muon's messages] in ``muon.py``.
-    return {**found, MOMENTUM: torch.float32} if group.get("use_muon", False) else found
+    return {**dtypes, MOMENTUM: torch.float32} if group.get("use_muon", False) else dtypes
