@@ -85,20 +85,20 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
     topology = topologies[DENSE]
-    of_families = {
+    params_of = {
         name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
     }
-    parts = [(topologies[name].sizes, on_device(engine, some)) for name, some in of_families.items()]
+    parts = [(topologies[name].sizes, on_device(engine, params)) for name, params in params_of.items()]
 
     def total(row: Strategy) -> float:
-        return sum(row.memory(sizes, held).total for sizes, held in parts)
+        return sum(row.memory(sizes, states).total for sizes, states in parts)
 
     needed = total(strategy)
     if needed <= available:
         return
     fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
     p, g, os = (
-        sum(getattr(held, part) for _, held in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
+        sum(getattr(states, part) for _, states in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
     )
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "

@@ -116,6 +116,7 @@ def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:
         ValueError: on all ranks, if the ranks with the same experts are spread unevenly over groups.
     """
     used = {family_of(param) for param in engine.module.parameters() if engine.has_moe_layers} - {DENSE}
+    # Sorted: topologies must be created in the same order on all ranks.
     ranks = {name: engine.expert_data_parallel_group[name] for name in sorted(used)}
     return {DENSE: dense, **{name: get_subtopology(group, dense, alone) for name, group in ranks.items()}}
 

@@ -102,7 +102,7 @@ class MicroSteps:
         with self._context.reductions.after_current():
             for gradients in self._optimizer.gradients.values():
                 gradients.drain()
-        self._context.reductions.wait()
+        self._context.reductions.wait()  # or the current stream would read incomplete sums
 
     def learn(self) -> None:
         """Record unused parameters, if the last micro-batch of the step was known in advance. Collective, once."""

@@ -196,7 +196,7 @@ class Muon:
         if state[MOMENTUM].dtype != torch.float32:  # a load of a universal checkpoint rounds it to the weights' dtype
             state[MOMENTUM] = state[MOMENTUM].float()
         old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
-        staged = torch.empty_like(old)
+        staged = torch.empty_like(old)  # not in place: a skipped step must not change the momentum
         for parts in zip(*(full.split(self._context.reduce_bucket) for full in (staged, old, gradient)), strict=True):
             torch.lerp(parts[1], self._unscaled(parts[2]), 1 - self._group(shard)["momentum"], out=parts[0])
         self._staged[shard.number] = staged

@@ -81,6 +81,7 @@ class Norms:
             over_parts: DeepSpeed's reduction over the parts.
         """
         norm = self._of_all_parts(of_this, over_parts)
+        # Replicas that clip by different norms diverge.
         return norm if self._replicas is None else all_reduce_max(norm, self._replicas)
 
     def _of_all_parts(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:

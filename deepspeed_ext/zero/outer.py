@@ -195,10 +195,10 @@ class OuterOptimizer(InnerStepsOnly):
             elements = Span.between(part * total // parts, (part + 1) * total // parts)
             before = 0
             for number, numel in enumerate(numels):
-                here = Span(before, numel).common(elements)
+                common = Span(before, numel).common(elements)
                 before += numel
-                for start in range(here.start, here.stop, MOST_AT_ONCE):
-                    span = Span(start, min(MOST_AT_ONCE, here.stop - start)).shifted(numel - before)
+                for start in range(common.start, common.stop, MOST_AT_ONCE):
+                    span = Span(start, min(MOST_AT_ONCE, common.stop - start)).shifted(numel - before)
                     yield self._make(number, span, offset)
 
     def _make(self, number: int, span: Span, offset: int) -> Fragment:
@@ -260,7 +260,7 @@ class OuterOptimizer(InnerStepsOnly):
             for number in self._numbers:
                 self.after_step(number)
             if self._used:
-                self._shards.send_parameters()
+                self._shards.send_parameters()  # a skipped step does not send the new weights
         self.step += 1
         if self._used:
             self.reduce.errors.finish_step(True)
@@ -338,7 +338,7 @@ class OuterOptimizer(InnerStepsOnly):
         if fragment.started is not None:
             anchor = self._queue.finish(fragment.started)
             fragment.anchor.view(-1).copy_(anchor.to(self._weights(fragment.number).dtype))  # rounded
-            if fragment.stepped is not None:
+            if fragment.stepped is not None:  # computed on the stream of the transfer
                 fragment.weights.copy_(record_on_current_stream(fragment.stepped[0]))
                 fragment.momentum.copy_(record_on_current_stream(fragment.stepped[1]))
             fragment.started = fragment.stepped = None
@@ -378,7 +378,7 @@ class OuterOptimizer(InnerStepsOnly):
     def _begin(self, fragment: Fragment) -> None:
         fragment.due = 0
         fragment.momentum.zero_()
-        fragment.anchor.zero_()
+        fragment.anchor.zero_()  # with the padding
         fragment.flat.copy_(fragment.span.of(self._weights(fragment.number)))
         fragment.weights.copy_(fragment.anchor[self.reduce.rank])
 
@@ -392,8 +392,8 @@ class OuterOptimizer(InnerStepsOnly):
 
     def _take(self, fragment: Fragment, mine: Span) -> None:
         """Copy elements of a fragment to its anchor and, in this rank's row, to the outer weights."""
-        here = mine.shifted(fragment.span.start)
-        mine.of(fragment.flat).copy_(here.of(self._weights(fragment.number)))
+        in_shard = mine.shifted(fragment.span.start)
+        mine.of(fragment.flat).copy_(in_shard.of(self._weights(fragment.number)))
         row = Span(self.reduce.rank * fragment.width, fragment.width)
         own = mine.common(row)
         if own.numel:

@@ -199,7 +199,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         with self.updates.partitions():
             self.updates.take_weights()
             super()._restore_from_bit16_weights()
-        self.outer.restart()
+        self.outer.restart()  # anchors must equal the new weights
 
     # Queries ######################################################################################
 
@@ -330,7 +330,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
                 param.grad_accum = None  # type: ignore[attr-defined]
 
     def _flush_buckets(self, left_over: bool) -> None:
-        """Reduce what is in buckets.
+        """Reduce the contents of buckets.
 
         Args:
             left_over: also reduce gradients accumulated in earlier micro-steps if the last one did not use their

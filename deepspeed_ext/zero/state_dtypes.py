@@ -31,11 +31,11 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def restore(_: torch.optim.Optimizer) -> None:
         tensors = (weights for group in optimizer.param_groups for weights in group["params"])
         numbers = (number for group in saved["param_groups"] for number in group["params"])
-        for weights, number, wanted in zip(tensors, numbers, dtypes, strict=True):
+        for weights, number, expected in zip(tensors, numbers, dtypes, strict=True):
             state, exact = optimizer.state.get(weights, {}), saved["state"].get(number, {})
-            for name in wanted.keys() & exact.keys():
-                if isinstance(exact[name], Tensor) and state[name].dtype != wanted[name]:
-                    state[name] = exact[name].to(device=state[name].device, dtype=wanted[name])
+            for name in expected.keys() & exact.keys():
+                if isinstance(exact[name], Tensor) and state[name].dtype != expected[name]:
+                    state[name] = exact[name].to(device=state[name].device, dtype=expected[name])
 
     hooks = (
         optimizer.register_load_state_dict_pre_hook(note),

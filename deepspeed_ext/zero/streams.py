@@ -40,6 +40,7 @@ class ReductionStream:
             freed: tensors that are read in this context and may be freed on the current stream earlier.
         """
         stream, current = self.stream, get_accelerator().current_stream()
+        # Other streams may still copy gradients into the bucket.
         for event in bucket.ready_events.values() if bucket else ():
             (current if stream is None else stream).wait_event(event)
         if stream is None:

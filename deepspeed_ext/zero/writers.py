@@ -43,6 +43,7 @@ class CheckpointWriters:
             return
         numbers = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
         rows = all_gather_ints(numbers, dense.world)
+        # The smallest number of ranks after which the assignment of states to ranks repeats.
         divisors = (count for count in range(1, len(rows) + 1) if len(rows) % count == 0)
         count = next(n for n in divisors if all(row == rows[rank % n] for rank, row in enumerate(rows)))
         self._group = get_topology(dense.world, count).intra

@@ -278,6 +278,7 @@ class Arrivals:
             parts = [hooks[id(part)] for part in used.children()]
             hook = hooks[id(used)] = BeforeUse(self, number, parts)
             if numbers or parts:
+                # Prepended, because other hooks may read parameters.
                 self._hooks.append(used.register_forward_pre_hook(hook, prepend=True))
             self._hooks.append(used.register_state_dict_pre_hook(everything))
             self._hooks.append(used.register_load_state_dict_pre_hook(everything))

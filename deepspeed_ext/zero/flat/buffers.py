@@ -192,7 +192,7 @@ class FlatBuffer:
 
     def partitions(self, flat: Tensor) -> list[Tensor]:
         """Return this rank's partition of a striped flat buffer, and empty ones of other ranks, which are not read."""
-        own = flat.new_zeros(self.layout.chunk)
+        own = flat.new_zeros(self.layout.chunk)  # padding stays zero
         self.copy_own(flat, own)
         partitions = [flat.new_empty(0) for _ in range(self.layout.rows * self.layout.cols)]
         partitions[self.rank] = own
@@ -219,6 +219,7 @@ class FlatBuffer:
             paddings_listed: whether the list of gradients (``split``) has paddings.
             fields: further fields of DeepSpeed's ``tensor_fragment``.
         """
+        # Drop the parent's links, which assume DeepSpeed's partitions.
         for other in self.params:
             cast(MappedParameter, other)._hp_mapping = None
         index, end = 0, 0

@@ -196,7 +196,7 @@ class FlatGradients:
         if self._arrives == Placement.G:
             return
         self._cross(self._boundary.rest())
-        self._crosses.drain()
+        self._crosses.drain()  # gathers read the sums of these windows
         if self._os == Placement.N:
             # Sorted: slices are allocated in the order of local gradients, which may differ between ranks.
             for buffer, i_slice in sorted(self.slices.items(), key=lambda item: item[0]):
@@ -216,6 +216,7 @@ class FlatGradients:
             window = span.of(self.slices[buffer])
             target = Placement.G if self._os == Placement.G else Placement.I
             transfer = self._redistribution.sync_slice(window, self._slice_dtype, target, span.start, buffer)
+            # Not waited for: a complete window is neither written nor freed before ``finish`` drains the queue.
             self._crosses.submit(transfer, partial(self._deliver, buffer, span), reuses=False)
 
     def _deliver(self, buffer: int, span: Span, total: Tensor) -> None:

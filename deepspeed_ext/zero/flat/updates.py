@@ -71,7 +71,7 @@ def _notifying(
     def changed(value: Tensor, optim_state_key: str | None = None, *args: Any, **kwargs: Any) -> None:
         owner = weak()
         if owner is not None:
-            owner.resync.ask()
+            owner.resync.ask()  # before the change: it waits for readers of the weights
         change(value, optim_state_key, *args, **kwargs)
         if owner is not None and optim_state_key is None:
             owner.outer.take(number, span)
@@ -154,7 +154,7 @@ class FlatUpdates:
     @contextmanager
     def partitions(self, stepping: bool = False) -> Iterator[None]:
         """Allocate this rank's partitions in this context; in a step, also until their gather has read them."""
-        self.settle()
+        self.settle()  # gathers in flight still read the partitions
         self._hold()
         outer_stepping, self._stepping = self._stepping, stepping
         try:
@@ -168,7 +168,7 @@ class FlatUpdates:
     def take_weights(self) -> None:
         """Copy this rank's partitions from flat buffers that were just loaded."""
         for buffer, own in self._owned():
-            buffer.copy_own(self.flat[buffer.number], own.zero_())
+            buffer.copy_own(self.flat[buffer.number], own.zero_())  # padding must be zero
 
     # os -> N ######################################################################################
 
@@ -194,7 +194,7 @@ class FlatUpdates:
         as_parent = self._context.strategy.os != Placement.G or all(map(_in_one_hop, self._context.families.values()))
         if as_parent and not self.arrivals.ahead and not any(buffer.striped for buffer in self._buffers):
             return False
-        self.drain()
+        self.drain()  # earlier gathers write to the flat buffers, against which differences are computed
         self._resync.begin(self._stepping)
         for family in self._context.families.values():
             windows = [window for window in self._windows if self._buffers[window.buffer].family is family]
@@ -223,7 +223,7 @@ class FlatUpdates:
         if self._is_whole(window):
             message = aligned(self._own_part(window), redistribution.multiple)
         else:
-            message = record_on_current_stream(self._codes.pop(window))
+            message = record_on_current_stream(self._codes.pop(window))  # allocated on the stream that encoded it
         return (yield from redistribution.gather(message, self._context.strategy.os, self._context.strategy.p))
 
     def _update(self, window: Window) -> Update:
@@ -231,19 +231,19 @@ class FlatUpdates:
         buffer, flat = self._buffers[window.buffer], self.flat[window.buffer].detach()
         row, col = buffer.cell
         own = self._own_part(window)
-        cell, held = row * buffer.layout.cols + col, own[:0]
+        cell, current = row * buffer.layout.cols + col, own[:0]
         for numbers, windows in buffer.layout.held(flat, window.span):
             if numbers.start <= cell < numbers.stop:
-                held = windows[cell - numbers.start]
-        return Update(lambda: own[: held.numel()], held, window.span.numel)
+                current = windows[cell - numbers.start]
+        return Update(lambda: own[: current.numel()], current, window.span.numel)
 
     def place_window(self, window: Window, cells: Tensor) -> None:
         """Write a gathered window to its flat buffer; see ``WindowTransfers``."""
         layout, flat = self._buffers[window.buffer].layout, self.flat[window.buffer].detach()
         if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
-            for numbers, held in layout.held(flat, window.span):
-                self._redistribution_of(window).write(codes[numbers], held)
+            for numbers, current in layout.held(flat, window.span):
+                self._redistribution_of(window).write(codes[numbers], current)
             return
         layout.place(flat, window.span.start, cells.view(layout.cols, layout.rows, -1)[..., : window.span.numel])
 
