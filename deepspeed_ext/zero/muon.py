@@ -18,7 +18,8 @@ Note [Muon]
     equal work, as far as complete matrices allow (``comm/owners.py``). A matrix on only one rank is not sent.
 
     os = G: the ranks of all groups share the states, and a rank gets 2 b M / k bytes from other groups, b = (k-1)/n.
-    os = I: the ranks of a group share the states, and each group orthogonalizes all matrices, without the others.
+    os = I: the ranks of a group share the states, and each group orthogonalizes all matrices. Nothing is sent between
+    groups.
     os = N: every rank has all states. The ranks of a group divide the work, and gather the updates inside it.
 
     Each family of parameters (``families.py``) has its own owners and rounds, among the ranks that share its states:

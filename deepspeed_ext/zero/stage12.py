@@ -180,8 +180,8 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         link the wrong parameters, also in universal checkpoints. Any padding makes it use the real offsets.
         """
         paddings = self.round_robin_bit16_padding
-        nonzero_paddings = [[1]] * len(paddings) if self.round_robin_gradients else paddings
-        with replaced(self, round_robin_bit16_padding=nonzero_paddings):
+        link_paddings = [[1]] * len(paddings) if self.round_robin_gradients else paddings
+        with replaced(self, round_robin_bit16_padding=link_paddings):
             super()._link_all_hp_params()
         self.buffers.link_stripes()
         self._hp_optimizer_states_linked = self.buffers.link_states()

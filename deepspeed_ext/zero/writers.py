@@ -65,8 +65,8 @@ class CheckpointWriters:
     def left_to_others(self, path: str) -> bool:
         """Whether another rank writes the same file.
 
-        With experts, all ranks write the model's file in DeepSpeed's stage 3, named by their numbers. Several ranks
-        with the same folded experts write these.
+        With experts, all ranks write the model's files in DeepSpeed's stage 3, named by their numbers. Several ranks
+        write the same folded experts.
         """
         name = Path(path).name
         if name.startswith("layer_") and "_expert_" in name:
