@@ -157,7 +157,7 @@ class OuterOptimizer(InnerStepsOnly):
         report: receives the measures of each outer step; None if nothing is reported.
 
     Attributes:
-        settings: the same settings.
+        settings: settings of the outer optimizer.
         topology: process groups of all groups.
         reduce: reduction between groups, with its errors.
         step: inner steps since the beginning, or since ``restart``, including warm-up and skipped steps.

@@ -22,7 +22,7 @@ class Member(NamedTuple):
 
     @property
     def in_shard(self) -> Span:
-        """The same elements in the shard."""
+        """Positions of these elements in the shard."""
         return Span(self.offset, self.span.numel)
 
 

@@ -247,7 +247,7 @@ class Arrivals:
         return called
 
     def wait(self) -> None:
-        """See ``wait_for_updates``."""
+        """Make the current stream wait for all windows, for ``wait_for_updates``."""
         self.drain()
 
     def drain(self) -> None:
