@@ -22,13 +22,13 @@ from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, family_of
 def announce(
     strategy: Strategy, topologies: Topologies, engine: Engine, *, changed: Sequence[str], outer: OuterSettings | None
 ) -> None:
-    """Log one line on rank 0: versions, strategy, groups, and what they come down to here.
+    """Log one line on rank 0: versions, strategy, groups, and the equivalent plain stage, if any.
 
-    At level WARNING: DeepSpeed hides INFO, and on one node most strategies are a plain stage, which many a first try
-    will be. Where the planner has chosen, its own warning says what and why, and this line is INFO.
+    The level is WARNING, because DeepSpeed hides INFO, and on one node, a common first try, most strategies are a
+    plain stage. If the planner has chosen the strategy, it logs its own warning, and this line is INFO.
 
     Args:
-        changed: defaults of DeepSpeed that have been changed.
+        changed: DeepSpeed's defaults that have been changed.
         outer: settings of the outer optimizer, if there is one.
     """
     topology = topologies[DENSE]
@@ -38,7 +38,7 @@ def announce(
     defaults = f" (by default here: {', '.join(changed)})" if changed else ""
     if engine._config.zero_config.paro_overlap_updates and strategy.p == strategy.os:
         defaults += f"; {SECTION}.{OVERLAP_UPDATES} changes nothing: with p = os no parameters come back after a step"
-    hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # of a pipeline
+    hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # pipelines only
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
@@ -52,7 +52,7 @@ def announce(
 
 
 def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
-    """Return what a strategy comes down to where there is one group, or groups are one rank; else nothing."""
+    """Describe the equivalent of a strategy if there is one group, or groups are one rank; else nothing."""
     n, m = sizes.ranks, sizes.group_size
     if 1 < m < n:
         return ""
@@ -66,17 +66,17 @@ def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
 
 
 def _of_experts(name: str, sizes: GroupSizes) -> str:
-    """Return what to say of the groups of a family of experts."""
+    """Describe the groups of a family of experts."""
     small = ", so I is N for them" if sizes.group_size == 1 else ""
     return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
 
 
 def _of_outer(settings: OuterSettings | None) -> str:
-    """Return what to say of an outer optimizer."""
+    """Describe an outer optimizer."""
     if settings is None:
         return ""
-    given = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
-    return f"; groups train apart, with an outer step every {settings.steps} steps ({given})"
+    values = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
+    return f"; groups train apart, with an outer step every {settings.steps} steps ({values})"
 
 
 def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
@@ -85,20 +85,20 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     if get_accelerator().device_name() == "cpu":
         available /= ranks_per_node() or 1
     topology = topologies[DENSE]
-    of_families = {
+    params_of = {
         name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
     }
-    parts = [(topologies[name].sizes, on_device(engine, some)) for name, some in of_families.items()]
+    parts = [(topologies[name].sizes, on_device(engine, params)) for name, params in params_of.items()]
 
     def total(row: Strategy) -> float:
-        return sum(row.memory(sizes, held).total for sizes, held in parts)
+        return sum(row.memory(sizes, states).total for sizes, states in parts)
 
     needed = total(strategy)
     if needed <= available:
         return
     fits = [row.name for row in STRATEGIES.values() if total(row) <= available]
     p, g, os = (
-        sum(getattr(held, part) for _, held in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
+        sum(getattr(states, part) for _, states in parts) / 1e9 for part in ("parameters", "gradients", "optimizer")
     )
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "

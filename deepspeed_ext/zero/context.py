@@ -30,7 +30,7 @@ class StateReader(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Everything that is decided before an optimizer is built and does not change afterwards."""
+    """Constants that are decided before an optimizer is built."""
 
     strategy: Strategy  # placements of parameters, gradients, and optimizer states
     families: Families  # parameter families by name, each with its process groups and hops; ``dense`` is the first
@@ -44,7 +44,7 @@ class Context:
     pinned: bool  # whether that host memory is pinned
     sequence_parallel_size: int  # number of ranks that count as one data-parallel rank in the mean
     ahead: bool  # whether a step may end before updated parameters are received (``paro_overlap_updates``)
-    readers: list[StateReader] = field(default_factory=list)  # notified of changes; the only part that may change
+    readers: list[StateReader] = field(default_factory=list)  # notified of changes; the only mutable part
 
     @classmethod
     def from_config(
@@ -88,12 +88,12 @@ class Context:
 
     @property
     def ranks(self) -> int:
-        """Number of data-parallel ranks, over which the mean is taken for every family."""
+        """Number of data-parallel ranks, over which gradients of every family are averaged."""
         return self.topology.sizes.ranks
 
     @property
     def side_streams(self) -> bool:
-        """Whether transfers of gradients may run on streams of their own: copies to pageable memory block the host."""
+        """Whether gradient transfers may run on side streams: copies to pageable memory block the host."""
         return not self.offload or self.pinned
 
     def message_dtype(self, param: nn.Parameter) -> torch.dtype:
@@ -101,14 +101,14 @@ class Context:
         return get_comm_dtype(param) if is_autocast_initialized() else self.communication_dtype
 
     def mixed_dtype(self, params: Iterable[nn.Parameter]) -> torch.dtype:
-        """Return the dtype of messages that contain gradients of these parameters: theirs, or fp32 if they differ."""
+        """Return the dtype of messages with gradients of these parameters: theirs, or fp32 if they differ."""
         if not is_autocast_initialized():
             return self.communication_dtype
         dtypes = {get_comm_dtype(param) for param in params}
         return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
     def before_step(self) -> None:
-        """Notify readers of a step. If one raises, nothing has been done."""
+        """Notify readers of a step. If one raises, the step has not begun."""
         for reader in self.readers:
             reader.before_step()
 

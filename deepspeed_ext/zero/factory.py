@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Make an engine build our optimizer in the place of DeepSpeed's."""
+"""Build our optimizer in an engine instead of DeepSpeed's."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import deepspeed.runtime.engine
-import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we take its name
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we replace it
 import deepspeed.runtime.zero.stage3
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -38,29 +38,29 @@ from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
 
-_TO_FILES = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # of an engine: what leaves the process
+_TO_FILES = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # an engine's methods that export weights
 
 
 class Hops(Protocol):
-    """Makes hops between groups."""
+    """Creates hops between groups."""
 
     def gather(self, group: ProcessGroup | None, name: str) -> GatherHop:
-        """Make the hop of parameters over a process group; ``name`` is for records and traces."""
+        """Create the hop of parameters over a process group; ``name`` is for records and traces."""
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
-        """Make the hop of gradients over a process group; ``reduce_scatter`` is DeepSpeed's key of that name."""
+        """Create the hop of gradients over a process group; ``reduce_scatter`` is DeepSpeed's key of that name."""
 
 
 class EngineHops(Hops, Protocol):
-    """Makes the hops between groups that an engine's configuration asks for."""
+    """Creates the hops between groups that an engine's configuration selects."""
 
     def outer(self, bits: int) -> Hops:
-        """Return what makes those of an outer optimizer, in so many bits."""
+        """Return a factory of the outer optimizer's hops, with this number of bits."""
 
 
 @dataclass
 class _Call:
-    """Arguments with which an engine has called a class."""
+    """Arguments that an engine passed to a class."""
 
     called: str
     args: tuple[Any, ...]
@@ -68,7 +68,7 @@ class _Call:
 
 
 def _recording(name: str) -> Callable[..., _Call]:
-    """Return a function that takes the place of a class, and returns its arguments instead of an instance."""
+    """Return a function that replaces a class, and returns its arguments instead of an instance."""
 
     def record(*args: Any, **kwargs: Any) -> _Call:
         return _Call(name, args, kwargs)
@@ -79,21 +79,21 @@ def _recording(name: str) -> Callable[..., _Call]:
 def configure_with(
     configure: Callable[..., Any], engine: Engine, optimizer: object, *, strategy: Strategy, hops: EngineHops
 ) -> Any:
-    """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes in the place of DeepSpeed's.
+    """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes instead of DeepSpeed's.
 
     Args:
         configure: DeepSpeed's method.
         engine, optimizer: its arguments.
-        strategy: how model states are placed.
-        hops: makes the hops between groups.
+        strategy: placements of model states.
+        hops: creates the hops between groups.
 
     Raises:
-        ValueError: the model or the optimizer is of a kind that the strategy does not support.
-        RuntimeError: the engine did not look the class up under that name.
+        ValueError: the strategy does not support the model or the optimizer.
+        RuntimeError: the engine did not look the class up under the expected name.
     """
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
     _refuse_replaced_methods(strategy)
-    wait_for_whole_parameters()  # of an engine before this one
+    wait_for_whole_parameters()  # updates of an earlier engine, before the new one reads its parameters
     section = engine._config.zero_config.paro_outer_optimizer
     outer = None if section is None else OuterSettings.parse(section)
     alone = strategy.os == Placement.N or outer is not None
@@ -106,29 +106,29 @@ def configure_with(
     if outer is not None:
         topologies = {DENSE: topology.apart()}
     call = _capture_call(configure, engine, optimizer, strategy)
-    make = {"DeepSpeedZeroOptimizer": _make_stage12, "DeepSpeedZeroOptimizer_Stage3": _make_stage3}
-    made = make.get(call.called, _make_inference)(call, strategy, topologies, hops, engine._config.zero_config)
-    _adapt_engine(engine, made, topology, strategy)
-    if outer is not None and isinstance(made, ParoOptimizer):
-        add_outer_optimizer(made, outer, topology, hops.outer(outer.bits), engine)
-    return made
+    builders = {"DeepSpeedZeroOptimizer": _make_stage12, "DeepSpeedZeroOptimizer_Stage3": _make_stage3}
+    result = builders.get(call.called, _make_inference)(call, strategy, topologies, hops, engine._config.zero_config)
+    _adapt_engine(engine, result, topology, strategy)
+    if outer is not None and isinstance(result, ParoOptimizer):
+        add_outer_optimizer(result, outer, topology, hops.outer(outer.bits), engine)
+    return result
 
 
 def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: object, strategy: Strategy) -> _Call:
-    """Return the arguments that the engine has for its optimizer's class: some 35, which differ between releases.
+    """Return the arguments that the engine passes to its optimizer's class: some 35, which differ between releases.
 
     Raises:
-        RuntimeError: the engine made something else.
+        RuntimeError: the engine called another class.
     """
-    theirs = deepspeed.runtime.engine
+    engine_module = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
-        if strategy.p == Placement.N:  # in a pipeline the engine would switch overlap off, with a warning
+        if strategy.p == Placement.N:  # in a pipeline the engine would disable overlap, with a warning
             stack.enter_context(replaced(engine, zero_overlap_comm=_overlap_nothing))
             record = _recording("DeepSpeedZeroOptimizer")
-            stack.enter_context(replaced(theirs, DeepSpeedZeroOptimizer=record))
+            stack.enter_context(replaced(engine_module, DeepSpeedZeroOptimizer=record))
         else:
             stack.enter_context(native_experts.sharded(engine))
-            stack.enter_context(replaced(theirs, DeepSpeedZeRoOffload=_recording("DeepSpeedZeRoOffload")))
+            stack.enter_context(replaced(engine_module, DeepSpeedZeRoOffload=_recording("DeepSpeedZeRoOffload")))
             record = _recording("DeepSpeedZeroOptimizer_Stage3")
             stack.enter_context(replaced(deepspeed.runtime.zero.stage3, DeepSpeedZeroOptimizer_Stage3=record))
         call = configure(engine, optimizer)
@@ -145,14 +145,14 @@ def _overlap_nothing() -> bool:
 
 
 def _refuse_replaced_methods(strategy: Strategy) -> None:
-    """Refuse code of others that would have no effect.
+    """Reject third-party patches that would have no effect.
 
     Raises:
-        ValueError: it has replaced a method of DeepSpeed's optimizer that ours overrides.
+        ValueError: a patch has replaced a method of DeepSpeed's optimizer that ours overrides.
     """
-    if found := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
+    if methods := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {strategy.name} overrides {found[0]}: that code would have no effect. Turn off "
+            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}: that code would have no effect. Turn off "
             f"what replaces the method (in axolotl: lora_fp32_gradients), or remove {SECTION}.{STRATEGY}."
         )
 
@@ -164,13 +164,13 @@ def add_outer_optimizer(
     hops: Hops,
     engine: Engine,
 ) -> None:
-    """Bring the groups together, in each of which an optimizer has been made as if there were no other. Collective.
+    """Add an outer optimizer to the optimizer of one group. Collective over all groups.
 
     Args:
-        topology: of all groups.
-        hops: makes its hops between groups.
+        topology: process groups of all groups.
+        hops: creates the outer optimizer's hops between groups.
     """
-    # Their own process groups: what travels beside inner steps keeps nothing else waiting.
+    # Separate process groups, so that transfers during inner steps do not delay others.
     between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
     outer = OuterOptimizer(
         optimizer.context,
@@ -187,7 +187,7 @@ def add_outer_optimizer(
 
 
 def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
-    """Return what tells the engine's monitor, whose writers are on rank 0, of an outer step."""
+    """Return a function that writes an outer step's measures to the engine's monitor, on rank 0."""
 
     def report(found: Mapping[str, float]) -> None:
         if engine.global_rank == 0:
@@ -198,7 +198,7 @@ def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
 
 
 def _with_outer_weights(save: Callable[..., Any], outer: OuterOptimizer) -> Callable[..., Any]:
-    """Return what saves the outer weights, where it would save those of a group."""
+    """Wrap a method that saves a group's weights, so that it saves the outer weights."""
 
     @functools.wraps(save)
     def saved(*args: Any, **kwargs: Any) -> Any:
@@ -209,17 +209,20 @@ def _with_outer_weights(save: Callable[..., Any], outer: OuterOptimizer) -> Call
 
 
 def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config: ZeroConfig) -> Topologies:
-    """Return the process groups over which gradients travel: where ranks may reduce at other times than they gather,
-    their own, for collectives of one group have one order. Collective over all ranks."""
+    """Return the process groups of gradients. Collective over all ranks.
+
+    If ranks may reduce at different times relative to gathers, gradients need separate process groups, because
+    collectives of one group need one order.
+    """
     at_any_time = config.overlap_comm and Placement.N not in (strategy.p, strategy.os) and strategy.g != Placement.G
-    beside_gathers = strategy.p == Placement.G or strategy.g == Placement.N
-    if not (at_any_time and beside_gathers) or is_pairwise(topologies[DENSE].world):
+    during_gathers = strategy.p == Placement.G or strategy.g == Placement.N
+    if not (at_any_time and during_gathers) or is_pairwise(topologies[DENSE].world):
         return topologies
-    return {name: get_topology(one.world, one.sizes.group_size, second=True) for name, one in topologies.items()}
+    return {name: get_topology(base.world, base.sizes.group_size, second=True) for name, base in topologies.items()}
 
 
 def _context(call: _Call, config: ZeroConfig, strategy: Strategy, families: Families) -> Context:
-    """Return what the parts of an optimizer share; without an optimizer there are no gradients, and no dtypes."""
+    """Return the shared constants. Without an optimizer there are no gradients, so their dtypes are not used."""
     accumulation = call.kwargs.get("gradient_accumulation_dtype", torch.float32)
     communication = call.kwargs.get("communication_data_type", torch.float32)
     return Context.from_config(
@@ -247,7 +250,7 @@ def _make_stage3(
 def _make_inference(
     call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
 ) -> DeepSpeedZeRoOffload:
-    """Make what the engine has without an optimizer: parameters are sharded and gathered, that is all."""
+    """Shard and gather parameters of an engine without an optimizer."""
     with coordinator_of(topologies[DENSE].shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(*call.args, **call.kwargs)
     context = _context(call, config, strategy, families_of(topologies, topologies, hops.gather))
@@ -256,7 +259,7 @@ def _make_inference(
 
 
 def _adapt_engine(engine: Engine, made: object, topology: Topology, strategy: Strategy) -> None:
-    """Make an engine leave to our optimizer what it would do itself, and write files on the ranks that have states."""
+    """Disable engine code that our optimizer replaces, and select the ranks that write files."""
 
     def is_first_weights_partition_group() -> bool:
         if isinstance(made, Stage3Optimizer) and made.writers.writes is not None:
@@ -273,18 +276,18 @@ def _adapt_engine(engine: Engine, made: object, topology: Topology, strategy: St
 
 
 def _reduce_nothing() -> None:
-    """Replace the engine's correction of gradients of folded experts: our optimizers correct each as it comes."""
+    """Replace the engine's correction of folded experts' gradients, which our optimizers have already corrected."""
 
 
 def use_streams(config: Config, strategy: Strategy) -> list[str]:
-    """Overlap on devices with streams, where DeepSpeed's defaults would not: what the user has set stays.
+    """Change DeepSpeed's defaults that prevent overlap on devices with streams; keep values set by the user.
 
-    By default DeepSpeed's throughput timer has the host wait for the device, communication included, at the end of
-    each step and at the beginning of each forward (``utils/timer.py``), and stages 1 and 2 reduce gradients on the
-    stream that computes them.
+    By default DeepSpeed's throughput timer synchronizes host and device, including communication, at the end of each
+    step and at the beginning of each forward (``utils/timer.py``), and stages 1 and 2 reduce gradients on the stream
+    that computes them.
 
     Returns:
-        What was changed, in words.
+        Changes, in words.
     """
     changed: list[str] = []
     if get_accelerator().is_synchronized_device():
@@ -293,7 +296,7 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
         config.timers_config.synchronized = False
         changed.append("timers.throughput.synchronized false")
     zero = config.zero_config
-    # DeepSpeed refuses it at stage 1 where the caller manages accumulation.
+    # DeepSpeed rejects overlap_comm at stage 1 if the caller manages accumulation.
     possible = strategy.stage > 1 or config.managed_gradient_accumulation
     if not zero.overlap_comm and as_given(config._param_dict, "overlap_comm") is None and possible:
         zero.overlap_comm = True

@@ -15,7 +15,7 @@ class ScaledOptimizer(Protocol):
 
 
 class LossScale(GradientScale):
-    """The factor of this step's gradients. DeepSpeed may change its own within the step, for the next backward.
+    """The factor of this step's gradients. DeepSpeed may change its scale within the step, for the next backward.
 
     Args:
         optimizer: the scaled optimizer.
@@ -28,11 +28,11 @@ class LossScale(GradientScale):
 
     @property
     def stepping(self) -> bool:
-        """Whether a step runs."""
+        """Whether a step is running."""
         return self._of_step is not None
 
     def begin_step(self) -> None:
-        """Keep DeepSpeed's scale for the step that begins."""
+        """Record DeepSpeed's scale for this step."""
         self._of_step = float(self._optimizer.loss_scale)
 
     def end_step(self) -> None:
@@ -61,7 +61,7 @@ class LossScale(GradientScale):
         Args:
             number: number of the flat shard.
             unscaled: DeepSpeed's record of shards whose updates it multiplies by its loss scale before it divides by
-                it; the shard is added. None with optimizer offload, where DeepSpeed multiplies none.
+                it; the shard is added. None with optimizer offload, where DeepSpeed does not multiply updates.
         """
         if unscaled is None:
             return self.value()

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which matrices a parameter has for Muon, and what it costs to orthogonalize them. Pure."""
+"""A parameter's matrices for Muon, and the cost of orthogonalizing them. Pure."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from deepspeed_ext.comm.spans import Span
 
-_STEPS = 5  # of a Newton-Schulz iteration in DeepSpeed's ``muon_update``
+_STEPS = 5  # steps of a Newton-Schulz iteration in DeepSpeed's ``muon_update``
 
 
 class Matrices(NamedTuple):
-    """Matrices of a parameter that are orthogonalized together: one, or some that are next to each other.
+    """One or several adjacent matrices of a parameter that are orthogonalized together.
 
     Attributes:
         start: first element in the parameter.
-        shape: what is given to ``muon_update``.
-        heads: how many attention heads are in it, each of which is a matrix; None where it is not divided into heads.
-        flops: of orthogonalizing them.
+        shape: shape of the tensor that is passed to ``muon_update``.
+        heads: number of attention heads, each of which is a matrix; None without division into heads.
+        flops: FLOPs of orthogonalizing them.
     """
 
     start: int
@@ -28,16 +28,16 @@ class Matrices(NamedTuple):
 
     @property
     def span(self) -> Span:
-        """Their elements in the parameter."""
+        """Elements of the matrices in the parameter."""
         return Span(self.start, math.prod(self.shape))
 
 
 def newton_schulz_flops(rows: int, columns: int, method: str) -> float:
-    """Return the FLOPs of orthogonalizing a matrix: of its products alone.
+    """Return the FLOPs of orthogonalizing a matrix, of matrix products only.
 
-    With a for the shorter side and b for the longer one, a step of the standard iteration is X X', A A and B X:
-    4 a a b + 2 a^3. That on the Gram matrix (``zeropower_via_gram_newtonschulz``) has four products of 2 a a b, one
-    before the iteration, two at its restart and one after it, and 14 of 2 a^3. Square matrices take the standard one.
+    With a for the shorter side and b for the longer one, a step of the standard iteration computes X X', A A, and B X:
+    4 a a b + 2 a^3. The iteration on the Gram matrix (``zeropower_via_gram_newtonschulz``) has four products of 2 a a
+    b, one before it, two at its restart, and one after it, and 14 of 2 a^3. Square matrices use the standard one.
     """
     short, long = sorted((rows, columns))
     if method == "standard" or short == long:
@@ -46,21 +46,21 @@ def newton_schulz_flops(rows: int, columns: int, method: str) -> float:
 
 
 def matrices_of(shape: Sequence[int], heads: int | None, method: str, most: float) -> Iterator[Matrices]:
-    """Yield a parameter's matrices, together where they cost no more than ``most``.
+    """Yield a parameter's matrices, together if they cost at most ``most``.
 
-    As ``muon_update`` has it: the last two dimensions are a matrix, and those before count matrices (packed experts);
-    but a kernel of four dimensions is one matrix, a row for each output channel, and a projection of attention heads
-    may be one for each head. (It fails with kernels, whose update it does not give their shape again; here it is given
-    the matrix.)
+    As in ``muon_update``, the last two dimensions are a matrix, and those before count matrices (packed experts). A
+    kernel of four dimensions is one matrix, with a row for each output channel, and a projection of attention heads
+    may have a matrix for each head. (``muon_update`` fails with kernels, because it does not restore the shape of
+    their update; here it is passed the matrix.)
 
     Args:
-        shape: of the parameter, of at least two dimensions.
-        heads: into how many heads its rows are divided, if they are.
+        shape: shape of the parameter, with at least two dimensions.
+        heads: number of heads into which its rows are divided, if any.
         method: "gram" or "standard".
-        most: FLOPs.
+        most: maximum number of FLOPs.
 
     Raises:
-        ValueError: heads do not divide the rows, or the parameter is no matrix of heads.
+        ValueError: heads do not divide the rows, or the parameter does not have two dimensions.
     """
     if heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
         raise ValueError(
@@ -77,8 +77,8 @@ def matrices_of(shape: Sequence[int], heads: int | None, method: str, most: floa
         together = count if count * flops <= most else max(1, int(most / flops))
         for first in range(0, count, together):
             number = min(together, count - first)
-            taken = (number * rows, shape[-1]) if heads else (number, *shape[1:])
-            yield Matrices(first * rows * shape[-1], taken, number if heads else None, number * flops)
+            part_shape = (number * rows, shape[-1]) if heads else (number, *shape[1:])
+            yield Matrices(first * rows * shape[-1], part_shape, number if heads else None, number * flops)
         return
     matrix = shape[0], math.prod(shape[1:])
     yield Matrices(0, matrix, None, newton_schulz_flops(*matrix, method))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Micro-steps of an accumulation: one backward each. Its last buckets end with it, or overlap the next one."""
+"""Micro-steps of an accumulation: one backward each, whose last buckets may overlap the next one."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,14 +25,14 @@ class FamilyGradients(Protocol):
         """Wait for all buckets."""
 
     def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Learn from the first step which parameters are used; see ``Boundary.learn``. Collective, once."""
+        """Record which parameters the first step uses; see ``Boundary.learn``. Collective, once."""
 
 
 class AccumulatingOptimizer(Protocol):
     """An optimizer that accumulates gradients over micro-batches, as DeepSpeed's and ``ParoOptimizer``."""
 
     _backward_active_depth: int
-    gradients: Mapping[str, FamilyGradients]  # by family
+    gradients: Mapping[str, FamilyGradients]  # gradients that are being reduced, by family
 
     def is_gradient_accumulation_boundary(self) -> bool: ...
     def sync_gradients(self) -> None: ...
@@ -43,7 +43,7 @@ class MicroSteps:
 
     Args:
         context: shared constants.
-        optimizer: their optimizer.
+        optimizer: the optimizer.
 
     Attributes:
         overlap: whether the last buckets of a micro-step may be sent during the next one. This requires that gradients
@@ -52,15 +52,15 @@ class MicroSteps:
 
     def __init__(self, context: Context, optimizer: AccumulatingOptimizer) -> None:
         self.overlap = False
-        self._flush_follows = False  # whether the running backward is the last one before a boundary of the caller's
+        self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
         self._last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
         self._full = self._least = 1
 
     @property
     def is_last(self) -> bool:
-        """Whether the last backward of an accumulation runs, as far as the engine knows. A backward inside a forward
-        is not counted; it runs before the engine has declared the boundary."""
+        """Whether the last backward of an accumulation is running, if the engine has declared it. A backward inside a
+        forward is not counted, because it runs before the declaration."""
         optimizer = self._optimizer
         return self._flush_follows or (
             optimizer._backward_active_depth > 0 and optimizer.is_gradient_accumulation_boundary()
@@ -68,7 +68,7 @@ class MicroSteps:
 
     @contextmanager
     def before_flush(self, last: bool) -> Iterator[None]:
-        """Run a backward of an accumulation whose boundary the caller declares afterwards, as a pipeline's flush does.
+        """Context of a backward whose boundary the caller declares afterwards, as a pipeline's flush does.
 
         Args:
             last: whether it is the last backward before the boundary.
@@ -80,16 +80,16 @@ class MicroSteps:
             self._flush_follows = False
 
     def end(self) -> None:
-        """End a micro-step whose buckets have been flushed; at the accumulation boundary move g to os.
+        """End a micro-step whose buckets have been flushed; at the accumulation boundary reduce g -> os.
 
         Raises:
-            RuntimeError: the backward was the last one of an accumulation, and is not when it ends.
+            RuntimeError: the boundary was taken back during the backward.
         """
         boundary = self._optimizer.is_gradient_accumulation_boundary()
         self._last_was_known = boundary or self._flush_follows
         if boundary:
             self._optimizer.sync_gradients()
-        elif not self._flush_follows and any(one.has_left for one in self._optimizer.gradients.values()):
+        elif not self._flush_follows and any(gradients.has_left for gradients in self._optimizer.gradients.values()):
             raise RuntimeError(
                 "The accumulation boundary was taken back during a backward: gradients are already on their way "
                 "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
@@ -102,21 +102,21 @@ class MicroSteps:
         with self._context.reductions.after_current():
             for gradients in self._optimizer.gradients.values():
                 gradients.drain()
-        self._context.reductions.wait()
+        self._context.reductions.wait()  # or the current stream would read incomplete sums
 
     def learn(self) -> None:
-        """Learn which parameters are unused, if the last micro-batch of the step was known. Collective, once."""
+        """Record unused parameters, if the last micro-batch of the step was known in advance. Collective, once."""
         if self._last_was_known:
             for gradients in self._optimizer.gradients.values():
                 gradients.learn(partial(all_reduce_max, group=self._context.topology.world))
 
-    # When buckets are full ############################################################################
+    # Bucket size ######################################################################################
 
     def measure(self, numels: Iterable[int]) -> int:
-        """Decide when buckets are full, and return their number of elements.
+        """Set the bucket size, and return its number of elements.
 
         Args:
-            numels: elements of all trained parameters, of which empty ones do not count.
+            numels: elements of all trained parameters; empty ones are ignored.
         """
         filled = [numel for numel in numels if numel]
         self._full = full_bucket(self._context.reduce_bucket, sum(filled))
@@ -124,6 +124,6 @@ class MicroSteps:
         return self._full
 
     def is_full(self, bucket: Any) -> bool:
-        """Whether no other parameter fits into a bucket of DeepSpeed's. DeepSpeed would keep it until a parameter does
-        not fit, which takes as long as the backward of another layer."""
+        """Whether no other parameter fits into a DeepSpeed bucket. DeepSpeed would keep the bucket until a parameter
+        does not fit, which takes as long as the backward of another layer."""
         return bool(bucket.elements and bucket.elements + self._least > self._full)

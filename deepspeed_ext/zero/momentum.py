@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon's momentum in checkpoints: what DeepSpeed's stages save of it, and what of that is a rank's.
+"""Muon's momentum in checkpoints: conversion from DeepSpeed's stages to a rank's elements.
 
 Note [Momentum of DeepSpeed's stages]
-    Ours is of the elements whose weights a rank has, like any state, in fp32, and of gradients without the loss scale.
-    So is that of DeepSpeed with optimizer offload, and DeepSpeed's stage 3 differs only in what loss scales do. Its
-    stages 1 and 2 without offload have, on each rank, the momentum of all elements of each parameter of which the rank
-    has some; one after the other, without padding. Without offload, DeepSpeed's is of gradients with the loss scale;
-    so what its stage 3 may load is saved with a scale.
+    Our momentum has the elements whose weights a rank has, like any state, in fp32, of gradients without the loss
+    scale. The same holds for DeepSpeed with optimizer offload. DeepSpeed's stage 3 differs only in loss scales. Its
+    stages 1 and 2 without offload have, on each rank, the momentum of all elements of each parameter that is partly on
+    the rank, one after the other, without padding. Without offload, DeepSpeed's momentum is of gradients with the loss
+    scale, so momentum that its stage 3 may load is saved with a scale.
 """
 
 import math
@@ -20,11 +20,11 @@ from torch import Tensor
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.shards import Member
 
-MOMENTUM_SCALE = "paro_momentum_scale"  # in a rank's state dict: by what momentum is multiplied
+MOMENTUM_SCALE = "paro_momentum_scale"  # in a rank's state dict: factor of momentum
 
 
 def of_partition(momentum: Tensor, members: Sequence[Member], chunk: int) -> Tensor:
-    """Return a partition's part (1D) of the momentum (1D) of all elements of the parameters that it has some of."""
+    """Return a partition's part (1D) of the momentum (1D) of all elements of its parameters."""
     own, offset = momentum.new_zeros(chunk), 0
     for member in members:
         member.in_shard.of(own).copy_(member.span.shifted(offset).of(momentum))
@@ -33,7 +33,7 @@ def of_partition(momentum: Tensor, members: Sequence[Member], chunk: int) -> Ten
 
 
 def saved_scale(loss_scale: float) -> float:
-    """Return the largest power of two up to a loss scale: multiplying by it and dividing again changes no bit."""
+    """Return the largest power of two up to a loss scale: multiplication and division by it are exact."""
     return 2.0 ** (math.frexp(loss_scale)[1] - 1)
 
 
@@ -41,8 +41,8 @@ def unscaled(state: Mapping[str, Any], momentum: Tensor, offloaded: bool) -> Ten
     """Return momentum of gradients without the loss scale.
 
     Args:
-        state: the rank's state dict that it is from.
-        offloaded: whether it is that of DeepSpeed with optimizer offload, if DeepSpeed has saved it.
+        state: the rank's state dict with the momentum.
+        offloaded: whether optimizer offload was used, if DeepSpeed has saved it.
     """
     scale = state.get(MOMENTUM_SCALE)
     if scale is None:
@@ -52,12 +52,12 @@ def unscaled(state: Mapping[str, Any], momentum: Tensor, offloaded: bool) -> Ten
 
 def with_momentum(states: Mapping[int, Mapping[str, Any]], momenta: Mapping[int, Tensor]) -> dict[int, dict[str, Any]]:
     """Return an optimizer's states with other momentum, by number of the parameter."""
-    found = {number: dict(state) for number, state in states.items()}
+    new_states = {number: dict(state) for number, state in states.items()}
     for number, momentum in momenta.items():
-        found.setdefault(number, {})[MOMENTUM] = momentum
-    return found
+        new_states.setdefault(number, {})[MOMENTUM] = momentum
+    return new_states
 
 
 def sharded_otherwise(saved: str, wanted: str) -> ValueError:
-    """Return the error for optimizer states that are sharded otherwise: as ``saved``, not as ``wanted``."""
+    """Return the error for optimizer states that are sharded differently: as ``saved``, not as ``wanted``."""
     return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")

@@ -1,44 +1,44 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon under every strategy: what its step needs whole.
+"""Distributed Muon: complete matrices are orthogonalized by owners, under every strategy.
 
 Note [Muon]
     Muon (K. Jordan et al., 2024) replaces the gradient of a matrix by its momentum, orthogonalized by a Newton-Schulz
-    iteration. The momentum is elementwise, so it stays on the shards, in ZeRO's layout. Only the iteration needs whole
-    matrices, once in a step, on one rank each, its *owner*, as in the distributed Muon of Moonlight (arXiv:2502.16982,
-    section 2.3). So after the boundary, with M bytes of matrices:
+    iteration. The momentum is elementwise, so it stays on the shards, in ZeRO's layout. Only the iteration needs
+    complete matrices, once in a step, on one rank each, its *owner*, as in the distributed Muon of Moonlight
+    (arXiv:2502.16982, section 2.3). So after the boundary, with M bytes of matrices:
 
-    1. Each rank advances the momentum of its shard, and makes of it and the gradient what is to be orthogonalized.
-    2. An all-to-all brings the parts of each matrix to its owner, which orthogonalizes it.
-    3. An all-to-all back brings each rank its part of the update, which takes the gradient's place.
+    1. Each rank updates the momentum of its shard, and computes Nesterov's momentum from it and the gradient.
+    2. An all-to-all sends the parts of each matrix to its owner, which orthogonalizes it.
+    3. A second all-to-all sends each rank its part of the update, which replaces the gradient.
 
-    Matrices go in rounds: while one is orthogonalized the next is on its way, and so are updates of the one before.
-    (No side stream could do that: all rounds travel over one communicator, in the order in which they are started, so
-    the next way there has to be started before a round is orthogonalized.) Owners are those that have something of the
-    matrix, each with as much to do as the others, as far as whole matrices allow (``comm/owners.py``). A matrix that
-    one rank has alone goes nowhere.
+    Matrices are processed in rounds: while one is orthogonalized, the next one and the updates of the previous one are
+    in flight. (A side stream does not suffice: all rounds use one communicator, in the order in which they start, so
+    the next round must be sent before a round is orthogonalized.) An owner has elements of the matrix, and owners have
+    equal work, as far as complete matrices allow (``comm/owners.py``). A matrix on only one rank is not sent.
 
     os = G: the ranks of all groups share the states, and a rank gets 2 b M / k bytes from other groups, b = (k-1)/n.
-    os = I: those of a group do, and nothing crosses between groups; each orthogonalizes all matrices.
-    os = N: every rank has all. The ranks of a group divide the work, and gather the updates inside it.
+    os = I: the ranks of a group share the states, and each group orthogonalizes all matrices. Nothing is sent between
+    groups.
+    os = N: every rank has all states. The ranks of a group divide the work, and gather the updates inside it.
 
-    Each family of parameters (``families.py``) has owners and rounds of its own, among the ranks that share its
-    states: experts go to ranks that have these experts. All ranks start the rounds of all families in one order, dense
-    ones first; ranks with other experts have as many rounds of matrices of the same shapes, over other groups.
+    Each family of parameters (``families.py``) has its own owners and rounds, among the ranks that share its states:
+    the owner of an expert is a rank that has this expert. All ranks start the rounds of all families in one order,
+    dense ones first. Ranks with other experts have as many rounds of matrices of the same shapes, over other groups.
 
-    The order is that of DeepSpeed's stages: overflow check, Muon, norm and clipping of what it made, step. A step that
-    is skipped leaves the momentum as it was. DeepSpeed's own function orthogonalizes (``muon_update``), with all that
-    it knows of heads, packed experts, kernels and scales; momentum that is advanced already it leaves as it is.
+    The order is that of DeepSpeed's stages: overflow check, Muon, norm and clipping of the updates, step. A skipped
+    step does not change the momentum. DeepSpeed's function ``muon_update`` orthogonalizes, with its handling of heads,
+    packed experts, kernels, and scales; it is called so that it does not change the momentum again.
 
     It runs in eager mode. ``torch.compile`` generates other kernels for a shape after it has seen other shapes, and
     none after too many. So its results depend on the matrices that a process has had before. With os = I and N several
-    ranks orthogonalize the same matrix, and their replicas must be equal to the bit.
+    ranks orthogonalize the same matrix, and their replicas must be bitwise identical.
 
-Note [What travels in which precision]
-    Parts travel in fp32 if a gradient of a matrix is communicated in fp32, otherwise in bf16: the iteration begins by
-    dividing a matrix by its norm and goes on in 16 bits; fp16 could not hold what no loss scale multiplies. Momentum
-    is in fp32, of gradients without the loss scale. (DeepSpeed's own, in the dtype of gradients, mixes the scales of
-    several steps.)
+Note [Precision of Muon's messages]
+    Parts are sent in fp32 if a gradient of a matrix is sent in fp32, otherwise in bf16: the iteration first divides a
+    matrix by its norm and continues in 16 bits. fp16 has too small a range for values without a loss scale. Momentum
+    is in fp32, of gradients without the loss scale. (DeepSpeed's momentum, in the dtype of gradients, mixes the scales
+    of several steps.)
 """
 
 import itertools
@@ -67,7 +67,7 @@ MOMENTUM = "momentum_buffer"  # DeepSpeed's name of the state
 
 
 class FlatShards(Protocol):
-    """An optimizer's flat shards: everything that Muon uses of the optimizer.
+    """An optimizer's flat shards, as Muon uses them.
 
     Attributes:
         optimizer: the torch optimizer that steps.
@@ -81,7 +81,7 @@ class FlatShards(Protocol):
     unscaled_updates: set[int] | None
 
     def flat_shards(self) -> list[FlatShard]:
-        """Return which parameters are in the optimizer's flat shards, in one order on all ranks."""
+        """Return the contents of the optimizer's flat shards, in one order on all ranks."""
 
     def shard_weights(self, number: int) -> nn.Parameter:
         """Return the optimizer's weights of a flat shard, 1D: the key of its states."""
@@ -94,7 +94,7 @@ class FlatShards(Protocol):
 
 
 class _Owned(NamedTuple):
-    """Matrices that this rank owns, and where they are in what arrives, or in the shard; in order."""
+    """Matrices that this rank owns, and their spans in received data, or in the shard; in order."""
 
     shard: FlatShard
     param: nn.Parameter
@@ -106,15 +106,15 @@ _Assigned = tuple[FlatShard, Member, Matrices, Job, int]  # matrices of a member
 
 
 class _Round(NamedTuple):
-    """What this rank sends and owns in a round.
+    """A round: elements that this rank sends, and matrices that it owns.
 
     Attributes:
-        parts: elements of this rank's shards, owner by owner; they come back in this order.
-        collectives: of the ranks that share the states of this family.
-        sent: how many each owner gets; ``received``: how many each rank sends here.
+        parts: elements of this rank's shards, owner by owner; their updates are received in this order.
+        collectives: collectives over the ranks that share the states of this family.
+        sent: number of elements for each owner; ``received``: number from each rank.
         owned: matrices of this rank.
-        widths: elements of each owner, if every rank gets all of them back; ``back``: where parts are in these.
-        stays: whether nothing travels.
+        widths: elements of each owner, if every rank receives all updates; ``back``: offsets of parts in these.
+        stays: whether nothing is sent.
     """
 
     parts: list[tuple[FlatShard, Span]]
@@ -128,21 +128,21 @@ class _Round(NamedTuple):
 
 
 def uses_muon(optimizer: Any) -> bool:
-    """Whether an optimizer is DeepSpeed's Muon, as DeepSpeed tells it; it may have no parameter group for Muon."""
-    return "muon" in type(optimizer).__name__.lower()  # others of that name are refused
+    """Whether an optimizer is DeepSpeed's Muon, by DeepSpeed's test; it may have no parameter group for Muon."""
+    return "muon" in type(optimizer).__name__.lower()  # other optimizers of that name are rejected
 
 
 class Muon:
-    """Muon's part of a step. See Note [Muon]. There is nothing to do for optimizers without ``use_muon`` groups.
+    """Muon's part of a step. See Note [Muon]. It has no effect for optimizers without ``use_muon`` groups.
 
     Args:
         context: shared constants.
-        optimizer: the optimizer whose step it is a part of.
+        optimizer: the optimizer that steps.
     """
 
     def __init__(self, context: Context, optimizer: FlatShards) -> None:
         self._context, self._of = context, optimizer
-        self._staged: dict[int, Tensor] = {}  # number of a shard: its momentum, if the step is applied
+        self._staged: dict[int, Tensor] = {}  # number of a shard: its momentum if the step is applied
         self._shards: list[FlatShard] = []
         self._rounds: list[_Round] | None = None
 
@@ -152,7 +152,7 @@ class Muon:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Put updates in the place of gradients, once in a step. Collective over the ranks that share the states."""
+        """Replace gradients by updates, once in a step. Collective over the ranks that share the states."""
         if self._staged:
             return
         if self._rounds is None:
@@ -163,19 +163,19 @@ class Muon:
         factors = {shard.number: scale.of_update(shard.number, unscaled) for shard in self._shards}
         if self._shards:
             try:
-                for one in self._rounds or ():
-                    self._queue.submit(self._exchange(one), partial(self._take, one, factors))
+                for step_round in self._rounds or ():
+                    self._queue.submit(self._exchange(step_round), partial(self._take, step_round, factors))
                 self._queue.drain()
             except BaseException:
-                self._queue.drop()  # or another step would go on with them
+                self._queue.drop()  # or another step would continue these rounds
                 raise
             self._of.gradients_replaced(self._shards)
 
     def finish_step(self, applied: bool) -> None:
-        """Keep the momentum of a step that has been applied, and forget that of another."""
+        """Keep the staged momentum of an applied step, and drop that of a skipped step."""
         for number, staged in self._staged.items() if applied else ():
             old = self._state(number)[MOMENTUM]
-            # A step of which nobody has looked at the gradients may not be finite, and the next ones shall be.
+            # Without an overflow check gradients may not be finite, which must not affect later steps.
             torch.where(staged.isfinite().all(), staged, old, out=old)
         self._staged.clear()
 
@@ -197,8 +197,8 @@ class Muon:
         if state[MOMENTUM].dtype != torch.float32:  # a load of a universal checkpoint rounds it to the weights' dtype
             state[MOMENTUM] = state[MOMENTUM].float()
         old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
-        staged = torch.empty_like(old)
-        for parts in zip(*(one.split(self._context.reduce_bucket) for one in (staged, old, gradient)), strict=True):
+        staged = torch.empty_like(old)  # not in place: a skipped step must not change the momentum
+        for parts in zip(*(full.split(self._context.reduce_bucket) for full in (staged, old, gradient)), strict=True):
             torch.lerp(parts[1], self._unscaled(parts[2]), 1 - self._group(shard)["momentum"], out=parts[0])
         self._staged[shard.number] = staged
 
@@ -207,14 +207,14 @@ class Muon:
         return gradient.float() if scale == 1 else gradient.to(torch.float32, copy=True).div_(scale)
 
     def _look_ahead(self, shard: FlatShard, span: Span) -> Tensor:
-        """Return what is to be orthogonalized of this rank's elements: Nesterov's momentum, on the device."""
+        """Return Nesterov's momentum of this rank's elements, on the device."""
         gradient = span.of(self._of.shard_gradient(shard.number))
         staged = span.of(self._staged[shard.number])
         ahead = torch.lerp(self._unscaled(gradient), staged, self._group(shard)["momentum"])
         return ahead.to(device=get_accelerator().current_device_name(), dtype=self._wire)
 
     def _take(self, one: _Round, factors: dict[int, float], arrived: Tensor) -> None:
-        """Put updates in the place of gradients."""
+        """Replace this rank's gradients in a round by updates."""
         starts = one.back or _offsets([span.numel for _, span in one.parts])
         for (shard, span), start in zip(one.parts, starts, strict=True):
             update = arrived.narrow(0, start, span.numel)
@@ -225,34 +225,34 @@ class Muon:
     # Between ranks ####################################################################################
 
     def _exchange(self, one: _Round) -> Transfer:
-        """Give parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
+        """Send parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
         device = get_accelerator().current_device_name()
         if self._replicated:
             rank, ranks = one.collectives.rank, one.collectives.size
-            mine = torch.empty(one.widths[rank], dtype=self._wire, device=device)
-            self._orthogonalize_own(one, mine)
+            updates = torch.empty(one.widths[rank], dtype=self._wire, device=device)
+            self._orthogonalize_own(one, updates)
             if one.stays:
-                return mine
-            gathered = mine.new_empty(sum(one.widths))
-            # Of unequal parts there is no all-gather on all backends.
+                return updates
+            gathered = updates.new_empty(sum(one.widths))
+            # Not all backends have an all-gather of unequal parts.
             yield one.collectives.all_to_all(
-                gathered, mine.repeat(ranks), [mine.numel()] * ranks, "all_gather", one.widths
+                gathered, updates.repeat(ranks), [updates.numel()] * ranks, "all_gather", one.widths
             )
             return gathered
         ahead = [self._look_ahead(*part) for part in one.parts]
-        sent = torch.cat(ahead) if ahead else torch.empty(0, dtype=self._wire, device=device)
+        parts = torch.cat(ahead) if ahead else torch.empty(0, dtype=self._wire, device=device)
         del ahead
         if one.stays:
-            self._orthogonalize(one, sent)
-            return sent
-        whole = sent.new_empty(sum(one.received))
-        yield one.collectives.all_to_all(whole, sent, one.sent, "all_to_all", one.received)
-        self._orthogonalize(one, whole)
-        yield one.collectives.all_to_all(sent, whole, one.received, "all_to_all", one.sent)
-        return sent
+            self._orthogonalize(one, parts)
+            return parts
+        matrices = parts.new_empty(sum(one.received))
+        yield one.collectives.all_to_all(matrices, parts, one.sent, "all_to_all", one.received)
+        self._orthogonalize(one, matrices)
+        yield one.collectives.all_to_all(parts, matrices, one.received, "all_to_all", one.sent)
+        return parts
 
     def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
-        """Replace each matrix in what has arrived (1D) by its update."""
+        """Replace each matrix in received data (1D) by its update."""
         for owned in one.owned:
             pieces = [span.of(flat) for span in neighbors_joined(owned.spans)]
             update = self._update(owned, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
@@ -260,7 +260,7 @@ class Muon:
                 piece.copy_(part)
 
     def _orthogonalize_own(self, one: _Round, flat: Tensor) -> None:
-        """Write the updates of this rank's matrices, of which it has all elements, one after the other."""
+        """Write the updates of this rank's matrices, whose elements it has, one after the other."""
         offset = 0
         for owned in one.owned:
             (span,) = owned.spans  # in the shard
@@ -269,12 +269,12 @@ class Muon:
 
     def _update(self, owned: _Owned, matrix: Tensor) -> Tensor:
         """Return the update of matrices, 1D, in their dtype. ``matrix``: 1D."""
-        from deepspeed.runtime.zero.muon.original_muon import muon_update  # compiles its kernels when it is imported
+        from deepspeed.runtime.zero.muon.original_muon import muon_update  # compiles kernels on import
 
         matrix = matrix.view(owned.matrices.shape)
-        # Replicas would differ by rounding with compiled kernels; see Note [Muon].
+        # With compiled kernels replicas would differ by rounding; see Note [Muon].
         with torch.compiler.set_stance("force_eager"):
-            # As momentum of itself it is advanced by nothing.
+            # With beta = 0 and the matrix as its own momentum, it is unchanged before the iteration.
             update = muon_update(
                 matrix,
                 matrix,
@@ -286,12 +286,12 @@ class Muon:
             )
         return update.reshape(-1)
 
-    # Who does what ####################################################################################
+    # Owners and rounds ################################################################################
 
     def _plan(self) -> None:
-        """Decide on owners and rounds: from what all ranks know alike."""
+        """Choose owners and rounds, from data that is equal on all ranks."""
         if uses_muon(self._of.optimizer):
-            self._shards = [one for one in self._of.flat_shards() if self._group(one).get("use_muon", False)]
+            self._shards = [shard for shard in self._of.flat_shards() if self._group(shard).get("use_muon", False)]
         self._rounds = []
         if not self._shards:
             return
@@ -299,7 +299,7 @@ class Muon:
         self._wire = torch.float32 if torch.float32 in dtypes else torch.bfloat16
         self._queue = TransferQueue(overlap=True, newest_first=True)
         for name, family in self._context.families.items():  # in one order on all ranks
-            shards = [one for one in self._shards if one.members and family_of(one.members[0].param) == name]
+            shards = [shard for shard in self._shards if shard.members and family_of(shard.members[0].param) == name]
             if shards:
                 self._rounds += self._rounds_of(family, shards)
 
@@ -309,23 +309,25 @@ class Muon:
         sharing = topology.intra if self._replicated else topology.shard_group(self._context.strategy.os)
         collectives = Collectives(sharing, label)
         ranks = collectives.size
-        found = list(self._all_matrices(shards, ranks))
-        jobs = [Job(matrices.span, member.stripe, matrices.flops) for _, member, matrices in found]
+        entries = list(self._all_matrices(shards, ranks))
+        jobs = [Job(matrices.span, member.stripe, matrices.flops) for _, member, matrices in entries]
         owners = assign(jobs, ranks, min(ranks, topology.sizes.group_size))
         elements = [0] * ranks
         for owner, job in zip(owners, jobs, strict=True):
             elements[owner] += job.span.numel
         most = min(self._context.reduce_bucket, -(-max(elements) // ROUNDS))
-        made = []
+        result = []
         for numbers in rounds(jobs, owners, most):
             by_owner = sorted(numbers, key=lambda number: (owners[number], number))
-            some = [(*found[number], jobs[number], owners[number]) for number in by_owner]
-            made.append(self._gathers(collectives, some) if self._replicated else self._round(collectives, some))
-        return made
+            assigned = [(*entries[number], jobs[number], owners[number]) for number in by_owner]
+            result.append(
+                self._gathers(collectives, assigned) if self._replicated else self._round(collectives, assigned)
+            )
+        return result
 
     def _all_matrices(self, shards: Sequence[FlatShard], ranks: int) -> Any:
-        """Yield (shard, member, matrices), those of a parameter in parts that leave something to other ranks."""
-        some = [
+        """Yield (shard, member, matrices), with a parameter's matrices divided so that other ranks get work, too."""
+        candidates = [
             (shard, member, getattr(member.param, "muon_num_heads", None), self._group(shard).get("ns_method", "gram"))
             for shard in shards
             for member in shard.members
@@ -333,10 +335,10 @@ class Muon:
         ]
         total = sum(
             matrices.flops
-            for _, member, heads, method in some
+            for _, member, heads, method in candidates
             for matrices in matrices_of(member.shape, heads, method, float("inf"))
         )
-        for shard, member, heads, method in some:
+        for shard, member, heads, method in candidates:
             for matrices in matrices_of(member.shape, heads, method, total / ranks):
                 yield shard, member, matrices
 
@@ -345,29 +347,29 @@ class Muon:
         rank, ranks = collectives.rank, collectives.size
         sent, received, parts = [0] * ranks, [0] * ranks, []
         for shard, member, _, job, owner in some:
-            held = job.held(rank)
-            if held.numel:
-                parts.append((shard, held.shifted(member.offset - member.span.start)))
-                sent[owner] += held.numel
-        mine = [one for one in some if one[-1] == rank]
-        # Each rank sends what it has of each matrix in their order.
-        arriving: list[list[tuple[int, Span]]] = []  # of each of mine the holders, and where it is in what they send
-        for _, _, _, job, _ in mine:
-            arriving.append([])
+            own_span = job.held(rank)
+            if own_span.numel:
+                parts.append((shard, own_span.shifted(member.offset - member.span.start)))
+                sent[owner] += own_span.numel
+        own = [entry for entry in some if entry[-1] == rank]
+        # Each rank sends its parts of matrices in the order of the matrices.
+        incoming: list[list[tuple[int, Span]]] = []  # for each of ``own``, ranks and spans in their messages
+        for _, _, _, job, _ in own:
+            incoming.append([])
             for holder in job.holders(ranks):
                 numel = job.held(holder).numel
                 if numel:
-                    arriving[-1].append((holder, Span(received[holder], numel)))
+                    incoming[-1].append((holder, Span(received[holder], numel)))
                     received[holder] += numel
         begins = _offsets(received)
         owned = [
             _Owned(shard, member.param, matrices, [span.shifted(begins[holder]) for holder, span in spans])
-            for (shard, member, matrices, _, _), spans in zip(mine, arriving, strict=True)
+            for (shard, member, matrices, _, _), spans in zip(own, incoming, strict=True)
         ]
         return _Round(parts, collectives, sent, received, owned, stays=all(job.stays for _, _, _, job, _ in some))
 
     def _gathers(self, collectives: Collectives, some: Sequence[_Assigned]) -> _Round:
-        """Return a round in which every rank has all, and gets all updates."""
+        """Return a round in which every rank has all elements, and receives all updates."""
         filled = [0] * collectives.size
         places, parts, owned = [], [], []
         for shard, member, matrices, _, owner in some:
@@ -383,5 +385,5 @@ class Muon:
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:
-    """Return where parts of these lengths begin, one after the other."""
+    """Return the offsets of consecutive parts of these lengths."""
     return list(itertools.accumulate(numels, initial=0))[:-1]

@@ -3,18 +3,18 @@
 """DeepSpeed's ``MoE`` layers with p = I and G.
 
 Note [MoE layers with sharded parameters]
-    DeepSpeed's stage 3 shards AutoEP's experts, each over the ranks that have it, and refuses those of its own ``MoE``
-    layers (``DeepSpeedEngine._validate_zero3_moe_compatibility``). What it has to know of a parameter is the same for
-    both: that it is an expert's, and of which group of ranks. It reads that from attributes, which AutoEP sets.
+    DeepSpeed's stage 3 shards AutoEP's experts, each over the ranks that have it, and rejects experts of its own
+    ``MoE`` layers (``DeepSpeedEngine._validate_zero3_moe_compatibility``). It needs the same data for both: whether a
+    parameter belongs to an expert, and to which group of ranks. It reads them from attributes, which AutoEP sets.
 
-    Nothing in a layer keeps its experts from being sharded. In each forward it calls all experts of the rank, in one
-    order and with as many rows each, whether there are tokens for them or not, so that ranks gather the same
-    parameters in the same order. Its gate reads the weight of a module that it does not call, which is announced
-    (``register_external_parameter``): otherwise DeepSpeed learns of it in the first forward, when it has noted
-    already which parameters the gate uses, and takes the next one for a change of the model.
+    Experts of these layers can be sharded. In each forward a layer calls all experts of the rank, in one order and
+    with equally many rows, with or without tokens, so ranks gather the same parameters in the same order. Its gate
+    reads the weight of a module that it does not call, so the weight is registered (``register_external_parameter``).
+    Otherwise DeepSpeed detects it in the first forward, after recording which parameters the gate uses, and takes the
+    next forward for a change of the model.
 
-    A checkpoint has weights of experts where it has those of AutoEP: in the shards. DeepSpeed also writes its file for
-    each expert, from parameters that nobody has gathered: there is nothing in it.
+    A checkpoint has weights of experts in the shards, as AutoEP's. DeepSpeed also writes its file for each expert, but
+    from parameters that are not gathered, so the file is empty.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 
 @contextmanager
 def sharded(engine: Engine) -> Iterator[None]:
-    """Let the engine take experts of ``MoE`` layers for sharded ones while it makes its optimizer of stage 3."""
+    """Mark experts of ``MoE`` layers as shardable while the engine creates its optimizer of stage 3."""
     layers = native_mixtures(engine.module)
     if not layers:
         yield

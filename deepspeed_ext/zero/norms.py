@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Norms and overflows, decided alike by all ranks that must act alike.
+"""Norms and overflow flags, reduced over all ranks that must step in the same way.
 
 A model may have several parts: stages of a pipeline, slices of tensors. Replicas are the ranks with the same optimizer
-states. They see the same gradients, unless a backend rounds differently in two groups. If one of them skipped a step,
-or clipped by another norm, they would drift apart for good.
+states. They have the same gradients, unless a backend rounds differently in two groups. If one of them skipped a step,
+or clipped by another norm, they would diverge permanently.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.zero.context import Context
 
-Reduce = Callable[[Tensor, dist.ReduceOp], None]  # over the parts of a model, in place
+Reduce = Callable[[Tensor, dist.ReduceOp], None]  # reduction over the parts of a model, in place
 
 
 class OverParts(Enum):
-    """What happens when DeepSpeed asks for a reduction over the parts of a model."""
+    """Handling of DeepSpeed's reductions over the parts of a model."""
 
     AT_ONCE = "it runs"
     REPEATED = "it runs, and again over the replicas: an overflow is looked for"
@@ -40,16 +40,16 @@ class Norms:
     """
 
     def __init__(self, context: Context) -> None:
-        self._replicas = context.topology.replica_group(context.strategy.os)  # the ranks with the same states, if any
-        self._overflowing = self._replicas  # the ranks that skip a step together
+        self._replicas = context.topology.replica_group(context.strategy.os)  # ranks with the same states, if any
+        self._overflowing = self._replicas  # ranks that skip a step together
         self._state = OverParts.AT_ONCE
 
     def skip_together(self, ranks: ProcessGroup | None) -> None:
-        """Skip a step if the gradients of one of these ranks have overflowed, and not only those of a replica."""
+        """Skip a step if gradients of any of these ranks have overflowed, not only those of a replica."""
         self._overflowing = ranks
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp, over_parts: Reduce) -> None:
-        """Serve DeepSpeed's ``_model_parallel_all_reduce``. ``over_parts``: DeepSpeed's own."""
+        """Replace DeepSpeed's ``_model_parallel_all_reduce``. ``over_parts``: DeepSpeed's method."""
         if self._state in (OverParts.PUT_OFF, OverParts.OWED):
             self._state = OverParts.OWED
             return
@@ -66,32 +66,33 @@ class Norms:
             self._state = OverParts.AT_ONCE
 
     def overflow(self, of_this: Callable[[], bool]) -> bool:
-        """Whether one of the replicas has found an overflow. The host asks the device once for all of them."""
+        """Whether any replica has an overflow. The host waits for the device only once."""
         with self._asked(OverParts.REPEATED):
             return bool(of_this())
 
     def norm(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:
-        """Return the norm over all parts of the model, the largest of all replicas.
+        """Return the norm over all parts of the model, the maximum over all replicas.
 
-        It is infinite, as DeepSpeed reports an invalid one, if it is invalid in one part or for one replica.
+        It is infinite, DeepSpeed's invalid norm, if it is invalid in one part or for one replica.
 
         Args:
-            of_this: gives the norm over the data-parallel ranks of this part, in which what other parts have as well
-                counts in one of them.
+            of_this: gives the norm over the data-parallel ranks of this part; parameters that other parts also have
+                count in only one of them.
             over_parts: DeepSpeed's reduction over the parts.
         """
         norm = self._of_all_parts(of_this, over_parts)
+        # Replicas that clip by different norms diverge.
         return norm if self._replicas is None else all_reduce_max(norm, self._replicas)
 
     def _of_all_parts(self, of_this: Callable[[], Tensor], over_parts: Reduce) -> Tensor:
         """Return the norm over all parts of the model.
 
-        DeepSpeed takes a sum over the parts for each parameter group or sub-group, of which stages of a pipeline have
-        different numbers: ranks would wait for each other forever. So it is one sum.
+        DeepSpeed reduces over the parts once for each parameter group or sub-group. Stages of a pipeline have
+        different numbers of these, so ranks would hang. Therefore there is one sum.
         """
         with self._asked(OverParts.PUT_OFF):
             norm = of_this()
-            owed = self._state is OverParts.OWED  # not where the data-parallel ranks are those of all parts
+            owed = self._state is OverParts.OWED  # false if the data-parallel ranks are those of all parts
         invalid = ~torch.isfinite(norm) | (norm < 0)
         total = torch.stack([torch.where(invalid, 0.0, norm).square(), invalid.to(norm.dtype)])
         total = total.to(get_accelerator().current_device_name())
@@ -101,7 +102,7 @@ class Norms:
 
 
 def without_duplicates(norm: Tensor, times: float) -> Tensor:
-    """Return a norm in which each element was counted so many times, counting it once; -1, an invalid norm, stays."""
+    """Return a norm that counts each element once instead of ``times``; -1, an invalid norm, is unchanged."""
     if times == 1:
         return norm
     return torch.where(norm < 0, norm, norm / times**0.5)

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of our optimizers: what pipelines, checkpoints, LoCo and patches may expect of one, at any stage.
+"""Interface of our optimizers of all stages, for pipelines, checkpoints, LoCo, and patches.
 
-``isinstance(engine.optimizer, ParoOptimizer)`` tells whether an engine has one.
+``isinstance(engine.optimizer, ParoOptimizer)`` is true if an engine has one.
 """
 
 from abc import ABC, abstractmethod
@@ -43,11 +43,11 @@ class GradientTerm(Protocol):
     """Gradients that are not from this rank's backward: those of tied weights, or of other groups."""
 
     def complete_gradients(self) -> None:
-        """Add them to the gradients of the optimizer's shard. Collective."""
+        """Add these gradients to those of the optimizer's shard. Collective."""
 
 
 class ParoOptimizer(ZeROOptimizer, ABC):
-    """A ZeRO optimizer with model states placed by a strategy. DeepSpeed's own class of a stage comes after it.
+    """A ZeRO optimizer with model states placed by a strategy. DeepSpeed's class of a stage follows it in the MRO.
 
     It provides its flat shards to ``Muon`` (``FlatShards``) and to ``OuterOptimizer`` (``OuterShards``).
     """
@@ -60,16 +60,16 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradients: Mapping[str, Any] = MappingProxyType({})  # gradients that are being reduced to the shard, by family
     micro_steps: MicroSteps  # backwards of an accumulation
     gradient_scale: LossScale  # loss scale of this step's gradients
-    norms: Norms  # norms and overflows, decided together
-    resync: Resync  # decides which updates are sent whole
-    outer = InnerStepsOnly()  # an outer optimizer between groups
+    norms: Norms  # global norm and overflow
+    resync: Resync  # decides which updates are sent in full
+    outer = InnerStepsOnly()  # outer optimizer between groups
     gradient_terms: list[GradientTerm]  # gradients that are added at the accumulation boundary, in this order
-    writers: CheckpointWriters  # the ranks that write files of optimizer states
+    writers: CheckpointWriters  # ranks that write files of optimizer states
     unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
     # scale; None with optimizer offload
     sends_later: SendsLater | None = None  # sends other ranks' parts of ``state_dict`` later; None: at once
     is_saved = False  # whether a checkpoint is being saved, which changes no model state
-    _begun = False  # whether the next step has begun with the end of an accumulation that the caller owns
+    _begun = False  # whether ``finalize_gradient_accumulation_boundary`` has already begun the next step
 
     # Attributes of DeepSpeed's optimizers of both stages.
     optimizer: Any  # the torch optimizer that steps on the shards
@@ -80,7 +80,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     _backward_active_depth: int  # nested backwards that run now
 
     def _attach_parts(self, context: Context) -> None:
-        """Make the parts that both stages have. The families' hops belong to this optimizer from now on."""
+        """Create the parts that all stages share. The families' hops now belong to this optimizer."""
         self.context = context
         self.strategy, self.families = context.strategy, context.families
         self.topology, self.reductions = context.topology, context.reductions
@@ -94,10 +94,10 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @cached_property
     def muon(self) -> Muon:
-        """Muon's part of a step, which needs whole matrices."""
+        """Muon's part of a step, which needs complete matrices."""
         return Muon(self.context, self)
 
-    # Where optimizer states and gradients are #########################################################
+    # Placement of optimizer states and gradients ######################################################
 
     @abstractmethod
     def owned_span(self, param: nn.Parameter) -> Span:
@@ -105,23 +105,23 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @abstractmethod
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
-        """Return the gradient of these elements, 1D, at the accumulation boundary; a view."""
+        """Return the gradient of ``owned_span``, 1D, at the accumulation boundary; a view."""
 
     @abstractmethod
     def crossing_spans(self) -> list[CrossingSpan]:
-        """Return where each trained parameter's elements are among the gradients of this rank that cross."""
+        """Return the spans of each trained parameter among the gradients that this rank sends between groups."""
 
     @abstractmethod
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is sharded otherwise.
+        """Check that a rank's state dict is sharded as this optimizer's.
 
         Raises:
-            ValueError: it is.
+            ValueError: it is sharded differently.
         """
 
     @contextmanager
     def being_saved(self, sends_later: SendsLater | None) -> Iterator[None]:
-        """Let ``state_dict`` be for a checkpoint in this context."""
+        """Mark calls of ``state_dict`` in this context as part of a save."""
         self.is_saved, self.sends_later = True, sends_later
         try:
             yield
@@ -132,7 +132,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @abstractmethod
     def sync_gradients(self) -> None:
-        """Complete the gradients of the optimizer's shard: g -> os, all parameters on all ranks, used or not."""
+        """Reduce gradients g -> os into the optimizer's shard: all parameters on all ranks, used or not."""
 
     def complete_gradients(self) -> None:
         """Add the gradients that are not from this rank's backward. Collective."""
@@ -140,7 +140,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             term.complete_gradients()
 
     def send_whole(self) -> None:
-        """Make all ranks hold the optimizer's weights, rounded to the parameters' dtype, where they may not.
+        """Send the optimizer's weights to all ranks, rounded to the parameters' dtype, if updates are quantized.
 
         See Note [Resync] in ``resync.py``. Collective.
 
@@ -152,7 +152,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @abstractmethod
     def send_parameters(self) -> None:
-        """Make all ranks hold the optimizer's weights, which somebody has set. Collective.
+        """Send the optimizer's weights, which were set outside of a step, to all ranks. Collective.
 
         Raises:
             RuntimeError: parameters are offloaded.
@@ -178,18 +178,18 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        """Notify the parts that keep something from step to step whether the step was skipped."""
+        """Step, and notify stateful parts whether the step was skipped."""
         self._begin_step()
         try:
-            done = super().step(closure)
+            result = super().step(closure)
         finally:
             self.gradient_scale.end_step()
-            self.muon.finish_step(False)  # unless the step has kept its momentum before
+            self.muon.finish_step(False)  # drops the momentum of a skipped step; an applied step has committed it
         self._finish_step()
-        return done
+        return result
 
     def _begin_step(self) -> None:
-        if not self._begun:  # it may raise, which is too late once gradients have been reduced for this step
+        if not self._begun:  # it may raise, which is too late after gradients were reduced for this step
             self.context.before_step()
         self._begun = False
         self.outer.begin_step()
@@ -212,18 +212,18 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @property
     def error_state(self) -> ErrorState:
-        """What the hops between groups keep of errors."""
+        """Error feedback of the hops between groups."""
         return error_state_of(self.families, self.family_of_buffer)
 
     @abstractmethod
     def family_of_buffer(self, buffer: int) -> str:
-        """Return the family of a flat buffer, by the number that hops between groups know."""
+        """Return the family of a flat buffer, by the number that hops between groups use."""
 
     # States that are moved or replaced ################################################################
 
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Offload the errors that are kept with DeepSpeed's states."""
+        """Offload error feedback and outer states with DeepSpeed's states."""
         self.context.before_change()
         super().offload_states(*args, **kwargs)
         self.error_state.offload()
@@ -231,44 +231,44 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Move back what an outer optimizer has, too."""
+        """Reload outer states with DeepSpeed's states."""
         self.context.before_change()
         super().reload_states(*args, **kwargs)
         self.outer.reload()
 
     @override
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Wait for whoever reads the states that are replaced, and keep the dtypes of states."""
+        """Load states after readers of the old ones have finished, and keep the dtypes of states."""
         self.context.before_change()
         with keep_state_dtypes(self.optimizer):
             super().load_state_dict(*args, **kwargs)
 
     @override
     def refresh_fp32_params(self) -> None:
-        """Wait for whoever reads the weights that are replaced by the model's."""
+        """Replace the optimizer's weights by the model's after readers of the old ones have finished."""
         self.context.before_change()
         super().refresh_fp32_params()
 
     @override
     def destroy(self) -> None:
-        """Forget errors with DeepSpeed's optimizer."""
+        """Drop error feedback and outer transfers with DeepSpeed's optimizer."""
         self.context.before_change()
         self.outer.drop()
         for family in self.families.values():
             family.reduce.inter.drop_errors()
         super().destroy()
 
-    # Norm and overflow: decided alike by all that must act alike ######################################
+    # Norm and overflow: the same decision on all ranks ################################################
 
     @override
     def has_overflow(self, partition_gradients: bool = True) -> bool:
-        """Make replicas of the optimizer agree on overflow."""
-        of_this = super().has_overflow
-        return self.norms.overflow(lambda: of_this(partition_gradients))
+        """Reduce overflow over all replicas of the optimizer."""
+        local_overflow = super().has_overflow
+        return self.norms.overflow(lambda: local_overflow(partition_gradients))
 
     @override
     def _model_parallel_all_reduce(self, tensor: Tensor, op: dist.ReduceOp) -> None:
-        """Take one norm over all stages."""
+        """Reduce norms over all pipeline stages."""
         self.norms.reduce(tensor, op, super()._model_parallel_all_reduce)
 
     def _global_norm(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
@@ -277,17 +277,17 @@ class ParoOptimizer(ZeROOptimizer, ABC):
 
 
 def is_replica(param: Tensor) -> bool:
-    """Whether another stage of the pipeline has the parameter as well, and counts it."""
+    """Whether another pipeline stage also has the parameter, and counts it."""
     return bool(getattr(param, PIPE_REPLICATED, False))
 
 
 @contextmanager
 def without_host_synchronization() -> Iterator[None]:
-    """Keep DeepSpeed's host from waiting for the device in this context: streams order enough.
+    """Disable DeepSpeed's host synchronization in this context, because streams order these operations.
 
-    It waits at the end of a micro-step, before buffers that a stream of reductions reads are given back. Ours are
-    recorded on that stream, and what has been reduced is read after it; where the host reads it in its own memory, it
-    waits there.
+    DeepSpeed synchronizes at the end of a micro-step, before it frees buffers that the reduction stream reads. Our
+    buffers are recorded on that stream, and reduced gradients are read after it. With offload the host waits before it
+    reads them.
     """
     if get_accelerator().resolves_data_dependency():
         yield

@@ -1,32 +1,30 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""An outer optimizer between groups: groups train apart, and every so many steps what they have changed is averaged.
+"""An outer optimizer between groups: groups train independently, and their changes are averaged every H steps.
 
 Note [Outer steps]
-    With an outer optimizer each group is a world of its own: gradients, norms and clipping are the group's, and
-    nothing crosses between groups in an *inner step* but whether gradients have overflowed, where DeepSpeed looks for
-    that: with fp16, and with bf16 in its stages 1 and 2. Every H inner steps an *outer step* takes, of each element of
-    the optimizer's weights θ, the mean over groups of what they have moved away from the *anchor*, what all groups
-    agreed on last, for a gradient:
+    With an outer optimizer gradients, norms, and clipping are per group. In an *inner step* groups exchange only an
+    overflow flag, if DeepSpeed checks for overflows: with fp16, and with bf16 in its stages 1 and 2. Every H inner
+    steps, an *outer step* uses the group-averaged drift of the optimizer's weights θ from the *anchor*, the last
+    values that are equal in all groups, as its gradient:
 
         Δ = mean(anchor - θ);  v = μ v + Δ;  w = w - η (Δ + μ v), or w - η v without Nesterov's
 
     (DiLoCo, arXiv:2311.08105; the order of PyTorch's SGD). w, the *outer weights*, becomes the anchor, and θ is set to
-    that. With os = I a rank has its I-slice of θ, as the ranks of its number in all groups have: Δ is reduced over
-    these, each of them has w and v of one row of k, and w is gathered. In 8 and 4 bits the reduction keeps its errors,
-    and w is sent as its difference from the anchor; all ranks add the same decoded bits, so anchors are equal to the
-    bit, and what the difference lacks comes with the next one, since w is exact.
+    that. With os = I the ranks of one number in all groups have the same I-slice of θ. Δ is reduced over these ranks,
+    each of them has one of k rows of w and v, and w is gathered. In 8 and 4 bits the reduction has error feedback, and
+    w is sent as its difference from the anchor. All ranks add the same decoded bits, so anchors are bitwise identical.
+    The next difference contains the quantization error, because w is exact.
 
-    In fragments (Streaming DiLoCo, arXiv:2501.18512) the model leaves in parts, each after another inner step of the
-    H. One that travels under the next inner steps is used some steps after it left: θ is set to the anchor then, so
-    what those steps have moved of the fragment is lost.
+    In fragments (Streaming DiLoCo, arXiv:2501.18512) parts of the model are sent after different inner steps of the H.
+    If a fragment is sent during the next inner steps, it is applied some steps later. θ is set to the anchor then, so
+    changes of the fragment in those steps are lost.
 
-    The anchor is rounded to the precision of θ, which may be bf16, as soon as it arrives: θ is set to exactly these
-    values, so Δ counts no rounding as movement, and a checkpoint, which saves the anchor as weights, loses nothing of
-    it. w stays in fp32.
+    A received anchor is rounded to the precision of θ, which may be bf16. θ is set to exactly these values, so Δ
+    contains no rounding, and a checkpoint, which saves the anchor as weights, is exact. w stays in fp32.
 
-    A fragment that is sent is always used. So a checkpoint waits for fragments in flight and saves the state after
-    their outer step: the new anchor, w, v and the errors of the reduction, together with the step in which θ is set.
+    A fragment that is sent is always applied. So a checkpoint waits for fragments in flight and saves the state after
+    their outer step: the new anchor, w, v, and the errors of the reduction, together with the step in which θ is set.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,50 +47,50 @@ from deepspeed_ext.zero.shards import FlatShard
 
 
 class InnerStepsOnly:
-    """No outer optimizer: what an optimizer of ours tells of its steps is of no interest."""
+    """Null object for runs without an outer optimizer."""
 
     def begin_step(self) -> None:
         """Called before a step.
 
         Raises:
-            RuntimeError: the outer weights are in the place of the group's.
+            RuntimeError: the model holds the outer weights.
         """
 
     def after_step(self, number: int) -> None:
         """Called when the optimizer has stepped a flat shard, whose weights may be written."""
 
     def finish_step(self, applied: bool) -> None:
-        """Called at the end of each step. ``applied``: whether it was taken."""
+        """Called at the end of each step. ``applied``: whether it was not skipped."""
 
     def offload(self) -> None:
-        """Move what is held to the host."""
+        """Move states to the host."""
 
     def reload(self) -> None:
-        """Move it back."""
+        """Move states back to the device."""
 
     def restart(self) -> None:
-        """Begin anew from the optimizer's weights, which somebody has set on all ranks."""
+        """Reset to the optimizer's weights, which were set on all ranks."""
 
     def take(self, number: int, span: Span) -> None:
-        """Take over elements of a flat shard that somebody has set on all ranks."""
+        """Copy elements of a flat shard that were set on all ranks."""
 
     def drop(self) -> None:
-        """Leave what is on its way: nobody will read it."""
+        """Abandon transfers in flight."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the optimizer and the model have the outer weights in this context."""
+        """Set the optimizer's and the model's weights to the outer weights in this context."""
         yield
 
 
 @contextmanager
 def outer_weights(engine: Any) -> Iterator[None]:
-    """Evaluate the outer weights, what all groups agreed on last, in this context, and not those of a group.
+    """Evaluate the outer weights, which are equal in all groups, instead of a group's weights in this context.
 
-    Collective over all ranks. Without an outer optimizer it changes nothing.
+    Collective over all ranks. Without an outer optimizer it has no effect.
 
     Args:
-        engine: DeepSpeed's; no step may be taken in this context.
+        engine: DeepSpeed's engine; no step may be taken in this context.
     """
     outer = getattr(engine.optimizer, "outer", None)
     with outer.in_place() if isinstance(outer, InnerStepsOnly) else nullcontext():
@@ -100,29 +98,29 @@ def outer_weights(engine: Any) -> Iterator[None]:
 
 
 class OuterShards(Protocol):
-    """The optimizer of a group: its flat shards, in which all ranks of one number have the same elements."""
+    """The optimizer of a group, whose flat shards have the same elements on ranks of one number in all groups."""
 
     def flat_shards(self) -> list[FlatShard]: ...
     def shard_weights(self, number: int) -> Tensor: ...  # 1D
     def shard_gradient(self, number: int) -> Tensor: ...  # at the accumulation boundary, 1D; may be written
-    def send_parameters(self) -> None: ...  # makes all ranks of the group hold these weights; collective
+    def send_parameters(self) -> None: ...  # sends these weights to all ranks of the group; collective
 
 
 @dataclass
 class Fragment:
-    """Elements of a flat shard that cross together.
+    """Elements of a flat shard that are sent together between groups.
 
     Attributes:
-        number: of the flat shard.
-        span: of the shard.
-        offset: after how many inner steps, modulo H, it leaves.
-        width: of a row: the elements of one group; filled up.
-        anchor: fp32, (k, width), of values that the optimizer's weights can hold: what all groups agreed on last.
-        weights: fp32, (width): of this rank's row, exact.
-        momentum: the same of the outer optimizer.
-        started: on its way, or there.
-        stepped: weights and momentum after the outer step of what is on its way, where these are kept on the host.
-        due: inner step after which it is used; 0 if it is not on its way.
+        number: number of the flat shard.
+        span: elements of the shard.
+        offset: number of inner steps, modulo H, after which it is sent.
+        width: elements of a row, which one group owns, with padding.
+        anchor: fp32, (k, width): last values that are equal in all groups, representable in the dtype of the weights.
+        weights: fp32, (width): exact outer weights of this rank's row.
+        momentum: fp32, (width): momentum of this rank's row.
+        started: transfer in flight, or received and not yet read.
+        stepped: weights and momentum after the outer step of the transfer, if they are kept on the host.
+        due: inner step after which the transfer is applied; 0 without a transfer.
     """
 
     number: int
@@ -142,28 +140,28 @@ class Fragment:
         return self.anchor.view(-1)[: self.span.numel]
 
     def rows(self, groups: int) -> list[Span]:
-        """Return the elements of the shard that each row has, without padding."""
-        whole = Span(0, self.span.numel)
-        cut = [Span(row * self.width, self.width).common(whole) for row in range(groups)]
-        return [one.shifted(self.span.start) for one in cut]
+        """Return the elements of the shard in each row, without padding."""
+        unpadded = Span(0, self.span.numel)
+        rows = [Span(row * self.width, self.width).common(unpadded) for row in range(groups)]
+        return [row.shifted(self.span.start) for row in rows]
 
 
 class OuterOptimizer(InnerStepsOnly):
-    """Brings groups together. See Note [Outer steps].
+    """Averages the changes of groups. See Note [Outer steps].
 
     Args:
         context: constants of the group's optimizer.
-        settings: how, and when.
+        settings: settings of the outer optimizer.
         hops: reduction and gather over the ranks of this number in all groups.
         shards: the group's optimizer.
         report: receives the measures of each outer step; None if nothing is reported.
 
     Attributes:
-        settings: the same.
+        settings: settings of the outer optimizer.
         topology: process groups of all groups.
         reduce: reduction between groups, with its errors.
-        step: inner steps since the beginning, or since ``restart``; those of the warm-up and skipped ones included.
-        fragments: in the order in which they leave.
+        step: inner steps since the beginning, or since ``restart``, including warm-up and skipped steps.
+        fragments: fragments in the order in which they are sent.
     """
 
     def __init__(
@@ -183,24 +181,24 @@ class OuterOptimizer(InnerStepsOnly):
         self._device = get_accelerator().current_device_name()
         self._kept = "cpu" if settings.offload == "cpu" else self._device
         self._queue = TransferQueue(bool(settings.delay), True, all(hop.pairwise for hop in hops), owed=True)
-        self._sums: Tensor | None = None  # of squares, of this step's fragments; see ``_observe``
-        self._used = False  # whether a fragment has been used in this step
-        self._shown: list[Tensor] | None = None  # weights of the group, while the outer ones are in their place
+        self._sums: Tensor | None = None  # sums of squares of this step's fragments; see ``_observe``
+        self._used = False  # whether a fragment has been applied in this step
+        self._shown: list[Tensor] | None = None  # the group's weights while the model holds the outer weights
         numbers = [shard.number for shard in shards.flat_shards()]
         self.fragments = list(self._cut([self._weights(number).numel() for number in numbers]))
         self.restart()
 
     def _cut(self, numels: Sequence[int]) -> Iterator[Fragment]:
-        """Divide the shards among fragments of as many elements."""
+        """Divide the shards into parts of equal size, one for each offset, and these into fragments."""
         total, parts = sum(numels), len(self.settings.offsets)
         for part, offset in enumerate(self.settings.offsets):
-            mine = Span.between(part * total // parts, (part + 1) * total // parts)
+            elements = Span.between(part * total // parts, (part + 1) * total // parts)
             before = 0
             for number, numel in enumerate(numels):
-                here = Span(before, numel).common(mine)
+                common = Span(before, numel).common(elements)
                 before += numel
-                for start in range(here.start, here.stop, MOST_AT_ONCE):
-                    span = Span(start, min(MOST_AT_ONCE, here.stop - start)).shifted(numel - before)
+                for start in range(common.start, common.stop, MOST_AT_ONCE):
+                    span = Span(start, min(MOST_AT_ONCE, common.stop - start)).shifted(numel - before)
                     yield self._make(number, span, offset)
 
     def _make(self, number: int, span: Span, offset: int) -> Fragment:
@@ -215,18 +213,18 @@ class OuterOptimizer(InnerStepsOnly):
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
         pinned = self._kept == "cpu" != self._device
-        made = torch.zeros(*shape, dtype=torch.float32, device=self._kept)
-        return get_accelerator().pin_memory(made) if pinned else made
+        zeros = torch.zeros(*shape, dtype=torch.float32, device=self._kept)
+        return get_accelerator().pin_memory(zeros) if pinned else zeros
 
-    # When ############################################################################################
+    # Schedule ########################################################################################
 
     @property
     def warming_up(self) -> bool:
-        """Whether the step that runs, or comes next, is one of the warm-up."""
+        """Whether the current or next step is part of the warm-up."""
         return self.step < self.settings.warmup_steps
 
     def begin_step(self) -> None:
-        """Refuse a step of outer weights; see ``InnerStepsOnly``."""
+        """Reject a step of outer weights; see ``InnerStepsOnly``."""
         if self._shown is not None:
             raise RuntimeError(
                 "The outer weights are in the place of this group's, for evaluation and for files, so no step can be "
@@ -234,7 +232,7 @@ class OuterOptimizer(InnerStepsOnly):
             )
 
     def after_step(self, number: int) -> None:
-        """Use what is due of a flat shard, and send what leaves; see ``InnerStepsOnly``."""
+        """Apply the due fragments of a flat shard, and send others; see ``InnerStepsOnly``."""
         step = self.step + 1
         if step < self.settings.warmup_steps:
             return
@@ -256,13 +254,13 @@ class OuterOptimizer(InnerStepsOnly):
     def finish_step(self, applied: bool) -> None:
         """Count a step; see ``InnerStepsOnly``.
 
-        One that was skipped counts, too, for other groups may have taken it: they wait for what leaves after it.
+        Skipped steps count, too, because other groups may not have skipped them, and wait for the same fragments.
         """
         if not applied:
             for number in self._numbers:
                 self.after_step(number)
             if self._used:
-                self._shards.send_parameters()
+                self._shards.send_parameters()  # a skipped step does not send the new weights
         self.step += 1
         if self._used:
             self.reduce.errors.finish_step(True)
@@ -271,31 +269,31 @@ class OuterOptimizer(InnerStepsOnly):
 
     @property
     def _numbers(self) -> list[int]:
-        """Of flat shards."""
+        """Numbers of flat shards."""
         return sorted({fragment.number for fragment in self.fragments})
 
     def _of(self, number: int) -> Iterator[Fragment]:
         return (fragment for fragment in self.fragments if fragment.number == number)
 
-    # What crosses ####################################################################################
+    # Communication ###################################################################################
 
     def _leave(self, fragment: Fragment) -> None:
-        """Send what this group has changed of a fragment."""
-        change = torch.zeros(fragment.anchor.numel(), dtype=torch.float32, device=self._device)
-        mine = change[: fragment.span.numel]
-        mine.copy_(fragment.flat)
-        mine.sub_(fragment.span.of(self._weights(fragment.number)).to(self._device))
-        self._observe(0, mine)
+        """Start the outer step of a fragment with this group's change."""
+        change = torch.zeros(fragment.anchor.numel(), dtype=torch.float32, device=self._device)  # zero in the padding
+        unpadded = change[: fragment.span.numel]
+        unpadded.copy_(fragment.flat)
+        unpadded.sub_(fragment.span.of(self._weights(fragment.number)).to(self._device))
+        self._observe(0, unpadded)
         change.div_(self.reduce.size)
         fragment.started = self._queue.start(self._cross(fragment, change))
 
     def _cross(self, fragment: Fragment, change: Tensor) -> Transfer:
-        """Reduce a change, take the outer step of this rank's row, and gather; gives the new anchor, 1D.
+        """Reduce a change, take the outer step of this rank's row, and gather; returns the new anchor, 1D.
 
         Args:
-            change: fp32, (k * width), of this group by k; may be overwritten.
+            change: fp32, (k * width), this group's change divided by k; may be overwritten.
         """
-        change = record_on_current_stream(change)  # another stream's memory, which nobody else keeps
+        change = record_on_current_stream(change)  # another stream's memory, without other references
         if self.settings.bits == 16:
             change = change.bfloat16()
         mean = yield from self.reduce.reduce_scatter(change, [fragment.width] * self.reduce.size, self._told(fragment))
@@ -306,14 +304,15 @@ class OuterOptimizer(InnerStepsOnly):
         if self._gather.differences is None:
             return (yield from self._gather.all_gather(weights))
         anchor = fragment.anchor.to(self._device, non_blocking=True, copy=True)
-        held = anchor[self.reduce.rank].clone()
-        (code,) = self._gather.differences.encode([Update(lambda: weights, held, fragment.width)], lambda most: most)
-        arrived = yield from self._gather.all_gather(code)
-        self._gather.differences.write(arrived.view(self.reduce.size, -1), anchor)
+        row = anchor[self.reduce.rank].clone()
+        (code,) = self._gather.differences.encode([Update(lambda: weights, row, fragment.width)], lambda most: most)
+        codes = yield from self._gather.all_gather(code)
+        # Also on this rank's row: anchors must be equal on all ranks.
+        self._gather.differences.write(codes.view(self.reduce.size, -1), anchor)
         return anchor.view(-1)
 
     def _told(self, fragment: Fragment) -> Any:
-        """Return what each row holds, for a reduction that keeps errors."""
+        """Return the contents of each row for error feedback."""
         if not self.reduce.keeps_errors:
             return ()
         rows = fragment.rows(self.reduce.size)
@@ -322,10 +321,10 @@ class OuterOptimizer(InnerStepsOnly):
     def _take_outer_step(self, fragment: Fragment, gradient: Tensor) -> Tensor:
         """Return the outer weights of this rank's row after a step of the outer optimizer; PyTorch's SGD.
 
-        The host must not wait here: what is kept there is written when the fragment has arrived.
+        The host must not wait here, so states on the host are written when the fragment has been received.
         """
-        kept = fragment.weights, fragment.momentum
-        weights, momentum = (one.to(self._device, non_blocking=True) for one in kept)
+        states = fragment.weights, fragment.momentum
+        weights, momentum = (state.to(self._device, non_blocking=True) for state in states)
         rate, damping = self.settings.lr, self.settings.momentum
         self._observe(1, gradient)
         momentum.mul_(damping).add_(gradient)
@@ -335,24 +334,24 @@ class OuterOptimizer(InnerStepsOnly):
         return weights
 
     def _arrive(self, fragment: Fragment) -> None:
-        """Have the anchor of a fragment that is on its way."""
+        """Wait for a fragment in flight, and write its anchor."""
         if fragment.started is not None:
-            arrived = self._queue.finish(fragment.started)
-            fragment.anchor.view(-1).copy_(arrived.to(self._weights(fragment.number).dtype))
-            if fragment.stepped is not None:
+            anchor = self._queue.finish(fragment.started)
+            fragment.anchor.view(-1).copy_(anchor.to(self._weights(fragment.number).dtype))  # rounded
+            if fragment.stepped is not None:  # computed on the stream of the transfer
                 fragment.weights.copy_(record_on_current_stream(fragment.stepped[0]))
                 fragment.momentum.copy_(record_on_current_stream(fragment.stepped[1]))
             fragment.started = fragment.stepped = None
 
     def _use(self, fragment: Fragment) -> None:
-        """Set the optimizer's weights to the anchor that has arrived."""
+        """Set the optimizer's weights to the received anchor."""
         self._arrive(fragment)
         fragment.span.of(self._weights(fragment.number)).copy_(fragment.flat)
         fragment.due = 0
         self._used = True
 
     def complete_gradients(self) -> None:
-        """Average gradients over groups, in a step of the warm-up. Collective."""
+        """Average gradients over groups in the warm-up. Collective."""
         if not self.warming_up or self.reduce.size == 1:
             return
         for number in self._numbers:
@@ -360,16 +359,16 @@ class OuterOptimizer(InnerStepsOnly):
             mean = all_reduced(gradient.to(self._device), torch.distributed.ReduceOp.SUM, self.topology.inter)
             gradient.copy_(mean.div_(self.reduce.size))
 
-    # Weights that somebody else has set ################################################################
+    # Weights that were set outside of a step ##########################################################
 
     def settle(self) -> None:
-        """Wait until what is on its way has arrived, with its errors; it is used when it is due."""
+        """Receive fragments in flight, and commit their errors; they are applied when they are due."""
         for fragment in self.fragments:
             self._arrive(fragment)
         self.reduce.errors.commit()
 
     def restart(self) -> None:
-        """Begin anew; see ``InnerStepsOnly``."""
+        """Reset all states; see ``InnerStepsOnly``."""
         self.settle()
         self.step = 0
         self.reduce.errors.forget()
@@ -379,22 +378,22 @@ class OuterOptimizer(InnerStepsOnly):
     def _begin(self, fragment: Fragment) -> None:
         fragment.due = 0
         fragment.momentum.zero_()
-        fragment.anchor.zero_()
+        fragment.anchor.zero_()  # with the padding
         fragment.flat.copy_(fragment.span.of(self._weights(fragment.number)))
         fragment.weights.copy_(fragment.anchor[self.reduce.rank])
 
     def take(self, number: int, span: Span) -> None:
-        """Take over elements that were set; see ``InnerStepsOnly``."""
+        """Copy elements that were set; see ``InnerStepsOnly``."""
         self.settle()
         for fragment in self._of(number):
-            both = fragment.span.common(span)
-            if both.numel:
-                self._take(fragment, both.shifted(-fragment.span.start))
+            common = fragment.span.common(span)
+            if common.numel:
+                self._take(fragment, common.shifted(-fragment.span.start))
 
     def _take(self, fragment: Fragment, mine: Span) -> None:
-        """Take over elements of a fragment."""
-        here = mine.shifted(fragment.span.start)
-        mine.of(fragment.flat).copy_(here.of(self._weights(fragment.number)))
+        """Copy elements of a fragment to its anchor and, in this rank's row, to the outer weights."""
+        in_shard = mine.shifted(fragment.span.start)
+        mine.of(fragment.flat).copy_(in_shard.of(self._weights(fragment.number)))
         row = Span(self.reduce.rank * fragment.width, fragment.width)
         own = mine.common(row)
         if own.numel:
@@ -402,7 +401,7 @@ class OuterOptimizer(InnerStepsOnly):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Show the anchors, which all groups have, instead of the group's weights; see ``InnerStepsOnly``.
+        """Replace the group's weights by the anchors, which are equal in all groups; see ``InnerStepsOnly``.
 
         Collective. No step may run in this context.
         """
@@ -425,13 +424,13 @@ class OuterOptimizer(InnerStepsOnly):
     # States ##########################################################################################
 
     def state(self) -> dict[str, Any]:
-        """Return what a run that goes on needs beside the anchors: plain values, and tensors on the host."""
+        """Return all states except the anchors: plain values, and tensors on the host."""
         self.settle()
-        fragments = [(one.due, one.weights.cpu().clone(), one.momentum.cpu().clone()) for one in self.fragments]
+        fragments = [(part.due, part.weights.cpu().clone(), part.momentum.cpu().clone()) for part in self.fragments]
         return {"step": self.step, "fragments": fragments, "errors": self.reduce.errors.states()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load the same. The optimizer's weights are the anchors."""
+        """Load states. The optimizer's weights must be the anchors."""
         self.restart()
         self.step = state["step"]
         for fragment, (due, weights, momentum) in zip(self.fragments, state["fragments"], strict=True):
@@ -441,8 +440,8 @@ class OuterOptimizer(InnerStepsOnly):
         self.reduce.errors.load_states(state["errors"])
 
     def described(self) -> dict[str, Any]:
-        """Return what must be the same for states to be taken as they are."""
-        spans = [(one.number, *one.span, one.offset, one.width) for one in self.fragments]
+        """Return the values that must be equal for states to be loaded unchanged."""
+        spans = [(part.number, *part.span, part.offset, part.width) for part in self.fragments]
         return {"groups": self.reduce.size, "rank": self.topology.rank, "fragments": spans, **self.settings.as_dict()}
 
     def offload(self) -> None:
@@ -450,7 +449,7 @@ class OuterOptimizer(InnerStepsOnly):
         self._move_to("cpu")
 
     def reload(self) -> None:
-        """Move them back; see ``InnerStepsOnly``."""
+        """Move anchors and outer states back; see ``InnerStepsOnly``."""
         self._move_to(self._kept)
 
     def _move_to(self, device: str) -> None:
@@ -461,13 +460,13 @@ class OuterOptimizer(InnerStepsOnly):
                 setattr(fragment, name, getattr(fragment, name).to(device))
 
     def drop(self) -> None:
-        """Leave transfers; see ``InnerStepsOnly``."""
+        """Abandon transfers; see ``InnerStepsOnly``."""
         self._queue.drop()
 
-    # What is reported ################################################################################
+    # Reports #########################################################################################
 
     def _observe(self, place: int, values: Tensor) -> None:
-        """Add the squares of a group's change (place 0), or of their mean (place 1), if anybody wants to know."""
+        """Add the squares of a group's change (place 0), or of the mean change (place 1), if there is a report."""
         if self._report is None:
             return
         if self._sums is None:
@@ -475,9 +474,9 @@ class OuterOptimizer(InnerStepsOnly):
         self._sums[place] += values.square().sum()
 
     def _tell(self) -> None:
-        """Report the norm of the outer gradient, and how far groups are from their mean: collective.
+        """Report the norm of the outer gradient, and the distance of groups from their mean. Collective.
 
-        The mean over groups of |Δj - Δ|² is that of |Δj|², less |Δ|².
+        The mean over groups of |Δj - Δ|² is the mean of |Δj|², less |Δ|².
         """
         if self._report is None or self._sums is None:
             return

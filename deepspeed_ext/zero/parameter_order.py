@@ -14,11 +14,10 @@ def first_difference(saved: Named, own: Named, names: Container[str]) -> str:
     name must be at the position where the model has it, since another parameter would get its states.
 
     Args:
-        saved, own: for each parameter in the states of the checkpoint and of the model, its name and its shape or
-            place.
-        names: of all parameters of the model, with or without states.
+        saved, own: name, and shape or position, of each parameter in the states of the checkpoint and of the model.
+        names: names of all parameters of the model, with or without states.
     """
-    for number, ((name, what), (own_name, own_what)) in enumerate(zip(saved, own, strict=False)):
-        if what != own_what or (name != own_name and name in names):
-            return f"parameter {number} is {name!r} {what}, expected {own_name!r} {own_what}"
+    for number, ((name, layout), (own_name, own_layout)) in enumerate(zip(saved, own, strict=False)):
+        if layout != own_layout or (name != own_name and name in names):
+            return f"parameter {number} is {name!r} {layout}, expected {own_name!r} {own_layout}"
     return "" if len(saved) == len(own) else f"there are {len(saved)} parameters, expected {len(own)}"

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where elements of parameters are: in what a rank holds of them, and in what is on its way. Data alone."""
+"""Positions of elements of parameters in shards and messages. Data only."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
@@ -15,14 +15,14 @@ class Member(NamedTuple):
     """A parameter of a flat shard."""
 
     param: nn.Parameter
-    shape: tuple[int, ...]  # shape of the whole parameter
+    shape: tuple[int, ...]  # shape of the full parameter
     stripe: Stripe | None  # rank r of those that share optimizer states has the elements in cell r; None: each has all
     span: Span  # elements of the parameter that this rank has; possibly none
     offset: int  # position of these elements in the shard
 
     @property
     def in_shard(self) -> Span:
-        """The same elements in the shard."""
+        """Positions of these elements in the shard."""
         return Span(self.offset, self.span.numel)
 
 
@@ -39,7 +39,7 @@ class Window(NamedTuple):
 
     buffer: int  # number of the flat buffer or block
     span: Span  # elements of each chunk, or of each row
-    members: tuple[int, ...]  # numbers of its parameters, ascending; with stripes of all parameters in its stripe
+    members: tuple[int, ...]  # numbers of its parameters, ascending; with stripes, all parameters of its stripe
 
 
 def in_forward_order(windows: Iterable[Window]) -> list[Window]:
@@ -48,11 +48,10 @@ def in_forward_order(windows: Iterable[Window]) -> list[Window]:
 
 
 class CrossingSpan(NamedTuple):
-    """Where elements of a parameter are among the gradients of this rank that cross between groups: for checkpoints of
-    errors."""
+    """A span of a parameter among the gradients that this rank sends between groups, for checkpoints of errors."""
 
-    name: str  # of the parameter
-    start: int  # within the parameter
+    name: str  # name of the parameter
+    start: int  # first element in the parameter
     span: ShardSpan
 
 
@@ -62,13 +61,13 @@ def crossing_spans_of(
     """Return the spans of a parameter that is, or is a part of, a flat buffer.
 
     Args:
-        name: of the parameter.
+        name: name of the parameter.
         numel: its elements.
-        layout: of the flat buffer.
+        layout: layout of the flat buffer.
         col: this rank's column.
-        buffer: the flat buffer's number in spans.
-        offset: of the parameter in the flat buffer.
-        start: of the flat buffer's chunk in the rank's shard.
+        buffer: number of the flat buffer in spans.
+        offset: offset of the parameter in the flat buffer.
+        start: offset of the flat buffer's chunk in the rank's shard.
     """
     for piece in layout.pieces(Span(offset, numel)):
         if piece.col == col:

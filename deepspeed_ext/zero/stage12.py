@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies with p = N: ZeRO's stage-1/2 optimizer with gradients and optimizer states placed by the table.
+"""Strategies with p = N: ZeRO's stage-1/2 optimizer with gradients and optimizer states placed by the strategy.
 
-Note [What runs when]
+Note [Order of operations]
     The parent is built over the process group over which the optimizer states are sharded (``Topology.shard_group``),
-    so its partitions, norms, overflow checks, steps and checkpoints are right for every ``os`` as they are. What is
-    ours is how gradients get there:
+    so its partitions, norms, overflow checks, steps, and checkpoints are used unchanged. Only the communication is
+    overridden:
 
-    - A full bucket moves N -> g (``average_tensor``): in every micro-step if g is I or G, at the accumulation
-      boundary only if g is N (stage 1 fills buckets only then; they go to I first in that case). What is in I moves
-      on to ``os`` at the boundary (``sync_gradients``). See Note [Where buckets of flat buffers arrive].
-    - After the step, updated parameters move os -> N (``FlatUpdates.gather``).
+    - A full bucket is reduced N -> g (``average_tensor``): in every micro-step if g is I or G, only at the
+      accumulation boundary if g is N. (Stage 1 fills buckets only then; they are reduced to I first.) Gradients in I
+      are reduced to ``os`` at the boundary (``sync_gradients``). See Note [Reduction of flat buffers].
+    - After the step, updated parameters are gathered os -> N (``FlatUpdates.gather``).
 
     The optimizer's shard is the parent's flat ``averaged_gradients``, which it otherwise keeps for fp32 accumulation.
-    With optimizer offload it is the gradient on the host that the optimizer reads. So the device holds nothing of the
-    gradients between micro-steps if g = G, and with g = I the I-slice, whose hop at the boundary starts there.
+    With optimizer offload it is the gradient on the host that the optimizer reads. So between micro-steps the device
+    holds no gradients if g = G. If g = I it holds the I-slice, the input of the hop at the boundary.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -49,19 +49,19 @@ BucketEntry = tuple[int, int, int]  # parameter group, index in the group, param
 
 @checked
 class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
-    """Stage-1/2 optimizer of a strategy with p = N. See Note [What runs when].
+    """Stage-1/2 optimizer of a strategy with p = N. See Note [Order of operations].
 
     Args:
-        context: with a strategy of p = N.
-        dp_process_group: the data-parallel group, as the engine passes it; ``context`` replaces it.
-        The others are the parent's.
+        context: shared constants; a strategy with p = N.
+        dp_process_group: the engine's data-parallel group; ignored, because ``context`` has the process groups.
+        Other arguments are the parent's.
 
     Attributes:
         buffers: the parent's flat buffers, one for each parameter group.
         shards: gradients of the optimizer's shards.
-        gradients: gradients that are being reduced to these, by family.
-        updates: updated parameters after a step.
-        flat_states: state dicts of checkpoints.
+        gradients: gradients that are being reduced to the shards, by family.
+        updates: all-gathers of updated parameters.
+        flat_states: converts state dicts of checkpoints.
     """
 
     gradients: AllFlatGradients
@@ -77,7 +77,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         context.reductions.use(self.reduction_stream if context.overlap else None)
         self.micro_steps.measure(param.numel() for param in self.buffers.params())
         self.buffers.number_parameters(self.param_names)
-        if self.cpu_offload:  # memory for the parent's accumulation on the device, parameter by parameter
+        if self.cpu_offload:  # frees the parent's buffer for accumulation on the device, which is not used here
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         self.unscaled_updates = None if self.cpu_offload else self.groups_lacking_loss_scale
         self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
@@ -96,13 +96,13 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def _configure_moe_settings(self) -> None:
-        """Let groups of experts have their ranks. DeepSpeed asserts that there are such; frozen experts have none."""
+        """Set process groups of expert parameter groups. The parent asserts one exists; frozen experts have none."""
         if any(map(self.is_moe_group, self.optimizer.param_groups)):
             super()._configure_moe_settings()
         else:
             self.has_moe_layers = False
 
-    # Flat buffers and partitions of them ##########################################################
+    # Flat buffers and their partitions ############################################################
 
     @override
     def flatten_dense_tensors_aligned(
@@ -112,7 +112,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         use_cpu_data: bool = False,
         param_padding: Sequence[int] | None = None,
     ) -> Tensor:
-        """Flatten tensors; a flat buffer that is being made, which names paddings, is known from here on."""
+        """Flatten tensors. A call with ``param_padding`` builds a flat buffer, and adds it to ``buffers``."""
         if param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data)
         buffer = self.buffers.add(tensor_list, alignment, any(param_padding))
@@ -121,12 +121,13 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def get_data_parallel_partitions(self, tensor: Tensor, group_id: int) -> list[Tensor]:
-        """Return the partitions of a flat buffer: with stripes this rank's alone, else the parent's."""
+        """Return the partitions of a flat buffer: only this rank's if it is striped, else the parent's."""
         buffer = self.buffers[group_id]
         if buffer.striped:
             return buffer.partitions(tensor)
         partitions: list[Tensor] = super().get_data_parallel_partitions(tensor, group_id)
         if has_own_partition(buffer, self.resync):
+            # Differences are computed against the flat buffer, so the step must not write to it.
             partitions[buffer.rank] = partitions[buffer.rank].clone()
         return partitions
 
@@ -134,17 +135,17 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def get_partition_info(
         self, tensor_list: Sequence[nn.Parameter], partition_size: int, partition_id: int, param_padding: Any = None
     ) -> tuple[list[nn.Parameter], list[nn.Parameter], int]:
-        """Return which parameters are in this rank's partition of the flat buffer that is being made."""
+        """Return the parameters inside and outside this rank's partition of the flat buffer being built."""
         buffer = self.buffers[len(self.partition_size)]
         if not buffer.striped:
             return super().get_partition_info(tensor_list, partition_size, partition_id, param_padding)
-        within = [param for param in tensor_list if buffer.holds(param)]
-        return within, [param for param in tensor_list if not buffer.holds(param)], 0
+        own_params = [param for param in tensor_list if buffer.holds(param)]
+        return own_params, [param for param in tensor_list if not buffer.holds(param)], 0
 
     @override
     def initialize_gradient_partition(self, i: int, param_group: Sequence[nn.Parameter], partition_id: int) -> None:
-        """Fill the parent's tables with what this rank has of parameters: it reads of others where it sends to them,
-        and with thousands of ranks they take seconds, and memory."""
+        """Fill the parent's tables for this rank only. It reads entries of others only to send to them; with thousands
+        of ranks they take seconds, and memory."""
         buffer = self.buffers[i]
         if partition_id == buffer.rank and not buffer.striped:
             super().initialize_gradient_partition(i, param_group, partition_id)
@@ -155,7 +156,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def get_first_param_index(
         self, group_id: int, param_group: Sequence[nn.Parameter], partition_id: int
     ) -> int | None:
-        """Return which parameter is the first in this rank's partition, if any is."""
+        """Return the index of the first parameter in this rank's partition, if any."""
         if partition_id != self.buffers[group_id].rank:
             return None
         first: int | None = super().get_first_param_index(group_id, param_group, partition_id)
@@ -165,7 +166,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def get_grad_position(
         self, group_id: int, tensor_list: Sequence[nn.Parameter], first_offset: int, partition_size: int
     ) -> None:
-        """Fill the parent's table of where this rank's gradients are, with optimizer offload."""
+        """Fill the parent's table of the positions of this rank's gradients, with optimizer offload."""
         if self.buffers[group_id].striped:
             self.buffers.fill_positions(group_id)
         else:
@@ -173,14 +174,14 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def _link_all_hp_params(self) -> None:
-        """Tell parameters where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
+        """Link parameters to their weights and states, for DeepSpeed's ``safe_get_full_...``.
 
-        The parent goes by the model's order unless it has padded a parameter, so with ``round_robin_gradients`` it
-        would name other parameters, also in universal checkpoints. Any padding has it look at the real places.
+        The parent assumes the model's order unless it has padded a parameter. With ``round_robin_gradients`` it would
+        link the wrong parameters, also in universal checkpoints. Any padding makes it use the real offsets.
         """
         paddings = self.round_robin_bit16_padding
-        in_any_order = [[1]] * len(paddings) if self.round_robin_gradients else paddings
-        with replaced(self, round_robin_bit16_padding=in_any_order):
+        link_paddings = [[1]] * len(paddings) if self.round_robin_gradients else paddings
+        with replaced(self, round_robin_bit16_padding=link_paddings):
             super()._link_all_hp_params()
         self.buffers.link_stripes()
         self._hp_optimizer_states_linked = self.buffers.link_states()
@@ -188,26 +189,26 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def _lazy_init_hp_params_optimizer_state(self) -> None:
-        """Link states as soon as a parameter group has some: the parent links all groups when the first has."""
+        """Link states of each parameter group once they exist; the parent links all groups once the first has any."""
         if not self._hp_optimizer_states_linked:
             self._hp_optimizer_states_linked = self.buffers.link_states()
 
     @override
     def _restore_from_bit16_weights(self) -> None:
-        """Take the optimizer's weights from the model's, which somebody has just loaded."""
+        """Copy the optimizer's weights from the model's, which were just loaded."""
         with self.updates.partitions():
             self.updates.take_weights()
             super()._restore_from_bit16_weights()
-        self.outer.restart()
+        self.outer.restart()  # anchors must equal the new weights
 
-    # What others ask for ##########################################################################
+    # Queries ######################################################################################
 
     def family_of_buffer(self, buffer: int) -> str:
         """Return the family of a flat buffer; see ``ParoOptimizer``."""
         return self.buffers[buffer].family.name
 
     def crossing_spans(self) -> list[CrossingSpan]:
-        """Return where gradients that cross between groups are; see ``ParoOptimizer``."""
+        """Return the spans of gradients that are sent between groups; see ``ParoOptimizer``."""
         return [span for buffer in self.buffers for span in buffer.crossing_spans(self.param_names)]
 
     def owned_span(self, param: nn.Parameter) -> Span:
@@ -215,7 +216,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         return self.buffers.buffer_of(param).member(param).span
 
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
-        """Return the gradient of these elements; see ``ParoOptimizer``."""
+        """Return the gradient of ``owned_span``; see ``ParoOptimizer``."""
         buffer = self.buffers.buffer_of(param)
         return buffer.member(param).in_shard.of(self.shards.of(buffer.number))
 
@@ -233,7 +234,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         return self.shards.of(number)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
-        """Give updates to an offloaded optimizer; see ``FlatShards``."""
+        """Pass updates to an offloaded optimizer; see ``FlatShards``."""
         if self.cpu_offload:
             self.shards.hand_over(shards)
 
@@ -241,7 +242,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def _maybe_reduce_autoep_folding_tp_gradient(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Correct a gradient where a bucket takes it, at any stage; Note [Folded experts] in ``families.py``."""
+        """Correct a gradient before it is packed, at any stage; Note [Folded experts] in ``families.py``."""
         if self.autoep_folding_tp_group is not None:
             reduce_autoep_folding_gradient(
                 self.autoep_folding_spec, param, grad, tp_group=self.autoep_folding_tp_group
@@ -249,7 +250,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def reduce_independent_p_g_buckets_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
-        """Put a gradient into a bucket, and move the bucket on as soon as it is full."""
+        """Put a gradient into a bucket, and reduce the bucket once it is full."""
         super().reduce_independent_p_g_buckets_and_remove_grads(param, i)
         dtype = self.get_param_comm_dtype(param)
         bucket = self.ipg_buckets[dtype]
@@ -258,19 +259,19 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
             self._fill_other_buffer(bucket)
 
     def _fill_other_buffer(self, bucket: Any) -> None:
-        """Let the parent's two buffers take turns: what a bucket held may still be read."""
+        """Switch to the parent's other bucket buffer, because a reduction may still read this one."""
         if self.contiguous_gradients and self.overlap_comm:
             bucket.index = 1 - bucket.index
 
     @override
     def average_tensor(self, tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        """Move a bucket from N to g. ``tensor``: 1D, the bucket's gradients one after the other."""
+        """Reduce a bucket N -> g. ``tensor``: 1D, the bucket's gradients one after the other."""
         bucket = self.ipg_buckets[communication_data_type]
         storages = {buffer.untyped_storage().data_ptr() for buffer in bucket.buffer}
-        # A buffer of DeepSpeed's is given back when the micro-step's buckets have been waited for. To record it on
-        # the stream of reductions would keep it, and those of micro-steps that the host is ahead.
-        kept = tensor.untyped_storage().data_ptr() in storages and not self.micro_steps.overlap
-        self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if kept else [tensor])
+        # DeepSpeed frees its bucket buffers only after the micro-step's buckets were waited for. Recording them on the
+        # reduction stream would delay reuse of their memory, also for micro-steps that the host is ahead.
+        retained = tensor.untyped_storage().data_ptr() in storages and not self.micro_steps.overlap
+        self._reduce_bucket([tensor], bucket.params, communication_data_type, [] if retained else [tensor])
 
     @override
     def _buffered_reduce_fallback_preserving_fp32(
@@ -280,15 +281,15 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         communication_data_type: torch.dtype,
         elements_per_buffer: int,
     ) -> None:
-        """Do the same without ``contiguous_gradients``: the bucket is a list of gradients."""
-        self._clear_previous_reduced_grads()  # of earlier buckets, which are packed by now
+        """Reduce a bucket without ``contiguous_gradients``: the bucket is a list of gradients."""
+        self._clear_previous_reduced_grads()  # those of earlier buckets, which are packed by now
         tensors = [grad.reshape(-1) for grad in grads]
         self._reduce_bucket(tensors, grad_params, communication_data_type, tensors)
 
     def _reduce_bucket(
         self, tensors: list[Tensor], entries: Sequence[BucketEntry], dtype: torch.dtype, freed: Sequence[Tensor]
     ) -> None:
-        """Move a bucket N -> g. ``freed``: tensors that may be freed before it has been waited for."""
+        """Reduce a bucket N -> g. ``freed``: tensors that may be freed before it has been waited for."""
         if entries:
             members = [(number, self.bit16_groups[number][index]) for number, index, _ in entries]
             last, bucket = self.micro_steps.is_last, self.ipg_buckets[dtype]
@@ -296,23 +297,23 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
-        """Return a shard of zeros: the parent's, or ours on the host and for a buffer with stripes."""
+        """Return a zero shard: the parent's, or from ``shards`` with offload or for a striped buffer."""
         if self.cpu_offload or self.buffers[group_idx].striped:
             return self.shards.make(group_idx)
         return super()._build_compact_grad_partition_buffer(group_idx)
 
     @override
     def _use_compact_grad_partition_buffer(self, group_idx: int) -> bool:
-        """Say yes: one flat buffer is what hops deliver into, and what the step reads without another copy."""
+        """Return True: hops write into one flat buffer that the step reads without a copy."""
         return True
 
     # The accumulation boundary: g -> os ###########################################################
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """End a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        """End a micro-step: flush the buckets and, at the accumulation boundary, reduce g -> os."""
         self.updates.settle()
-        self.setup_buckets()  # no hook has done it in a stage of a pipeline that has nothing to train
+        self.setup_buckets()  # in a pipeline stage without trained parameters no hook has set them up
         boundary = self.is_gradient_accumulation_boundary()
         self._flush_buckets(boundary and self.strategy.g == Placement.N)
         self.micro_steps.end()
@@ -322,18 +323,18 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
             self._forget_accumulated()
 
     def _forget_accumulated(self) -> None:
-        """Drop what stage 1 has accumulated of each parameter: it is in the shards now. Kept, as the parent does, it
-        would be reduced again by another backward."""
+        """Drop stage 1's accumulated gradients, which are in the shards now. The parent keeps them, so another
+        backward would reduce them again."""
         for group in self.bit16_groups:
             for param in group:
                 param.grad_accum = None  # type: ignore[attr-defined]
 
     def _flush_buckets(self, left_over: bool) -> None:
-        """Reduce what is in buckets.
+        """Reduce the contents of buckets.
 
         Args:
-            left_over: also gradients accumulated in earlier micro-steps whose parameters the last one did not use.
-                With ``overlap_comm`` stage 1 fills buckets from hooks of the last micro-step, which do not see them.
+            left_over: also reduce gradients accumulated in earlier micro-steps if the last one did not use their
+                parameters. With ``overlap_comm`` stage 1 fills buckets from hooks, which only run for used parameters.
         """
         filled = [bucket for bucket in self.ipg_buckets.values() if bucket.params]
         self.reduce_ipg_grads()
@@ -343,8 +344,8 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
             self._fill_other_buffer(bucket)
         for i, group in enumerate(self.bit16_groups):
             for param in group:
-                waiting = not self.params_already_reduced[self.get_param_id(param)]
-                if waiting and param.numel() and self.get_gradient_for_reduction(param) is not None:
+                pending = not self.params_already_reduced[self.get_param_id(param)]
+                if pending and param.numel() and self.get_gradient_for_reduction(param) is not None:
                     self.setup_buckets()
                     self.reduce_ready_partitions_and_remove_grads(param, i)
         self.reduce_ipg_grads()
@@ -355,7 +356,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         self.gradients.complete_shards()
         if self.cpu_offload:
             self._wait_for_offload_copies()
-        self.shards.clear_padding()
+        self.shards.clear_padding()  # or it would count in the norm
         self.micro_steps.learn()
         self.complete_gradients()
         if self.cpu_offload:
@@ -365,15 +366,15 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def scaled_global_norm(self, norm_type: int = 2) -> Tensor:
-        """Return the parent's norm over its group, of what the step applies; see ``_global_norm``."""
+        """Return the norm of the gradients or updates that the step applies; see ``_global_norm``."""
         self.muon.apply()
-        parents = super().scaled_global_norm
-        return self._global_norm(lambda: parents(norm_type))
+        parent_norm = super().scaled_global_norm
+        return self._global_norm(lambda: parent_norm(norm_type))
 
     @override
     def get_grad_norm_direct(self, gradients: Any, params: Any, norm_type: int = 2) -> Tensor:
-        """Return the parent's norm of a parameter group; of experts over all ranks, each once."""
-        number = next(number for number, held in self.averaged_gradients.items() if held is gradients)
+        """Return the parent's norm of a parameter group; for experts over all ranks, each expert once."""
+        number = next(number for number, entry in self.averaged_gradients.items() if entry is gradients)
         with self._over_all_experts(number):
             norm = super().get_grad_norm_direct(gradients, params, norm_type)
         return without_duplicates(norm, self.buffers[number].replicas)
@@ -381,56 +382,56 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     @override
     def complete_grad_norm_calculation_for_cpu_offload(self, params: Any) -> Tensor:
         """Return the same norm with an offloaded optimizer."""
-        number = next(number for number, held in enumerate(self.params_in_partition) if held is params)
+        number = next(number for number, own_params in enumerate(self.params_in_partition) if own_params is params)
         with self._over_all_experts(number):
             norm = super().complete_grad_norm_calculation_for_cpu_offload(params)
         return without_duplicates(norm, self.buffers[number].replicas)
 
     def _over_all_experts(self, number: int) -> AbstractContextManager[None]:
-        """Within this context the parent computes a norm of experts over all data-parallel ranks: the ranks that shard
-        their optimizer states may not hold every expert. Each tensor-parallel rank counts its own folded experts."""
+        """Make the parent compute norms of experts over all data-parallel ranks: the ranks that shard their optimizer
+        states may not hold every expert. Each tensor-parallel rank counts its own folded experts."""
         if not self.buffers[number].has_experts:
             return nullcontext()
-        counting = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
-        return replaced(self, dp_process_group=self.topology.world, model_parallel_rank=counting)
+        tp_rank = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
+        return replaced(self, dp_process_group=self.topology.world, model_parallel_rank=tp_rank)
 
     # The step, and parameters after it: os -> N ###################################################
 
     @override
     def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
-        """Take the step, with partitions to write to."""
+        """Step while this rank's partitions are allocated."""
         with self.updates.partitions(stepping=True):
             return super().step(closure)
 
     @override
     def update_lp_params(self) -> None:
-        """Make all ranks hold the optimizer's weights, rounded to the dtype of the parameters. Collective."""
+        """Send the optimizer's weights to all ranks, rounded to the parameters' dtype. Collective."""
         with self.updates.partitions():
             super().update_lp_params()
             self.updates.drain()
 
     def send_parameters(self) -> None:
-        """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
+        """Send the optimizer's weights to all ranks; see ``ParoOptimizer``."""
         self._require_parameters()
         self.update_lp_params()
 
     @override
     def _optimizer_step(self, group_no: int) -> None:
-        """Also let an outer optimizer have the weights of this step."""
+        """Also pass the updated weights to an outer optimizer."""
         super()._optimizer_step(group_no)
         self.outer.after_step(group_no)
 
-    # What takes the place of gradients ############################################################
+    # Muon #########################################################################################
 
     @override
     def _commit_muon_momentum(self) -> None:
-        """Apply Muon also where no norm is taken, and keep its momentum: the step is not skipped."""
+        """Apply Muon even if no norm was computed, and keep its momentum, because the step is not skipped."""
         self.muon.apply()
         self.muon.finish_step(True)
 
     @override
     def _apply_muon_updates_cpu_offload(self) -> None:
-        """Leave it to ``scaled_global_norm``."""
+        """Do nothing; ``scaled_global_norm`` applies Muon."""
 
     # Checkpoints ##################################################################################
 
@@ -440,58 +441,58 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's, in its order; see ``flat/states.py``."""
+        """Return DeepSpeed's state dict, in its order; see ``flat/states.py``."""
         return self.flat_states.in_zeros_order(super().state_dict())
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is sharded otherwise; see ``FlatStates.check``."""
+        """Reject a rank's state dict that is sharded differently; see ``FlatStates.check``."""
         self.flat_states.check(state)
 
     @override
     def _load_legacy_checkpoint(
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
-        """Refuse optimizer states that are sharded otherwise, and take them in our order."""
+        """Reject optimizer states that are sharded differently, and load others in the order of the buffers."""
         states = self.flat_states.as_held(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
 
-    # To the host and back #########################################################################
+    # Offloaded states #############################################################################
 
     @override
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Offload DeepSpeed's states, and with its gradients our slices."""
-        self.updates.drain()
-        self.micro_steps.finish_buckets()
+        """Offload DeepSpeed's states, and I-slices together with its gradients."""
+        self.updates.drain()  # gathers in flight write to the flat buffers
+        self.micro_steps.finish_buckets()  # buckets in flight are added to slices and shards
         super().offload_states(*args, **kwargs)
         if OffloadStateTypeEnum.lp_grads in self.offloaded_states:
             self.gradients.to("cpu")
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Bring back what ``offload_states`` has moved; partitions are made anew for that."""
+        """Reload offloaded states. This allocates partitions, which are freed again."""
         self.updates.settle()
         super().reload_states(*args, **kwargs)
-        # The parent links before it makes new tensors of states on the device: those of the host would stay linked.
+        # The parent links states before it creates the device tensors, so host tensors would stay linked.
         self._hp_optimizer_states_linked = self.buffers.link_states()
         self.gradients.to(get_accelerator().current_device_name())
         self.updates.give_up()
 
     @override
     def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
-        """Note each parameter of a bucket. Nothing is copied yet: shards are complete after ``sync_gradients``."""
+        """Record a parameter as used, without a copy: shards are complete after ``sync_gradients``."""
         if self.cpu_offload:
             self._offload_accumulated_param_ids.add(self.get_param_id(param))
         self.clear_grad_attribute(param)
 
     @override
     def reset_cpu_buffers(self) -> None:
-        """Also drop the shards: with offload the parent would add the next step's gradients to a skipped step's."""
+        """Also drop the shards: with offload the parent would add new gradients to those of a skipped step."""
         super().reset_cpu_buffers()
         self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
 
     @override
     def destroy(self) -> None:
-        """Also drop gradients of an accumulation that was not finished, and leave the model alone."""
+        """Also drop gradients of an unfinished accumulation, and remove hooks from the model."""
         self.gradients.drop()
         self.updates.drop()
         super().destroy()

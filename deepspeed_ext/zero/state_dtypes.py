@@ -14,10 +14,10 @@ from deepspeed_ext.zero.muon import MOMENTUM
 
 @contextmanager
 def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within this context, load states in the dtypes in which the optimizer computes them.
+    """Load states in the dtypes in which the optimizer computes them, in this context.
 
     ``torch.optim.Optimizer.load_state_dict`` casts all states to the dtype of the weights. With bf16 master weights
-    that rounds states in fp32: Muon's momentum, and the moments of DeepSpeed's CPU Adam.
+    that would round fp32 states: Muon's momentum, and the moments of DeepSpeed's CPU Adam.
     """
     saved: dict[str, Any] = {}
     dtypes: list[dict[str, torch.dtype]] = []
@@ -31,11 +31,11 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     def restore(_: torch.optim.Optimizer) -> None:
         tensors = (weights for group in optimizer.param_groups for weights in group["params"])
         numbers = (number for group in saved["param_groups"] for number in group["params"])
-        for weights, number, wanted in zip(tensors, numbers, dtypes, strict=True):
+        for weights, number, expected in zip(tensors, numbers, dtypes, strict=True):
             state, exact = optimizer.state.get(weights, {}), saved["state"].get(number, {})
-            for name in wanted.keys() & exact.keys():
-                if isinstance(exact[name], Tensor) and state[name].dtype != wanted[name]:
-                    state[name] = exact[name].to(device=state[name].device, dtype=wanted[name])
+            for name in expected.keys() & exact.keys():
+                if isinstance(exact[name], Tensor) and state[name].dtype != expected[name]:
+                    state[name] = exact[name].to(device=state[name].device, dtype=expected[name])
 
     hooks = (
         optimizer.register_load_state_dict_pre_hook(note),
@@ -51,6 +51,6 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 def _dtypes(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], weights: Tensor) -> dict[str, torch.dtype]:
     """Return the dtypes of the states of a tensor of weights, by their names."""
     state = optimizer.state.get(weights, {})
-    found = {name: value.dtype for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
-    # A new optimizer has no momentum yet; see Note [What travels in which precision] in ``muon.py``.
-    return {**found, MOMENTUM: torch.float32} if group.get("use_muon", False) else found
+    dtypes = {name: value.dtype for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
+    # A new optimizer has no momentum yet; see Note [Precision of Muon's messages] in ``muon.py``.
+    return {**dtypes, MOMENTUM: torch.float32} if group.get("use_muon", False) else dtypes

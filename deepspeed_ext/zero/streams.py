@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The stream of reductions, beside the one that computes."""
+"""The stream of gradient reductions."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -33,13 +33,14 @@ class ReductionStream:
 
     @contextmanager
     def after_current(self, bucket: Any = None, freed: Sequence[Tensor] = ()) -> Iterator[None]:
-        """Run on the stream, after everything that the current one was given.
+        """Run on the stream, after all work queued on the current stream.
 
         Args:
-            bucket: of DeepSpeed's, filled by other streams as well, which it names.
-            freed: tensors that are read here and may be freed on the current stream before.
+            bucket: a DeepSpeed bucket, which names other streams that fill it.
+            freed: tensors that are read in this context and may be freed on the current stream earlier.
         """
         stream, current = self.stream, get_accelerator().current_stream()
+        # Other streams may still copy gradients into the bucket.
         for event in bucket.ready_events.values() if bucket else ():
             (current if stream is None else stream).wait_event(event)
         if stream is None:
@@ -51,17 +52,17 @@ class ReductionStream:
             if self._takes_turns:
                 current.wait_stream(stream)  # or the next gradients would be written over those that are reduced
             for tensor in freed:
-                tensor.record_stream(stream)
+                tensor.record_stream(stream)  # or their memory would be reused while it is read
         with get_accelerator().stream(stream):
             yield
 
     def receive_current(self) -> None:
-        """Make the stream wait for everything that the current one was given."""
+        """Make the stream wait for all work queued on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(get_accelerator().current_stream())
 
     def wait(self) -> None:
-        """Make the current stream wait for everything that this one was given."""
+        """Make the current stream wait for all work queued on this stream."""
         if self.stream is not None and not self._by_device:
             get_accelerator().current_stream().wait_stream(self.stream)
 

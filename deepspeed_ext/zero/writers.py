@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks write files of optimizer states, and which file each of them reads.
+"""Ranks that write files of optimizer states, and the file that each rank reads.
 
-DeepSpeed's are those of the ranks that share the states of dense parameters, numbered as these are; with os = I or N
-they are the first group, or the first rank, for every group holds all states. Experts may be spread over more ranks
-than that. So the first ranks write that have all states together, and others read the file of one that has theirs.
+In DeepSpeed the ranks that share the states of dense parameters write, with files numbered by these ranks. With os = I
+or N these are the first group, or the first rank, because every group has all states. Experts may be spread over more
+ranks. So the first ranks that together have all states write, and others read the file of a rank with their states.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class CheckpointWriters:
     """Chooses the ranks that write an optimizer's files.
 
     Args:
-        shards: this rank's number among the ranks that share states, of each flat shard.
+        shards: for each flat shard, this rank's number among the ranks that share its states.
     """
 
     def __init__(self, families: Families, strategy: Strategy, shards: Sequence[int]) -> None:
@@ -37,35 +37,36 @@ class CheckpointWriters:
         self._world_rank = dense.rank
         self._world = dense.world
         self._group: ProcessGroup | None = None
-        self._first_does = False  # whether the rank of this number in the first group writes, and this one does, too
+        self._first_does = False  # whether ``in_each_group`` makes this rank write
         self._first_with_experts = not experts or not all(map(groups._get_expert_data_parallel_rank, experts))
         if not experts or strategy.os == Placement.G:
             return
-        held = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
-        rows = all_gather_ints(held, dense.world)
+        numbers = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
+        rows = all_gather_ints(numbers, dense.world)
+        # The smallest number of ranks after which the assignment of states to ranks repeats.
         divisors = (count for count in range(1, len(rows) + 1) if len(rows) % count == 0)
         count = next(n for n in divisors if all(row == rows[rank % n] for rank, row in enumerate(rows)))
         self._group = get_topology(dense.world, count).intra
 
     @property
     def writes(self) -> bool | None:
-        """Whether this rank writes; None where DeepSpeed knows."""
+        """Whether this rank writes; None if DeepSpeed decides."""
         if self._group is None:
             return None
         return self._first_does or dist.get_rank(group=self._group) == self._world_rank
 
     def as_written(self, ranks: Sequence[int]) -> list[int]:
-        """Return global ranks as the rank that has written this rank's file has them in the place of these."""
+        """Return the global ranks that correspond to these on the rank that has written this rank's file."""
         if self._group is None:
             return list(ranks)
-        everybody, count = data_parallel_ranks(self._world), dist.get_world_size(group=self._group)
-        return [everybody[everybody.index(rank) % count] for rank in ranks]
+        world, count = data_parallel_ranks(self._world), dist.get_world_size(group=self._group)
+        return [world[world.index(rank) % count] for rank in ranks]
 
     def left_to_others(self, path: str) -> bool:
         """Whether another rank writes the same file.
 
-        With experts DeepSpeed's stage 3 has all ranks write the model's, named by their numbers. Folded experts are
-        written by several ranks that have the same ones.
+        With experts, all ranks write the model's files in DeepSpeed's stage 3, named by their numbers. Several ranks
+        write the same folded experts.
         """
         name = Path(path).name
         if name.startswith("layer_") and "_expert_" in name:
@@ -74,7 +75,7 @@ class CheckpointWriters:
 
     @contextmanager
     def numbered(self, engine: Engine) -> Iterator[Any]:
-        """Make an engine write and read these files in this context."""
+        """Make an engine write and read the files of these ranks in this context."""
         if self._group is None:
             yield
             return
@@ -86,9 +87,9 @@ class CheckpointWriters:
 
     @contextmanager
     def in_each_group(self, engine: Engine, between: ProcessGroup) -> Iterator[None]:
-        """Make each group write what the first one would of what all of them have, in this context, by the same names.
+        """Make each group write the same files that the first group would, in this context.
 
-        Collective over ``between``, the ranks of this one's number in all groups.
+        Collective over ``between``, the ranks of this rank's number in all groups.
         """
         flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.writes)]
         states, model, own = all_reduce_max(torch.tensor(flags).float(), between).bool().tolist()

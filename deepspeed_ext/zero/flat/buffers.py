@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-1/2's flat buffers, divided into stripes where that serves; see Note [Stripes] in ``comm/layout.py``.
+"""Flat buffers of ZeRO-1/2, which may be striped; see Note [Stripes] in ``comm/layout.py``.
 
-DeepSpeed takes a rank's partition as one span of the flat buffer, of which it is a view. Of a buffer with stripes
-it is a tensor of its own, of the same size on every rank, and DeepSpeed's tables say which parameters are in it, and
-where. Buffers of one stripe are DeepSpeed's as they are.
+In DeepSpeed a rank's partition is a view of one span of the flat buffer. For a striped buffer it is a separate tensor,
+of the same size on every rank, and DeepSpeed's tables list its parameters and their offsets. Buffers of one stripe are
+DeepSpeed's, unchanged.
 """
 
 from bisect import bisect_left, bisect_right
@@ -28,19 +28,19 @@ from deepspeed_ext.zero.families import DENSE, Family, name_in_all
 from deepspeed_ext.zero.flat.stage12_view import Stage12View
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member, Window, crossing_spans_of, in_forward_order
 
-# A buffer has this number of stripes where buckets are as large as a few layers or larger ...
+# Number of stripes of a buffer if buckets are as large as a few layers or larger ...
 _STRIPES = 16
-# ... unless a rank's part of one had less elements than this: what is sent should be worth its latency.
+# ... unless a rank's part of a stripe had fewer elements than this: a message should be worth its latency.
 _LEAST = 1 << 15
 
 
 def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ranks: int) -> tuple[int, ...]:
-    """Return where stripes of whole parameters start in a flat buffer.
+    """Return the offsets of stripes in a flat buffer; each consists of complete parameters.
 
     Args:
-        offsets, numels: of its parameters, in order.
-        bucket: elements of a stripe at most, unless one parameter has more.
-        ranks: among which each is divided.
+        offsets, numels: those of its parameters, in order.
+        bucket: maximum number of elements of a stripe, unless one parameter has more.
+        ranks: number of ranks that share each stripe.
     """
     most = min(bucket, max(-(-sum(numels) // _STRIPES), _LEAST * ranks))
     starts = [0]
@@ -51,10 +51,10 @@ def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ra
 
 
 class Flattening(NamedTuple):
-    """How DeepSpeed flattens a parameter group."""
+    """DeepSpeed's flattening of a parameter group."""
 
-    params: Sequence[nn.Parameter]  # in the order of the buffer; they may be empty while DeepSpeed makes it
-    offsets: Sequence[int]  # of the parameters in the buffer
+    params: Sequence[nn.Parameter]  # in the order of the buffer; possibly without storage while it is being built
+    offsets: Sequence[int]  # offsets of the parameters in the buffer
     numels: Sequence[int]  # elements of the parameters
     alignment: int  # multiple of elements to which the buffer is padded
     unchanged: bool  # whether the buffer keeps DeepSpeed's own partitions, independent of the bucket size
@@ -67,14 +67,14 @@ class FlatBuffer:
         context: shared constants.
         number: number of the parameter group.
         family: family of its parameters.
-        flattening: how DeepSpeed flattens them.
+        flattening: DeepSpeed's flattening.
         group: process group over which the optimizer states are sharded.
 
     Attributes:
         numel: elements, without padding after the last parameter.
         rank: this rank's number in ``group``.
-        layout: how the buffer is divided.
-        zeros_layout: how DeepSpeed would divide it, which is the order of checkpoints.
+        layout: layout of the buffer.
+        zeros_layout: DeepSpeed's layout, which is the order of checkpoints.
         shard_numel: elements of a rank's partition.
     """
 
@@ -94,34 +94,34 @@ class FlatBuffer:
         starts = (0,) if unchanged else stripe_starts(offsets, numels, context.reduce_bucket, ranks)
         if len(starts) > 1 and self.layout.rows * self.layout.cols > 1:
             self.layout = FlatLayout.of(self.numel, self._os, topology, starts)
-        # With os = N a rank has all, whatever its gradients are divided into on their way.
+        # With os = N a rank's partition is the entire buffer, whatever the layout of gradient messages.
         self._held = FlatLayout(aligned, 1, 1) if self._os == Placement.N else self.layout
         self._zeros_held = self.zeros_layout if self.striped else self._held
         self.shard_numel = self._held.chunk
 
     @property
     def striped(self) -> bool:
-        """Whether partitions are not DeepSpeed's."""
+        """Whether partitions differ from DeepSpeed's."""
         return len(self.layout.starts) > 1 and self._os != Placement.N
 
     @property
     def filling(self) -> int:
-        """Elements after the last parameter, beside those of DeepSpeed's alignment."""
+        """Padding after the last parameter, in addition to DeepSpeed's alignment."""
         return self.layout.rows * self.layout.cols * self.layout.chunk - self.numel if self.striped else 0
 
     @property
     def cell(self) -> tuple[int, int]:
-        """Row and column of the chunk whose optimizer states this rank has."""
+        """Row and column of this rank's chunk of optimizer states."""
         return divmod(self.rank, self.family.topology.sizes.group_size)
 
     def offset(self, param: nn.Parameter) -> int:
-        """Return where a parameter starts."""
+        """Return a parameter's offset in the buffer."""
         return self._offsets[self._places[id(param)]]
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold each expert of the buffer, among the data-parallel ranks; 1 for dense parameters,
-        whose norms DeepSpeed takes over ``group``."""
+        """Number of data-parallel ranks that hold each expert of the buffer; 1 for dense parameters, whose norms
+        DeepSpeed computes over ``group``."""
         return self.family.topology.sizes.ranks // dist.get_world_size(group=self.group) if self.has_experts else 1
 
     @property
@@ -130,7 +130,7 @@ class FlatBuffer:
         return self.family.name != DENSE
 
     def has(self, param: nn.Parameter) -> bool:
-        """Whether a parameter is in it."""
+        """Whether a parameter is in the buffer."""
         return id(param) in self._places
 
     # This rank's partition ########################################################################
@@ -140,7 +140,7 @@ class FlatBuffer:
         return dict(self._pieces_in(self._held))
 
     def _pieces_in(self, layout: FlatLayout) -> Iterator[tuple[int, Piece]]:
-        """Yield the place of each parameter of which this rank's chunk has elements, and what it has, in its order."""
+        """Yield each parameter's index and its piece in this rank's chunk, in the order of the chunk."""
         for cell in layout.cells_of(*divmod(self.rank, layout.cols)):
             first = bisect_right(self._offsets, cell.span.start) - 1
             for place in range(first, bisect_left(self._offsets, cell.span.stop)):
@@ -149,19 +149,19 @@ class FlatBuffer:
                     yield place, cell._replace(column=cell.column + span.start - cell.span.start, span=span)
 
     def _member(self, place: int, layout: FlatLayout, piece: Piece | None) -> Member:
-        """Return a parameter of the chunks of a layout. ``piece``: what this rank has of it."""
+        """Return a parameter in the chunks of a layout. ``piece``: this rank's part of it."""
         param, offset = self.params[place], self._offsets[place]
         span, column = (Span(0, 0), 0) if piece is None else (piece.span.shifted(-offset), piece.column)
         stripe = None if self._os == Placement.N else layout.stripe_of(offset).shifted(-offset)
         return Member(param, tuple(param.shape), stripe, span, column)
 
     def member(self, param: nn.Parameter) -> Member:
-        """Return a parameter, of which this rank's partition may have nothing."""
+        """Return a parameter, with this rank's part of it, which may be empty."""
         place = self._places[id(param)]
         return self._member(place, self._held, self._pieces.get(place))
 
     def own_members(self) -> Iterator[Member]:
-        """Yield the parameters of which this rank's partition has elements, in its order."""
+        """Yield the parameters with elements in this rank's partition, in its order."""
         for place, piece in self._pieces.items():
             yield self._member(place, self._held, piece)
 
@@ -170,7 +170,7 @@ class FlatBuffer:
         return self._places[id(param)] in self._pieces
 
     def padding(self) -> Iterator[Span]:
-        """Yield what belongs to no parameter in this rank's partition."""
+        """Yield the padding in this rank's partition."""
         if not self.striped:
             if length := self._padded(self.shard_numel):
                 yield Span(self.shard_numel - length, length)
@@ -182,25 +182,24 @@ class FlatBuffer:
                 yield padding
 
     def _padded(self, chunk: int) -> int:
-        """Return how many of this rank's ``chunk`` elements, in DeepSpeed's order, are padding."""
+        """Return the amount of padding in this rank's ``chunk`` elements in DeepSpeed's order."""
         return max(0, min(chunk, (self.rank + 1) * chunk - self.numel))
 
     def copy_own(self, flat: Tensor, own: Tensor) -> None:
-        """Copy this rank's partition out of the flat buffer, 1D each; what is padding stays."""
+        """Copy this rank's partition out of the flat buffer, 1D each; padding is not written."""
         for piece in self.layout.cells_of(*self.cell):
             piece.columns.of(own).copy_(piece.span.of(flat))
 
     def partitions(self, flat: Tensor) -> list[Tensor]:
-        """Return this rank's partition of the flat buffer, which has stripes, and nothing for others, which nobody
-        reads."""
-        own = flat.new_zeros(self.layout.chunk)
+        """Return this rank's partition of a striped flat buffer, and empty ones of other ranks, which are not read."""
+        own = flat.new_zeros(self.layout.chunk)  # padding stays zero
         self.copy_own(flat, own)
         partitions = [flat.new_empty(0) for _ in range(self.layout.rows * self.layout.cols)]
         partitions[self.rank] = own
         return partitions
 
     def split(self, shard: Tensor) -> list[Tensor]:
-        """Return a shard (1D) as DeepSpeed lists it: a tensor for each parameter in it, and for each padding."""
+        """Split a shard (1D) into DeepSpeed's list: a tensor for each parameter in it, and for each padding."""
         parts, end = [], 0
         for param, _, _, span, offset in self.own_members():
             if offset > end:
@@ -213,13 +212,14 @@ class FlatBuffer:
         return parts
 
     def link(self, weights: Tensor, paddings_listed: bool, **fields: Any) -> None:
-        """Tell parameters where their weights and states are, for DeepSpeed's ``safe_get_full_...``.
+        """Link parameters to their weights and states, for DeepSpeed's ``safe_get_full_...``.
 
         Args:
-            weights: the optimizer's, of this rank's partition, 1D.
+            weights: the optimizer's weights of this rank's partition, 1D.
             paddings_listed: whether the list of gradients (``split``) has paddings.
-            fields: further ones of DeepSpeed's ``tensor_fragment``.
+            fields: further fields of DeepSpeed's ``tensor_fragment``.
         """
+        # Drop the parent's links, which assume DeepSpeed's partitions.
         for other in self.params:
             cast(MappedParameter, other)._hp_mapping = None
         index, end = 0, 0
@@ -250,22 +250,22 @@ class FlatBuffer:
         return self._padded(self.zeros_chunk)
 
     def zeros_members(self) -> Iterator[Member]:
-        """Yield the parameters of which this rank's partition has elements in DeepSpeed's order."""
+        """Yield the parameters with elements in this rank's partition in DeepSpeed's order."""
         return self.members_in(self._zeros_held)
 
     def members_in(self, layout: FlatLayout) -> Iterator[Member]:
-        """Yield the parameters of which this rank's chunk of another layout would have elements, in its order."""
+        """Yield the parameters with elements in this rank's chunk of another layout, in its order."""
         for place, piece in self._pieces_in(layout):
             yield self._member(place, layout, piece)
 
-    # What others ask for ##########################################################################
+    # Queries ######################################################################################
 
     def flat_shard(self) -> FlatShard:
-        """Return what is in this rank's partition."""
+        """Return the contents of this rank's partition."""
         return FlatShard(self.number, self.number, tuple(map(self.member, self.params)))
 
     def crossing_spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[CrossingSpan]:
-        """Yield where elements of parameters are among the gradients of this rank that cross between groups."""
+        """Yield the spans of parameters among the gradients that this rank sends between groups."""
         col = self.family.gather.col
         for param, offset in zip(self.params, self._offsets, strict=True):
             name = name_in_all(param, names[param])
@@ -297,7 +297,7 @@ class FlatBuffers(list[FlatBuffer]):
         """
         number, of = len(self), self._of
         row = of.optimizer.param_groups[number]
-        # In another order stripes would not be spans of the model; bitsandbytes has scales for blocks of a shard.
+        # In another order stripes would not be spans of the model. bitsandbytes has scales for blocks of a shard.
         unchanged = of.round_robin_gradients or padded or type(of.optimizer).__module__.startswith("bitsandbytes")
         numels = [meta.numel() for meta in of.round_robin_bit16_meta[number]]
         self.append(
@@ -312,12 +312,12 @@ class FlatBuffers(list[FlatBuffer]):
         return self[number]
 
     def number_parameters(self, params: Iterable[nn.Parameter]) -> None:
-        """Remember the order of trained parameters in the model."""
+        """Record the order of trained parameters in the model."""
         self.places = {id(param): place for place, param in enumerate(params)}
 
     @property
     def striped(self) -> Iterator[FlatBuffer]:
-        """The buffers whose partitions are not DeepSpeed's."""
+        """The buffers whose partitions differ from DeepSpeed's."""
         return (buffer for buffer in self if buffer.striped)
 
     def params(self) -> Iterator[nn.Parameter]:
@@ -325,7 +325,7 @@ class FlatBuffers(list[FlatBuffer]):
         return (param for buffer in self for param in buffer.params)
 
     def buffer_of(self, param: nn.Parameter) -> FlatBuffer:
-        """Return the buffer that a parameter is in."""
+        """Return the buffer with a parameter."""
         return next(buffer for buffer in self if buffer.has(param))
 
     def windows(self, rows: Sequence[int], most: int) -> list[Window]:
@@ -334,14 +334,14 @@ class FlatBuffers(list[FlatBuffer]):
         A backward completes them in reverse order: the first of a window's parameters gets its gradient last.
 
         Args:
-            rows: for each buffer, the rows that are sent of it.
+            rows: number of rows of each buffer that are sent.
             most: maximum number of elements (of all rows) of a window.
         """
         windows: list[Window] = []
         for buffer, count in zip(self, rows, strict=True):
-            placed = [(self.places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
+            offsets = [(self.places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
             for number, stripe in enumerate(buffer.layout.stripes):
-                members = tuple(sorted(place for place, at in placed if stripe.span.start <= at < stripe.span.stop))
+                members = tuple(sorted(place for place, at in offsets if stripe.span.start <= at < stripe.span.stop))
                 windows += [
                     Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)
                 ]
@@ -350,7 +350,7 @@ class FlatBuffers(list[FlatBuffer]):
     # DeepSpeed's tables ###############################################################################
 
     def fill_tables(self, number: int) -> None:
-        """Enter this rank's parts of parameters of a buffer with stripes."""
+        """Enter this rank's parts of parameters of a striped buffer."""
         rank, of = self[number].rank, self._of
         for member in self[number].own_members():
             param = of.get_param_id(member.param)
@@ -361,16 +361,16 @@ class FlatBuffers(list[FlatBuffer]):
             of.grad_start_offset[number][rank][param] = member.span.start
 
     def fill_positions(self, number: int) -> None:
-        """Enter the positions of this rank's gradients in a buffer with stripes, with optimizer offload."""
+        """Enter the positions of this rank's gradients in a striped buffer, with optimizer offload."""
         for param, _, _, span, offset in self[number].own_members():
             self._of.grad_position[self._of.get_param_id(param)] = [number, span.start, offset, span.numel]
 
     def link_stripes(self) -> None:
-        """Link parameters of buffers with stripes to the optimizer's weights, for ``safe_get_full_...``."""
+        """Link parameters of striped buffers to the optimizer's weights, for ``safe_get_full_...``."""
         for buffer in self.striped:
             buffer.link(
                 self._of.single_partition_of_fp32_groups[buffer.number],
-                not self._of.cpu_offload,  # then there is no list of gradients
+                not self._of.cpu_offload,  # with offload there is no list of gradients
                 gradient_dict=self._of.averaged_gradients,
                 offload_gradient_dict=self._of.offload_gradient_dict,
                 use_offload=self._of.cpu_offload,
@@ -390,5 +390,5 @@ class FlatBuffers(list[FlatBuffer]):
 
 
 def _padding(part: Tensor) -> Tensor:
-    part._zero_padding = True  # type: ignore[attr-defined] # DeepSpeed's mark: it counts in no norm
+    part._zero_padding = True  # type: ignore[attr-defined] # DeepSpeed excludes marked tensors from norms
     return part

@@ -2,15 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients with p = N: flat buffers, one for each parameter group, as in ZeRO-1/2.
 
-Note [Where buckets of flat buffers arrive]
-    - g = G: in the optimizer's shard, and they are added there.
-    - g = I or N: in this rank's I-slice, and they are added there; at the boundary the slice moves on to ``os`` once.
-      Slices are dropped then.
+Note [Reduction of flat buffers]
+    - g = G: buckets are reduced to G, and added to the optimizer's shard.
+    - g = I or N: buckets are reduced to I, and added to this rank's I-slice. At the boundary the slice is reduced to
+      ``os`` once, and dropped.
 
-    What crosses at the boundary are windows of slices, each a part of a stripe, and each as soon as the last
-    micro-batch's backward is done with the parameters of its stripe: Note [Leaving early] in ``boundary.py``. With
-    os = N what has crossed is gathered inside the group when all of it has: there buckets of gradients are on their
-    way meanwhile, and what goes over one communicator must have one order.
+    At the boundary, windows of slices are reduced between groups, each a part of a stripe. A window is sent as soon as
+    the last micro-batch's backward has completed the parameters of its stripe: Note [Leaving early] in
+    ``boundary.py``. With os = N the sums are gathered inside the group only after all windows: buckets are in flight
+    there until then, and operations on one communicator must have one order.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,11 +38,11 @@ from deepspeed_ext.zero.shards import Window
 
 @dataclass(frozen=True)
 class Mean:
-    """How a sum over all data-parallel ranks becomes a mean, whatever ZeRO's optimizer is sharded over.
+    """Factors that turn a sum over all data-parallel ranks into a mean, independent of the sharding group.
 
     Attributes:
-        before: what gradients are divided by before the sum, so that 16-bit sums keep their range; None for nothing.
-        after: what sums are multiplied with, where ``before`` has taken only a part of the mean; None for nothing.
+        before: divisor of gradients before the sum, so that 16-bit sums keep their range; None for 1.
+        after: factor of sums, if ``before`` is only a part of the mean; None for 1.
     """
 
     before: float | None = None
@@ -50,7 +50,7 @@ class Mean:
 
     @classmethod
     def of_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
-        """Return the mean over all data-parallel ranks, divided at the moments that the optimizer's keys select."""
+        """Return the factors for all data-parallel ranks, split as the optimizer's keys select."""
         if not optimizer.gradient_average:
             return cls()
         if optimizer.reduce_scatter or not optimizer.postscale_gradients:
@@ -59,23 +59,23 @@ class Mean:
         return cls(before, before * context.sequence_parallel_size / context.ranks)
 
     def divide(self, packed: Tensor) -> Tensor:
-        """Scale what is to be summed, in place."""
+        """Scale gradients before the sum, in place."""
         return packed if self.before is None else packed.div_(self.before)
 
     def multiply(self, sums: Tensor) -> Tensor:
-        """Scale what was summed, in place."""
+        """Scale sums, in place."""
         return sums if self.after is None else sums.mul_(self.after)
 
 
 class FlatGradients:
-    """See Note [Where buckets of flat buffers arrive].
+    """Gradients of one family that are being reduced. See Note [Reduction of flat buffers].
 
     Args:
         context: shared constants; a strategy with p = N.
         family: name of the family.
         buffers: all flat buffers, also those of other families.
         shards: gradients of the optimizer's shards.
-        mean: how sums become means.
+        mean: factors of the mean.
 
     Attributes:
         slices: this rank's I-slice of each flat buffer, by number: (rows, chunk).
@@ -106,28 +106,28 @@ class FlatGradients:
         dtype: torch.dtype,
         complete: Iterable[int] = (),
     ) -> None:
-        """Move a bucket to where it arrives, and add it there.
+        """Reduce a bucket, and add it to slices or shards.
 
         Args:
-            tensors: 1D each: the bucket, or one for each span of it. They are copied at once.
-            spans: what it holds.
-            dtype: on the wire.
-            complete: parameters of which nothing more comes before the boundary; as in ``windows``.
+            tensors: 1D each: the bucket, or one tensor for each of its spans. They are copied at once.
+            spans: spans of flat buffers in the bucket.
+            dtype: dtype of messages.
+            complete: parameters without further gradients before the boundary; numbers as in ``windows``.
         """
         plan = plan_bucket(self.layouts, spans)
         self._queue.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
     def _move(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
         packed = [self._mean.divide(self._redistribution.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
-        del tensors  # nothing of full size waits for hops that do not need it, what was packed neither
+        del tensors  # frees full-size memory before the hops; ``pop`` does so for the packed bucket
         return (yield from self._redistribution.reduce_bucket(packed.pop(), plan, self._arrives))
 
     def has(self, buffer: int) -> bool:
-        """Whether a flat buffer is of this family."""
+        """Whether a flat buffer belongs to this family."""
         return buffer in self._buffers
 
     def prepare(self, buffer: int) -> None:
-        """Make what buckets of this flat buffer are added to, on the current stream, where it is used last."""
+        """Allocate the destination of this flat buffer's buckets on the current stream, where its last use is."""
         if self._arrives == Placement.G:
             self._shards.of(buffer)
         elif buffer not in self.slices:
@@ -137,7 +137,7 @@ class FlatGradients:
             )
 
     def prepare_crossing(self) -> None:
-        """Make what windows need that cross before the boundary, on the current stream."""
+        """Allocate memory for windows that are sent before the boundary, on the current stream."""
         if self._arrives == Placement.I and self._crosses.unattended:
             for buffer in self._buffers:
                 self.prepare(buffer)
@@ -145,18 +145,18 @@ class FlatGradients:
                     self._shards.of(buffer)
 
     def prepare_all(self) -> None:
-        """Make what the boundary needs: of all flat buffers, for ranks may have used different parameters."""
+        """Allocate memory of all flat buffers for the boundary, because ranks may have used different parameters."""
         for buffer in self._buffers:
             self._shards.of(buffer)
             self.prepare(buffer)
 
     @property
     def has_left(self) -> bool:
-        """Whether something of this accumulation is on its way as if it were complete."""
+        """Whether gradients of this accumulation have been sent as complete."""
         return self._boundary.begun
 
     def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Learn from the first step; see ``Boundary``. Collective, once."""
+        """Record parameter usage in the first step; see ``Boundary``. Collective, once."""
         self._boundary.learn(largest)
 
     def drain(self) -> None:
@@ -164,26 +164,26 @@ class FlatGradients:
         self._queue.drain()
 
     def drop(self) -> None:
-        """Drop what has been accumulated, and what is on the wire."""
+        """Drop accumulated gradients and transfers."""
         self._queue.drop()
         self._crosses.drop()
         self._boundary.clear()
         self.slices.clear()
 
     def tensors(self) -> list[Tensor]:
-        """Return what is held of gradients now, beside the optimizer's shards."""
+        """Return current gradient memory, without the optimizer's shards."""
         return list(self.slices.values())
 
     def to(self, device: str) -> None:
         """Move the slices to a device."""
-        self.slices = {buffer: held.to(device) for buffer, held in self.slices.items()}
+        self.slices = {buffer: i_slice.to(device) for buffer, i_slice in self.slices.items()}
 
     def _accumulate(self, plan: BucketPlan, complete: Iterable[int], mine: Tensor) -> None:
-        """Add what a bucket brings, and start to move what is complete between groups."""
+        """Add a reduced bucket, and start to reduce complete windows between groups."""
         for rows in self._redistribution.bucket_rows(plan, self._arrives):
-            arrived, mine = mine.tensor_split([rows.times * rows.numel])
+            sums, mine = mine.tensor_split([rows.times * rows.numel])
             spans = rows.spans()
-            parts = split_as(arrived.view(rows.times, -1), [span for _, span in spans])
+            parts = split_as(sums.view(rows.times, -1), [span for _, span in spans])
             for (buffer, span), part in zip(spans, parts, strict=True):
                 if self._arrives == Placement.G:
                     self._add_to_shard(buffer, span, self._mean.multiply(part)[0])
@@ -192,35 +192,37 @@ class FlatGradients:
         self._cross(self._boundary.ready(complete))
 
     def finish(self) -> None:
-        """Complete the optimizer's shards at the boundary: send the rest of slices."""
+        """Complete the optimizer's shards at the boundary: reduce the remaining windows."""
         if self._arrives == Placement.G:
             return
         self._cross(self._boundary.rest())
-        self._crosses.drain()
+        self._crosses.drain()  # gathers read the sums of these windows
         if self._os == Placement.N:
-            for buffer, held in sorted(self.slices.items(), key=lambda item: item[0]):
+            # Sorted: slices are allocated in the order of local gradients, which may differ between ranks.
+            for buffer, i_slice in sorted(self.slices.items(), key=lambda item: item[0]):
                 for span in self.layouts[buffer].windows(self._redistribution.cols, self._context.reduce_bucket):
-                    transfer = self._gather(span.of(held))
+                    transfer = self._gather(span.of(i_slice))
                     self._queue.submit(transfer, partial(self._place, buffer, span.start))
             self._queue.drain()
 
     def _gather(self, sums: Tensor) -> Transfer:
-        """Gather a window of slices inside the group. What it is sent as is made in here, where hops run: there its
-        memory waits for them."""
+        """Gather a window of slices inside the group. The message is allocated here, on the stream of the hops, so its
+        memory is not reused before they end."""
         return (yield from self._redistribution.gather_slice(sums.to(self._slice_dtype).view(-1)))
 
     def _cross(self, windows: Iterable[Window]) -> None:
         for buffer, span, _ in windows:
-            # With one row a window may be a view, which hops overwrite: slices are dropped after this.
+            # With one row the window may be a view that hops overwrite, because slices are dropped afterwards.
             window = span.of(self.slices[buffer])
             target = Placement.G if self._os == Placement.G else Placement.I
             transfer = self._redistribution.sync_slice(window, self._slice_dtype, target, span.start, buffer)
+            # Not waited for: a complete window is neither written nor freed before ``finish`` drains the queue.
             self._crosses.submit(transfer, partial(self._deliver, buffer, span), reuses=False)
 
     def _deliver(self, buffer: int, span: Span, total: Tensor) -> None:
         if self._os == Placement.N:
             window = span.of(self.slices[buffer])
-            if window.data_ptr() != total.data_ptr():  # of one group what crosses is the window itself
+            if window.data_ptr() != total.data_ptr():  # with one group the sum is the window itself
                 window.copy_(total)
         else:
             self._add_to_shard(buffer, span, self._mean.multiply(total)[0])
@@ -242,7 +244,7 @@ class AllFlatGradients(dict[str, FlatGradients]):
         context: shared constants; a strategy with p = N.
         buffers: all flat buffers.
         shards: gradients of the optimizer's shards.
-        mean: how sums become means.
+        mean: factors of the mean.
     """
 
     def __init__(self, context: Context, *, buffers: FlatBuffers, shards: ShardGradients, mean: Mean) -> None:
@@ -262,15 +264,15 @@ class AllFlatGradients(dict[str, FlatGradients]):
         last: bool,
         freed: Sequence[Tensor],
     ) -> None:
-        """Move a bucket N -> g.
+        """Reduce a bucket N -> g.
 
         Args:
-            tensors: 1D each: the bucket, or one for each parameter in it. They are copied at once.
+            tensors: 1D each: the bucket, or one tensor for each parameter in it. They are copied at once.
             members: number of the flat buffer, and parameter, of each gradient in the bucket.
             bucket: DeepSpeed's bucket, which names the streams that fill it.
             dtype: dtype of the bucket.
             last: whether the gradients are of the last micro-batch.
-            freed: those of the tensors that may be freed before the bucket has been waited for.
+            freed: tensors that may be freed before the bucket has been waited for.
         """
         buffers, places = self._buffers, self._buffers.places
         spans = tuple((number, Span(buffers[number].offset(param), param.numel())) for number, param in members)
@@ -285,7 +287,7 @@ class AllFlatGradients(dict[str, FlatGradients]):
     def _reduce_by_family(
         self, tensors: Sequence[Tensor], spans: tuple[BufferSpan, ...], dtype: torch.dtype, complete: Sequence[int]
     ) -> None:
-        """Move a bucket N -> g, each family's part of it separately; for arguments see ``FlatGradients.reduce``."""
+        """Reduce each family's part of a bucket N -> g; for arguments see ``FlatGradients.reduce``."""
         for gradients in self.values():
             own = [number for number, (buffer, _) in enumerate(spans) if gradients.has(buffer)]
             if len(own) == len(spans):
@@ -295,21 +297,21 @@ class AllFlatGradients(dict[str, FlatGradients]):
                 gradients.reduce([parts[n] for n in own], tuple(spans[n] for n in own), dtype, places)
 
     def complete_shards(self) -> None:
-        """Move slices to ``os`` at the accumulation boundary, in order on the current stream, and drop them.
+        """Reduce slices to ``os`` at the accumulation boundary, in order on the current stream, and drop them.
 
-        All parameter groups on all ranks, gradients or not: ranks may have used different parameters.
+        All parameter groups on all ranks, with or without gradients: ranks may have used different parameters.
         """
         for gradients in self.values():
             gradients.prepare_all()
         with self._context.reductions.after_current():
             for gradients in self.values():
                 gradients.finish()
-        self._context.reductions.wait()
+        self._context.reductions.wait()  # before their memory is freed on the current stream
         for gradients in self.values():
             gradients.slices.clear()
 
     def drop(self) -> None:
-        """Drop everything that has been accumulated, and transfers."""
+        """Drop accumulated gradients and transfers."""
         for gradients in self.values():
             gradients.drop()
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of the optimizer's shards with p = N, on the device or with optimizer offload in host memory."""
+"""Gradients of the optimizer's shards with p = N, on the device or, with optimizer offload, in host memory."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class ShardGradients:
 
     Args:
         context: shared constants.
-        optimizer: the optimizer, which holds them.
+        optimizer: the optimizer that has the gradients.
         buffers: its flat buffers.
     """
 
@@ -45,7 +45,7 @@ class ShardGradients:
         return gradient
 
     def make(self, number: int) -> Any:
-        """Return an entry of ``averaged_gradients`` with zeros: on the host, or of a buffer with stripes."""
+        """Return a zero entry of ``averaged_gradients``, on the host or for a striped buffer."""
         if self._context.offload:
             return self._make_on_host(number)
         buffer, device = self._buffers[number], get_accelerator().current_device_name()
@@ -53,12 +53,12 @@ class ShardGradients:
         return GradPartitionBufferGroup(buffer.split(zeros), zeros)
 
     def note_addition(self) -> None:
-        """Note that something was added to a shard: with offload the host waits for it before it reads gradients."""
+        """Record an addition to a shard: with offload the host waits for it before it reads gradients."""
         if self._context.offload:
             self._optimizer._record_offload_copy()
 
     def clear_padding(self) -> None:
-        """Set padding to zero if reductions do not keep it so."""
+        """Set padding to zero if reductions do not keep it zero."""
         for buffer in self._buffers:
             for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
                 padding.of(self.of(buffer.number)).zero_()
@@ -87,7 +87,7 @@ class ShardGradients:
             yield param_id, start, numel
 
     def hand_over(self, shards: Sequence[FlatShard] | None = None) -> None:
-        """Give complete gradients to an offloaded optimizer, and their norms and overflows to DeepSpeed.
+        """Pass complete gradients to an offloaded optimizer, and their norms and overflows to DeepSpeed.
 
         Args:
             shards: shards whose gradients have been replaced by updates, with new norms; None for all shards.
@@ -102,7 +102,7 @@ class ShardGradients:
                 gradient.copy_(shard)
 
     def _norms(self, number: int, used: Iterable[int]) -> dict[int, Tensor]:
-        """Return the norms of gradients of used parameters, and look for overflows in all.
+        """Return the norms of gradients of used parameters, and check all for overflows.
 
         Other parameters have no norm (DeepSpeed's ``ignore_unused_parameters``).
         """

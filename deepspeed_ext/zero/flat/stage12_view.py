@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A stage-1/2 optimizer as its parts see it: the attributes of DeepSpeed's class that this package reads or writes."""
+"""Attributes of DeepSpeed's stage-1/2 optimizer that this package reads or writes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 class Stage12View:
     """Attributes that ``Stage12Optimizer`` inherits, and methods that its parts call.
 
-    A *number* is that of a parameter group, which has one flat buffer. A *partition* is a rank's part of that. An *id*
-    is DeepSpeed's number of a parameter.
+    A *number* is the number of a parameter group, which has one flat buffer. A *partition* is a rank's part of the
+    buffer. An *id* is DeepSpeed's number of a parameter.
     """
 
     # Parameters and flat buffers.
@@ -22,12 +22,12 @@ class Stage12View:
     has_moe_layers: bool  # whether the model has experts
     parallel_partitioned_bit16_groups: list[list[Tensor]]  # partitions of flat buffers, by number and rank
     param_names: dict[nn.Parameter, str]  # names of trained parameters, in the order of the model
-    partition_size: list[int]  # elements of a partition, of the buffers made so far
+    partition_size: list[int]  # elements of a partition, of the buffers built so far
     round_robin_bit16_meta: list[list[Tensor]]  # parameters in the order of the flat buffer, without storage
     round_robin_bit16_offsets: list[list[int]]  # their offsets in the flat buffer, by number
     round_robin_bit16_padding: list[list[int]]  # padding after each of them, by number
     round_robin_gradients: bool  # whether the order of the flat buffer is not that of the model
-    # Which parameters are in which partition.
+    # Contents of partitions.
     grad_partition_insertion_offset: dict[int, dict[int, dict[int, int]]]  # offset in a partition, by number, rank, id
     grad_position: dict[
         int, list[int]
@@ -54,24 +54,24 @@ class Stage12View:
     temp_grad_buffer_for_gpu_offload: Tensor  # with offload: memory for DeepSpeed's own accumulation
     _offload_accumulated_param_ids: set[int]  # with offload: ids of parameters that were used since the last step
     # Settings.
-    autoep_folding_spec: Any  # how experts are folded into tensor parallelism
-    autoep_folding_tp_group: Any  # ranks among which they are folded; None unless they are
+    autoep_folding_spec: Any  # folding of experts into tensor parallelism
+    autoep_folding_tp_group: Any  # ranks over which experts are folded; None without folding
     contiguous_gradients: bool  # whether gradients are copied to a bucket's buffer as they are computed
     cpu_offload: bool  # whether optimizer states are in host memory
     dp_process_group: Any  # ranks that share the optimizer states of dense parameters
     gradient_average: bool  # whether sums of gradients are divided by the number of ranks
     gradient_predivide_factor: float  # part of that division that is done before the sum
-    model_parallel_rank: int  # number of this part of the model; part 0 counts what all parts hold in norms
-    overlap_comm: bool  # whether buckets are reduced on a stream of their own
+    model_parallel_rank: int  # number of this part of the model; in norms part 0 counts parameters that all parts have
+    overlap_comm: bool  # whether buckets are reduced on a separate stream
     partition_count: Any  # number of ranks that share states, by number
     postscale_gradients: bool  # whether the rest of the division is done after the sum
     real_dp_process_group: list[Any]  # ranks that share the optimizer states, by number
-    reduce_scatter: bool  # the key of that name
+    reduce_scatter: bool  # DeepSpeed's key of that name
     reduction_stream: Any  # stream of reductions; None on devices without streams
 
-    # Methods of DeepSpeed's that parts call.
+    # DeepSpeed's methods that parts call.
     get_param_id: Callable[[nn.Parameter], int]  # id of a parameter
     is_moe_group: Callable[[Mapping[str, Any]], bool]  # whether a parameter group has experts
-    update_offload_overflow_tracker: Callable[[Tensor], None]  # looks for an overflow in a gradient on the device
-    _get_compact_grad_partition_buffer: Callable[[int], Any]  # gradient of this rank's partition, made if missing
-    _record_offload_copy: Callable[[], None]  # remembers a copy to the host, for ``_wait_for_offload_copies``
+    update_offload_overflow_tracker: Callable[[Tensor], None]  # checks a gradient for an overflow on the device
+    _get_compact_grad_partition_buffer: Callable[[int], Any]  # gradient of this rank's partition, created if missing
+    _record_offload_copy: Callable[[], None]  # records a copy to the host, for ``_wait_for_offload_copies``

@@ -1,14 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""State dicts of stages 1 and 2, whose order is DeepSpeed's whatever the layout of flat buffers.
+"""State dicts of stages 1 and 2, in DeepSpeed's order for every layout of flat buffers.
 
-DeepSpeed's tools put partitions together by it. So a rank's states are exchanged with those of other ranks where they
-are saved and loaded. All of it is collective over the ranks that share the optimizer's states, if flat buffers have
-stripes. An asynchronous save exchanges later, by the threads that write (``SendsLater``).
+DeepSpeed's tools merge partitions in this order. So ranks exchange states in saves and loads, collectively over the
+ranks that share the optimizer's states, if flat buffers are striped. An asynchronous save exchanges later, in its
+writer threads (``SendsLater``).
 
 Note [Own order]
-    Asynchronous saves of versions before 2026-11-29 have partitions in the order in which ranks held them, under the
-    name ``OWN_PARTITIONS``, and say where their elements are (``OWN_ORDER``). Loads under p = N and ``convert`` read
+    Asynchronous saves of versions before 2026-11-29 have partitions in the order of the ranks' memory, under the name
+    ``OWN_PARTITIONS``, with the positions of their elements (``OWN_ORDER``). Loads under p = N and ``convert`` read
     them for one release.
 """
 
@@ -40,10 +40,10 @@ from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.parameter_order import first_difference
 
 State = Mapping[str, Any]
-_Layouts = Mapping[int, FlatLayout]  # of flat buffers that a file has in an order of its own, by their numbers
+_Layouts = Mapping[int, FlatLayout]  # layouts of flat buffers that a file has in its own order, by number
 
 OWN_ORDER = "paro_own_order"  # in a state dict: for each flat buffer None, or its layout and more
-OWN_PARTITIONS = "paro_partition_of_fp32_groups"  # the optimizer's weights then
+OWN_PARTITIONS = "paro_partition_of_fp32_groups"  # the optimizer's weights in that order
 
 
 class Partitioned(Protocol):
@@ -63,7 +63,7 @@ class FlatStates:
     """The state dicts of an optimizer of stage 1 or 2.
 
     Args:
-        optimizer: of a strategy.
+        optimizer: the optimizer.
     """
 
     def __init__(self, optimizer: Partitioned) -> None:
@@ -74,11 +74,11 @@ class FlatStates:
         return [buffer for buffer in self._optimizer.buffers if buffer.striped]
 
     def in_zeros_order(self, state: State) -> dict[str, Any]:
-        """Return a state dict with partitions, on the host, in DeepSpeed's order. Collective, unless they are sent
+        """Return a state dict with partitions in DeepSpeed's order, on the host. Collective, unless they are sent
         later.
 
         Args:
-            state: of DeepSpeed's ``state_dict``, with partitions as they are held.
+            state: result of DeepSpeed's ``state_dict``, with partitions in the order of memory.
 
         Raises:
             ValueError: states cannot be exchanged element by element.
@@ -86,15 +86,15 @@ class FlatStates:
         scale = {MOMENTUM_SCALE: 1.0} if uses_muon(self._optimizer.optimizer) else {}
         if not self._striped:
             return {**state, **scale}
-        base, held = state[BASE_OPTIMIZER_STATE], self._optimizer.single_partition_of_fp32_groups
+        base, partitions = state[BASE_OPTIMIZER_STATE], self._optimizer.single_partition_of_fp32_groups
         paddings, states = list(state[GROUP_PADDINGS]), dict(base["state"])
         parameters = {buffer: base["param_groups"][buffer.number]["params"][0] for buffer in self._striped}
         for buffer, parameter in parameters.items():
-            require_one_value_per_element(states.get(parameter, {}), {held[buffer.number].numel()})
+            require_one_value_per_element(states.get(parameter, {}), {partitions[buffer.number].numel()})
         weights = list(state[SINGLE_PARTITION_OF_FP32_GROUPS])
         for buffer, parameter in parameters.items():
             number, padding = buffer.number, buffer.zeros_padding
-            moved, states[parameter] = self._moved(buffer, held[number], states.get(parameter, {}))
+            moved, states[parameter] = self._moved(buffer, partitions[number], states.get(parameter, {}))
             weights[number], paddings[number] = moved[: moved.numel() - padding], padding
         return {
             **state,
@@ -106,7 +106,7 @@ class FlatStates:
         }
 
     def _moved(self, buffer: FlatBuffer, weights: Tensor, states: State) -> tuple[Tensor, dict[str, Any]]:
-        """Return the optimizer's weights and states of a partition with stripes in DeepSpeed's order, on the host."""
+        """Return the optimizer's weights and states of a striped partition in DeepSpeed's order, on the host."""
         relayout, later = Relayout(buffer.layout, buffer.zeros_layout, buffer.group), self._optimizer.sends_later
 
         def moved(chunk: Tensor) -> Tensor:
@@ -114,39 +114,39 @@ class FlatStates:
 
         of_elements = {
             key: moved(states[key])
-            for key in sorted(states)
+            for key in sorted(states)  # the same order of collectives on all ranks
             if isinstance(states[key], Tensor) and states[key].shape == weights.shape
         }
         return moved(weights.detach()), {**states, **of_elements}
 
     def _mappings(self, layouts: _Layouts = MappingProxyType({})) -> list[Any]:
-        """Return DeepSpeed's map of parameters to places in the partition, in the order of files."""
-        found, names = list(self._optimizer._param_slice_mappings), self._optimizer.param_names
+        """Return DeepSpeed's map of parameters to positions in the partition, in the order of files."""
+        mappings, names = list(self._optimizer._param_slice_mappings), self._optimizer.param_names
         for buffer in self._optimizer.buffers:
             if buffer.striped or buffer.number in layouts:
                 layout = layouts.get(buffer.number)
                 members = buffer.zeros_members() if layout is None else buffer.members_in(layout)
-                found[buffer.number] = OrderedDict(
+                mappings[buffer.number] = OrderedDict(
                     (names[member.param], fragment_address(**member.in_shard._asdict())) for member in members
                 )
-        return found
+        return mappings
 
     # Loads ########################################################################################
 
     def check(self, state: State) -> None:
-        """Refuse a rank's state dict that is sharded otherwise: DeepSpeed would pad a shard that is too short.
+        """Reject a rank's state dict that is sharded differently: DeepSpeed would pad a shard that is too short.
 
         Raises:
-            ValueError: it is of another stage, sharded over another number of ranks, or of parameters elsewhere.
+            ValueError: it has another stage, another number of ranks, or other positions of parameters.
         """
         stage, count = int(state.get(ZERO_STAGE, 1)), state[PARTITION_COUNT]
-        wanted, buffers = self._optimizer.partition_count, self._optimizer.buffers
-        if stage > 2 or count != wanted:
+        expected, buffers = self._optimizer.partition_count, self._optimizer.buffers
+        if stage > 2 or count != expected:
             raise sharded_otherwise(
                 f"of stage {stage} and sharded over {count} ranks",
-                f"are of stage 1 or 2 and sharded over {wanted} ranks (an entry for each parameter group)",
+                f"are of stage 1 or 2 and sharded over {expected} ranks (an entry for each parameter group)",
             )
-        if PARAM_SLICE_MAPPINGS not in state:  # of an older DeepSpeed
+        if PARAM_SLICE_MAPPINGS not in state:  # from an older DeepSpeed
             return
         layouts = _own_layouts(state)
         for number, layout in layouts.items():
@@ -163,29 +163,29 @@ class FlatStates:
             )
 
     def as_held(self, states: Sequence[State], optimizer_states: bool, fp32_weights: bool) -> list[State]:
-        """Return state dicts of all ranks with this rank's as it holds its partitions, whatever its file's order.
+        """Return state dicts of all ranks, with this rank's partitions in the order of memory.
 
         Args:
-            states: of a checkpoint.
+            states: state dicts of a checkpoint.
             optimizer_states, fp32_weights: whether these are loaded.
 
         Raises:
             ValueError: see ``check``.
         """
         optimizer, group = self._optimizer, self._optimizer.dp_process_group
-        rank, shown = dist.get_rank(group=group), list(states)
-        own_order = OWN_ORDER in shown[rank]
-        self._check_together(shown[rank], own_order)
+        rank, result = dist.get_rank(group=group), list(states)
+        own_order = OWN_ORDER in result[rank]
+        self._check_together(result[rank], own_order)
         if optimizer_states and not own_order:
             groups = zip(optimizer.buffers, optimizer.optimizer.param_groups, strict=True)
             muon = [buffer for buffer, row in groups if row.get("use_muon", False)]
-            shown[rank] = with_own_momentum(muon, shown[rank], group)
+            result[rank] = with_own_momentum(muon, result[rank], group)
         if own_order or (self._striped and (optimizer_states or fp32_weights)):
-            shown[rank] = _as_held(optimizer.buffers, shown[rank])
-        return shown
+            result[rank] = _as_held(optimizer.buffers, result[rank])
+        return result
 
     def _check_together(self, state: State, own_order: bool) -> None:
-        """Refuse a state dict on all ranks if one does, where the rest of the load is collective."""
+        """Reject a state dict on all ranks if any rank does: where the rest of a load is collective, it would hang."""
         problem: ValueError | None = None
         try:
             self.check(state)
@@ -198,10 +198,10 @@ class FlatStates:
 
 
 def require_one_value_per_element(states: State, whole: Container[int]) -> None:
-    """Refuse states that cannot be exchanged between ranks element by element.
+    """Reject states that cannot be exchanged between ranks element by element.
 
     Raises:
-        ValueError: there are some, such as the scales of blocks.
+        ValueError: there are such states, for example the scales of blocks.
     """
     for key, value in states.items():
         if isinstance(value, Tensor) and value.numel() > 1 and value.numel() not in whole:
@@ -213,14 +213,14 @@ def require_one_value_per_element(states: State, whole: Container[int]) -> None:
 
 
 def under_deepspeeds_names(state: State) -> dict[str, Any]:
-    """Return a rank's state dict without what DeepSpeed does not know, in whatever order it is: for readers that go by
-    ``PARAM_SLICE_MAPPINGS``, which say where parameters are in that order."""
+    """Return a rank's state dict without keys unknown to DeepSpeed, in any order, for readers of
+    ``PARAM_SLICE_MAPPINGS``, which have the positions of parameters in that order."""
     named = ((SINGLE_PARTITION_OF_FP32_GROUPS if key == OWN_PARTITIONS else key, state[key]) for key in state)
     return {key: value for key, value in named if key != OWN_ORDER}
 
 
 def _own_layouts(state: State) -> dict[int, FlatLayout]:
-    """Return the layouts of flat buffers that a file has in its own order, by their numbers."""
+    """Return the layouts of flat buffers that a file has in its own order, by number."""
     places = enumerate(state.get(OWN_ORDER) or ())
     return {number: FlatLayout(**place["layout"]) for number, place in places if place is not None}
 
@@ -234,9 +234,9 @@ def _described(mappings: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 
 
 def _as_held(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
-    """Return this rank's state dict with partitions as they are here, whatever the order of its file."""
+    """Return this rank's state dict with partitions in the order of memory, for any order of its file."""
     layouts = _own_layouts(state)
-    base = state[BASE_OPTIMIZER_STATE]  # elastic ones have a list
+    base = state[BASE_OPTIMIZER_STATE]  # a list in elastic checkpoints
     weights = list(state[OWN_PARTITIONS if OWN_ORDER in state else SINGLE_PARTITION_OF_FP32_GROUPS])
     paddings = list(state[GROUP_PADDINGS])
     states = dict(enumerate(base)) if not isinstance(base, dict) else dict(base["state"])
@@ -258,7 +258,7 @@ def _as_held(buffers: Iterable[FlatBuffer], state: State) -> dict[str, Any]:
 def _moved(
     buffer: FlatBuffer, source: FlatLayout, weights: Tensor, states: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Return weights and states of a partition as they are here. Collective, unless they are so already."""
+    """Return weights and states of a partition in the order of memory. Collective, unless they already have it."""
     whole = {source.chunk, weights.numel()}
     require_one_value_per_element(states, whole)
     if source == buffer.layout:
@@ -278,13 +278,13 @@ def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: Proces
     DeepSpeed's stages].
 
     Args:
-        buffers: those of Muon.
-        state: of this rank.
-        group: the ranks that share the optimizer's dense states. Those that share experts' are among them, and the
-            others have experts of the same shapes, saved alike.
+        buffers: Muon's flat buffers.
+        state: this rank's state dict.
+        group: the ranks that share the optimizer's dense states, including those that share the states of its
+            experts; the others have experts of the same shapes, saved in the same way.
 
     Raises:
-        ValueError: on all of them, if it is that of other elements.
+        ValueError: on all these ranks, if the momentum is that of other elements.
     """
     base = state[BASE_OPTIMIZER_STATE]
     if not buffers or not isinstance(base, dict):
@@ -293,22 +293,22 @@ def with_own_momentum(buffers: Sequence[FlatBuffer], state: State, group: Proces
     saved = [base["state"].get(number, {}).get(MOMENTUM) for number in numbers]
     members = [list(buffer.zeros_members()) for buffer in buffers]
     chunks = [buffer.zeros_chunk for buffer in buffers]
-    lengths = [chunk if one is None else one.numel() for one, chunk in zip(saved, chunks, strict=True)]
-    # On some ranks both may be as long, and DeepSpeed has none where a rank has nothing of a parameter group.
+    lengths = [chunk if tensor is None else tensor.numel() for tensor, chunk in zip(saved, chunks, strict=True)]
+    # On some ranks both lengths may be equal. DeepSpeed has no momentum if a rank has no part of a parameter group.
     others = [length != chunk for length, chunk in zip(lengths, chunks, strict=True)]
     wrong = [
-        other and length != sum(member.param.numel() for member in some)
-        for other, length, some in zip(others, lengths, members, strict=True)
+        other and length != sum(member.param.numel() for member in buffer_members)
+        for other, length, buffer_members in zip(others, lengths, members, strict=True)
     ]
-    alike = all_reduce_max(torch.tensor([[one is not None for one in saved], others, wrong]).float(), group).bool()
-    if alike[2].any():
+    flags = all_reduce_max(torch.tensor([[part is not None for part in saved], others, wrong]).float(), group).bool()
+    if flags[2].any():
         raise sharded_otherwise(f"for Muon's momentum of {lengths} elements", f"are for {chunks} elements")
     momenta = {}
-    for place, (held, whole) in enumerate(alike[:2].T.tolist()):
-        if held:
-            one = saved[place] if saved[place] is not None else torch.zeros(lengths[place])
-            one = unscaled(state, one, offloaded=not whole and one.dtype == torch.float32)
-            momenta[numbers[place]] = of_partition(one, members[place], chunks[place]) if whole else one
+    for place, (exists, full) in enumerate(flags[:2].T.tolist()):
+        if exists:
+            momentum = saved[place] if saved[place] is not None else torch.zeros(lengths[place])
+            momentum = unscaled(state, momentum, offloaded=not full and momentum.dtype == torch.float32)
+            momenta[numbers[place]] = of_partition(momentum, members[place], chunks[place]) if full else momentum
     return {**state, BASE_OPTIMIZER_STATE: {**base, "state": with_momentum(base["state"], momenta)}}
 
 

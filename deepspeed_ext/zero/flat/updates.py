@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updated parameters of flat buffers: os -> N, after a step."""
+"""All-gathers of updated parameters of flat buffers after a step: os -> N."""
 
 import functools
 import weakref
@@ -29,8 +29,8 @@ class FlatGroups(list[Tensor]):
     """DeepSpeed's list of flat buffers, which gathers itself; see ``integration/seams.py``.
 
     Args:
-        buffers: DeepSpeed's.
-        updates: gathers of updated parameters.
+        buffers: DeepSpeed's flat buffers.
+        updates: all-gathers of updated parameters.
     """
 
     def __init__(self, buffers: Sequence[Tensor], updates: "FlatUpdates") -> None:
@@ -38,12 +38,12 @@ class FlatGroups(list[Tensor]):
         self._updates = updates
 
     def all_gather(self) -> bool:
-        """Gather updated parameters; return False if DeepSpeed's own gather over its group does it."""
+        """All-gather updated parameters; return False if DeepSpeed must do so over its own group."""
         return self._updates.gather()
 
 
 def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
-    """Whether this rank's partition of a flat buffer is a tensor of its own."""
+    """Whether this rank's partition of a flat buffer is a separate tensor."""
     return buffer.striped or not resync.always
 
 
@@ -71,7 +71,7 @@ def _notifying(
     def changed(value: Tensor, optim_state_key: str | None = None, *args: Any, **kwargs: Any) -> None:
         owner = weak()
         if owner is not None:
-            owner.resync.ask()
+            owner.resync.ask()  # before the change: it waits for readers of the weights
         change(value, optim_state_key, *args, **kwargs)
         if owner is not None and optim_state_key is None:
             owner.outer.take(number, span)
@@ -80,16 +80,16 @@ def _notifying(
 
 
 class FlatUpdates:
-    """Updated parameters after a step.
+    """All-gathers updated parameters after a step.
 
-    A rank's partition of a flat buffer is a tensor of its own if its order differs from that of the buffer, or if the
-    buffer must keep the values of other ranks until an update is received. Its memory exists from a step until its
-    gather.
+    A rank's partition of a flat buffer is a separate tensor if its order differs from that of the buffer, or if the
+    buffer must keep the values that other ranks have until an update is received. Its memory exists from a step until
+    its gather.
 
     Args:
         context: shared constants; a strategy with p = N.
         buffers: all flat buffers.
-        resync: decides which updates are sent whole.
+        resync: decides which updates are sent in full.
         flat: DeepSpeed's list of flat buffers, 1D.
         partitions: DeepSpeed's list of the partitions of each flat buffer; empty while parameters are offloaded.
 
@@ -112,12 +112,12 @@ class FlatUpdates:
         self._stepping = False
         ranks = [dist.get_world_size(group=buffer.group) for buffer in buffers]
         windows = buffers.windows(ranks, context.gather_bucket)
-        self._windows = [  # another one is in its place already
+        self._windows = [  # other windows are already updated in the flat buffer
             window
             for window in windows
             if ranks[window.buffer] > 1 or has_own_partition(buffers[window.buffer], resync)
         ]
-        self._codes: dict[Window, Tensor] = {}  # what is sent of each, until it is
+        self._codes: dict[Window, Tensor] = {}  # encoded differences until they are sent
         self.arrivals = Arrivals(
             self._windows,
             self,
@@ -125,7 +125,7 @@ class FlatUpdates:
             ahead=context.ahead and context.strategy.os != Placement.N,
             threads=all(family.gather.pairwise for family in context.families.values()),
         )
-        self._watching: list[Any] = []  # hooks that are told of parameters that somebody has written
+        self._watching: list[Any] = []  # hooks that run when user code has loaded parameters
         self.give_up()
 
     # This rank's partitions #######################################################################
@@ -136,7 +136,7 @@ class FlatUpdates:
         return partitions[buffer.rank] if partitions else None
 
     def _owned(self) -> Iterator[tuple[FlatBuffer, Tensor]]:
-        """Yield the partitions that are tensors of their own."""
+        """Yield the partitions that are separate tensors."""
         for buffer in self._buffers:
             own = self._own(buffer)
             if own is not None and has_own_partition(buffer, self._resync):
@@ -147,53 +147,54 @@ class FlatUpdates:
             own.untyped_storage().resize_(own.nbytes)
 
     def give_up(self) -> None:
-        """Free their memory."""
+        """Free the memory of separate partitions."""
         for _, own in self._owned():
             own.untyped_storage().resize_(0)
 
     @contextmanager
     def partitions(self, stepping: bool = False) -> Iterator[None]:
-        """Hold this rank's partitions in this context; in a step, also until their gather has read them."""
-        self.settle()
+        """Allocate this rank's partitions in this context; in a step, also until their gather has read them."""
+        self.settle()  # gathers in flight still read the partitions
         self._hold()
-        around, self._stepping = self._stepping, stepping
+        outer_stepping, self._stepping = self._stepping, stepping
         try:
             yield
         finally:
-            self._stepping = around
+            self._stepping = outer_stepping
+            # Full updates in flight still read the partitions; ``settle`` frees them.
             if not (stepping and self.arrivals.ahead and self._resync.now):
                 self.give_up()
 
     def take_weights(self) -> None:
-        """Take this rank's partitions from flat buffers that somebody has just loaded."""
+        """Copy this rank's partitions from flat buffers that were just loaded."""
         for buffer, own in self._owned():
-            buffer.copy_own(self.flat[buffer.number], own.zero_())
+            buffer.copy_own(self.flat[buffer.number], own.zero_())  # padding must be zero
 
     # os -> N ######################################################################################
 
     def settle(self) -> None:
-        """Make the current stream wait for the arrival of all updates."""
+        """Make the current stream wait for all updates, and free partitions that they have read."""
         self.drain()
         if self.arrivals.ahead:
             self.give_up()
 
     def drain(self) -> None:
-        """Do so, and keep this rank's partitions if they are there."""
+        """Make the current stream wait for all updates, and keep partitions that are allocated."""
         self.arrivals.drain()
 
     def gather(self) -> bool:
-        """Gather updated parameters between groups, then inside, window by window.
+        """All-gather updated parameters between groups, then inside, window by window.
 
         Returns:
-            False if DeepSpeed's all-gather over its own group does it without staging: in one hop, and as it is, into
-            flat buffers of which the partitions are views.
+            False if DeepSpeed's all-gather over its own group suffices: one exact hop, into flat buffers whose
+            partitions are views of them.
         """
         if self._context.strategy.os == Placement.N:
             return False
         as_parent = self._context.strategy.os != Placement.G or all(map(_in_one_hop, self._context.families.values()))
         if as_parent and not self.arrivals.ahead and not any(buffer.striped for buffer in self._buffers):
             return False
-        self.drain()
+        self.drain()  # earlier gathers write to the flat buffers, against which differences are computed
         self._resync.begin(self._stepping)
         for family in self._context.families.values():
             windows = [window for window in self._windows if self._buffers[window.buffer].family is family]
@@ -208,7 +209,7 @@ class FlatUpdates:
         return self._buffers[window.buffer].family.gather
 
     def _is_whole(self, window: Window) -> bool:
-        """Whether a window travels as it is: in this step, or always, where nothing crosses of its family."""
+        """Whether a window is sent in full: in this step, or always if its family sends no differences."""
         return self._resync.now or self._redistribution_of(window).differences is None
 
     def _own_part(self, window: Window) -> Tensor:
@@ -220,37 +221,36 @@ class FlatUpdates:
         """Gather a window of all ranks' partitions; see ``WindowTransfers``."""
         redistribution = self._redistribution_of(window)
         if self._is_whole(window):
-            sent = aligned(self._own_part(window), redistribution.multiple)
+            message = aligned(self._own_part(window), redistribution.multiple)
         else:
-            sent = record_on_current_stream(self._codes.pop(window))
-        return (yield from redistribution.gather(sent, self._context.strategy.os, self._context.strategy.p))
+            message = record_on_current_stream(self._codes.pop(window))  # allocated on the stream that encoded it
+        return (yield from redistribution.gather(message, self._context.strategy.os, self._context.strategy.p))
 
     def _update(self, window: Window) -> Update:
-        """Return what this rank sends of a window; the last cells of a buffer may end early."""
+        """Return this rank's update of a window; the last cells of a buffer may be shorter."""
         buffer, flat = self._buffers[window.buffer], self.flat[window.buffer].detach()
         row, col = buffer.cell
         own = self._own_part(window)
-        cell, held = row * buffer.layout.cols + col, own[:0]
+        cell, current = row * buffer.layout.cols + col, own[:0]
         for numbers, windows in buffer.layout.held(flat, window.span):
             if numbers.start <= cell < numbers.stop:
-                held = windows[cell - numbers.start]
-        return Update(lambda: own[: held.numel()], held, window.span.numel)
+                current = windows[cell - numbers.start]
+        return Update(lambda: own[: current.numel()], current, window.span.numel)
 
     def place_window(self, window: Window, cells: Tensor) -> None:
         """Write a gathered window to its flat buffer; see ``WindowTransfers``."""
         layout, flat = self._buffers[window.buffer].layout, self.flat[window.buffer].detach()
         if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
-            for numbers, held in layout.held(flat, window.span):
-                self._redistribution_of(window).write(codes[numbers], held)
+            for numbers, current in layout.held(flat, window.span):
+                self._redistribution_of(window).write(codes[numbers], current)
             return
         layout.place(flat, window.span.start, cells.view(layout.cols, layout.rows, -1)[..., : window.span.numel])
 
     # The model ####################################################################################
 
     def watch(self, module: nn.Module) -> None:
-        """Make a model's modules wait for their parameters, where a step ends before these have arrived, and tell when
-        they have been loaded."""
+        """Install module hooks, which wait for parameters in flight, and request a resync after a load."""
         if self.arrivals.ahead:
             self.arrivals.watch(module, self._buffers.places)
         if not self._resync.always:
@@ -258,13 +258,13 @@ class FlatUpdates:
                 self._watching.append(used.register_load_state_dict_post_hook(Asking(self._resync)))
 
     def drop(self) -> None:
-        """Wait for what is on its way, and remove the hooks from the model."""
+        """Wait for updates in flight, and remove the hooks from the model."""
         self.arrivals.drop()
         for hook in self._watching:
             hook.remove()
 
 
 def _in_one_hop(family: Family) -> bool:
-    """Whether an all-gather over all ranks of a family is one hop, and exact."""
+    """Whether an all-gather over all ranks of a family is one exact hop."""
     sizes = family.topology.sizes
     return sizes.groups == 1 or (sizes.group_size == 1 and family.gather.exact)
