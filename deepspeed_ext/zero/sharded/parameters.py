@@ -134,7 +134,7 @@ class ShardedParameters:
     # Updated parameters: os -> p ######################################################################
 
     def begin_step(self) -> None:
-        """Receive the parameters of the last step, before this step writes their rows; drop a failed step's updates."""
+        """Receive the parameters of the last step, before this step writes the rows; drop a failed step's updates."""
         self.receive_updates()
         for slices in self.slices.values():
             slices.forget_changes()
