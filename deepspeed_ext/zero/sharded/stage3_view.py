@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A stage-3 optimizer as its parts see it: the attributes of DeepSpeed's class that this package reads or writes."""
+"""View of a stage-3 optimizer for its parts: attributes of DeepSpeed's class that this package reads or writes."""
 
 from collections.abc import Callable
 from typing import Any
