@@ -332,6 +332,7 @@ class LeafGradients:
         chunks = {chunk: None for chunk in self._waiting}
         self._waiting.clear()
         for chunk in chunks:
+            # Gradients in a bucket would be reduced twice.
             self.reduce([param for param in self._trained[chunk] if param.ds_id not in in_buckets])
         for leaf in self._leaves:
             leaf.end_of_backward(in_buckets)

@@ -70,7 +70,7 @@ class WindowReducer(Protocol):
         """Reduce, at the end of a backward, gradients of windows that wait for a further pass of the module."""
 
     def forget_windows(self, module: "WindowedModule") -> None:
-        """Drop gradients that an interrupted backward has left."""
+        """Drop gradients of an interrupted backward."""
 
 
 class WindowHooks(Protocol):
@@ -241,7 +241,7 @@ class WindowedModule:
         return input_grads
 
     def forget(self) -> None:
-        """Drop gradients that an interrupted backward has left. Called when a new forward of the model begins."""
+        """Drop gradients of an interrupted backward. Called when a new forward of the model begins."""
         if self.hooks is not None:
             self.hooks.windows.forget_windows(self)
 

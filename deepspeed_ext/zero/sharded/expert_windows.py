@@ -150,7 +150,7 @@ class WindowGathers:
             return sent
         splits = [sum(piece.span.numel for _, piece in of_rank) for of_rank in pieces]
         received = torch.empty(sum(splits), dtype=dtype, device=device)
-        copies = sent.repeat(collectives.size)
+        copies = sent.repeat(collectives.size)  # every rank needs the full window
         yield collectives.all_to_all(received, copies, [sent.numel()] * collectives.size, "all_gather", splits)
         return received
 

@@ -58,9 +58,7 @@ class GatherHandle:
         self._queue = queue
         self._bucket = bucket
         self._parts = parts
-        self._copied = (
-            alone and bucket.rows * bucket.cols == 1 and len(params) > 1
-        )  # else parameters are views of one tensor
+        self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # otherwise they share memory
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
         self._started: Started | None = started

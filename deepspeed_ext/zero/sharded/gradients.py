@@ -335,7 +335,7 @@ class ShardedGradients:
         width = fill_up(bucket.width, self._redistribution.multiple)
         cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
         bucket.pack(gradients, cells)
-        cells[:, :, bucket.width :].zero_()
+        cells[:, :, bucket.width :].zero_()  # padding is zero in every sum
         # Divided before the sum, as in ZeRO-3, so that 16-bit sums do not overflow.
         return cells.div_(self._context.ranks / sequence_parallel_size)
 
@@ -421,7 +421,7 @@ class ShardedGradients:
             for bucket in self._uncrossed if self._kept else self._boundary.rest():
                 self._cross_bucket(bucket)
         self._uncrossed.clear()
-        self.drain()
+        self.drain()  # until then, sums are missing in the shard
         self._finished = True
         if not self._redistribution.inter.keeps_zeros:
             self._clear_padding()

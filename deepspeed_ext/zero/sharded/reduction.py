@@ -76,7 +76,7 @@ class GradientShards:
 
     def drop(self) -> None:
         """Replace the tensor by a placeholder: with g = N there is no shard before gradients are reduced."""
-        self._optimizer.averaged_gradients = {}
+        self._optimizer.averaged_gradients = {}  # views would keep the tensor's memory
         device = get_accelerator().current_device_name()
         self.place(torch.zeros(1, dtype=self._dtype, device=device).expand(sum(self._numels)))
 
@@ -227,7 +227,7 @@ class GradientReduction:
             for gradients in self.gradients.values():
                 gradients.finish()
         self.awaits_boundary = False
-        self._reductions.wait()
+        self._reductions.wait()  # the step reads the shard on the current stream
         if self._context.offload:
             self._reductions.synchronize()  # gradients may be in host memory
 

@@ -95,8 +95,8 @@ class HostRows(DeviceRows):
 
     def keep(self, rows: Tensor, lasting: bool) -> Tensor:
         """Copy rows to the host; those that do not stay there need not be pinned."""
-        held = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
-        return self.home(held) if lasting else held
+        copy = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
+        return self.home(copy) if lasting else copy
 
     def home(self, flat: Tensor) -> Tensor:
         """Return a tensor in host memory, pinned if configured."""
@@ -164,8 +164,8 @@ class RowCache:
             inside: the columns of its rows.
             rows: values of these columns, on the device.
         """
-        if (held := self._rows.get(ds_id)) is not None:
-            inside.of(held).copy_(rows)
+        if (cached := self._rows.get(ds_id)) is not None:
+            inside.of(cached).copy_(rows)
 
     def clear(self) -> None:
         """Drop all copies."""

@@ -281,11 +281,11 @@ class Slices:
     def gather_updates(self) -> None:
         """Start to redistribute os -> p after a step: complete the slices from the groups' rows, if there are slices.
 
-        All gathers are started here, in one order on all ranks, whatever parameters a rank will use. So no rank waits
-        for another one's data. The order is that of the model: parameter groups split each layer's parameters, and in
+        All gathers are started here, in one order on all ranks, whatever parameters a rank will use. So ranks with
+        different data do not wait for each other. The order is that of the model: parameter groups split each layer's parameters, and in
         their order the first layer would wait for the last group's blocks.
         """
-        self.order_gathers()
+        self.order_gathers()  # gathers for use read rows that the step has just written
         self.drain()
         self._gather_windows(range(len(self._in_order())))
 
@@ -326,8 +326,8 @@ class Slices:
         return self._windows
 
     def _divided(self, number: int, most: int) -> Iterator[Window]:
-        """Yield the windows of a block, of about ``most`` columns each. They are of equal width, because a window for
-        the end of a large parameter alone would be a tiny message."""
+        """Yield the windows of a block, of about ``most`` columns each and about equal width: a window for the end of
+        a large parameter alone would be a tiny message."""
         inside = [(ds_id, columns) for ds_id, (block, columns) in self._columns.items() if block == number]
         filled = self._blocks[number].shape[1]
         width = fill_up(-(-filled // max(1, round(filled / most))), self.redistribution.multiple)

@@ -53,7 +53,7 @@ class Stage3View:
     offload_optimizer: bool  # whether optimizer states are in host memory
     offload_param: bool  # whether DeepSpeed keeps parameters in host memory
 
-    # Methods of DeepSpeed's that parts call.
+    # DeepSpeed's methods that parts call.
     get_param_id: Callable[[Any], int]  # key of ``norm_for_param_grads``
     reduce_ready_partitions_and_remove_grads: Callable[[Any], None]  # takes a complete gradient
     _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads: Callable[[torch.dtype], None]  # flushes a bucket
