@@ -65,7 +65,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         leaves: reduction of leaf modules.
     """
 
-    # ``ParoOptimizer`` runs Muon on shards. DeepSpeed's own needs full gradients, and refuses ``reduce_scatter``.
+    # ``ParoOptimizer`` runs Muon. DeepSpeed's own needs full gradients, and refuses ``reduce_scatter``.
     use_muon = property(lambda self: False, lambda self, found: None)
 
     def __init__(
@@ -164,7 +164,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """Start to reduce a bucket N -> g. The parent gets no partitions here, as the result is not there yet."""
+        """Start to reduce a bucket N -> g. The parent gets no partitions here, because the result is in flight."""
         self.reduction.reduce_bucket(communication_data_type)
         return []
 
@@ -397,7 +397,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self._update_outer(param, optim_state_key)
 
     def _update_outer(self, param: ZeroParameter, state: str | None) -> None:
-        """Copy weights that were set to an outer optimizer."""
+        """Pass newly set weights of a parameter to an outer optimizer."""
         for number, span in self.partitions.members_of(param) if state is None else ():
             self.outer.take(number, span)
 

@@ -282,8 +282,8 @@ class Slices:
         """Start to redistribute os -> p after a step: complete the slices from the groups' rows, if there are slices.
 
         All gathers are started here, in one order on all ranks, whatever parameters a rank will use. So ranks with
-        different data do not wait for each other. The order is that of the model: parameter groups split each layer's parameters, and in
-        their order the first layer would wait for the last group's blocks.
+        different data do not wait for each other. The order is that of the model: parameter groups split each layer's
+        parameters, and in their order the first layer would wait for the last group's blocks.
         """
         self.order_gathers()  # gathers for use read rows that the step has just written
         self.drain()
