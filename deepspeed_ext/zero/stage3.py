@@ -474,9 +474,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         ranks already. See Note [Folded experts] in ``families.py``."""
         if family_of(params[0]) == DENSE:
             return norm
-        self._model_parallel_all_reduce(
-            norm, dist.ReduceOp.SUM
-        )  # deferred: ``_global_norm`` sums over all parts at its end
+        self._model_parallel_all_reduce(norm, dist.ReduceOp.SUM)  # deferred: ``_global_norm`` sums at its end
         return without_duplicates(norm, self.autoep_folding_spec.tp_size)
 
     @override

@@ -141,9 +141,7 @@ class WindowGathers:
         device = get_accelerator().current_device_name()
         parts = [piece.columns.of(shards[number][piece.row]) for number, piece in pieces[collectives.rank]]
         sent = torch.cat(
-            [
-                part.to(device, non_blocking=True).to(dtype) for part in parts
-            ]  # device first: the host has no stream order
+            [part.to(device, non_blocking=True).to(dtype) for part in parts]  # host conversions have no order
             or [torch.empty(0, dtype=dtype, device=device)]
         )
         if collectives.size == 1:

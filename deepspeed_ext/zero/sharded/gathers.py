@@ -204,9 +204,8 @@ class Gathers:
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
-        shard = [
-            joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)
-        ]  # popped: not kept here
+        # A list, from which the shard is popped, so that the hop can free it.
+        shard = [joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
     @torch.inference_mode(False)
