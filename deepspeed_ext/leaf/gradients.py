@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reduction of a leaf module's gradients when they are complete, with any inputs.
+"""Reduction of a leaf module's gradients once they are complete, for any inputs.
 
 Note [The end of a leaf's backward]
     ZeRO-3 reduces the gradients of a leaf module when its backward is done, with zeros for unused parameters. It

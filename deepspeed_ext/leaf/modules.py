@@ -16,8 +16,8 @@ Note [Granularity or budget]
 
     By a *budget* in bytes for the largest unit: starting from the top, the first module is chosen for which
     parameters, gradients and gather buffer fit. A module that contains a stack of layers is skipped even if it fits:
-    as one unit, no layer could be prefetched while another computes. So the units are layers. If a layer
-    does not fit, its block of experts should still be one unit, because ranks may use different experts.
+    inside one unit, no layer could be prefetched while another computes. So the units are layers. If a layer does not
+    fit, its block of experts should still be one unit, because ranks may use different experts.
 """
 
 import re
@@ -327,10 +327,10 @@ def unset_leaves(model: nn.Module) -> None:
     DeepSpeed's attributes on modules and parameters are removed, too. Otherwise, another engine would treat the
     parameters as those of leaf modules, and the autograd functions would call the old engine.
     """
-    ours = [module for module in model.modules() if _unset(module)]
-    for module in ours:
+    flagged = [module for module in model.modules() if _unset(module)]
+    for module in flagged:
         module.__dict__.pop(_LEAF, None)
-    if not ours:
+    if not flagged:
         return
     for param in model.parameters():
         param.__dict__.pop("ds_z3_leaf_module", None)

@@ -122,7 +122,7 @@ def _set_up(
 def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
     """Refuse a budget below a module's own parameters, which are fetched at once."""
     name, module = max(model.named_modules(), key=lambda item: _least_bytes(item[1]))
-    own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
+    sizes = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
     needed = _least_bytes(module)
     if budget >= needed:
         return
@@ -132,11 +132,11 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
             f"the {module.num_experts} packed experts of {name} needs {needed:,}, got {budget:,}. Raise it, or set it "
             f"to true for the budget that {SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
         )
-    largest = max(own, key=lambda key: own[key])
-    others = f"; with the others of {name or 'the model'} {needed:,}" if len(own) > 1 else ""
+    largest = max(sizes, key=lambda key: sizes[key])
+    others = f"; with the others of {name or 'the model'} {needed:,}" if len(sizes) > 1 else ""
     raise ValueError(
         f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its gradient: "
-        f"{largest} needs {own[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
+        f"{largest} needs {sizes[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
         f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
     )
 
@@ -161,8 +161,10 @@ def _warn(found: list[ModuleChoice], settings: Settings) -> None:
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     if settings.budget is None and not any(choice.kind == LeafKind.UNIT for choice in found):
-        able = [choice for choice in found if choice.granularity is not None and choice.why == "above the threshold"]
-        least = min(able, key=lambda one: one.granularity or 0, default=None)
+        candidates = [
+            choice for choice in found if choice.granularity is not None and choice.why == "above the threshold"
+        ]
+        least = min(candidates, key=lambda one: one.granularity or 0, default=None)
         hint = (
             f"the smallest granularity is {least.granularity:,} ({type(least.module).__name__} {least.name})"
             if least
@@ -174,11 +176,11 @@ def _warn(found: list[ModuleChoice], settings: Settings) -> None:
         )
     budget = settings.budget
     alone = [choice for choice in found if choice.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]
-    own = [choice for choice in alone if budget and _own_bytes(choice) > budget]
-    if own and budget:
-        first = max(own, key=_own_bytes)
+    oversized = [choice for choice in alone if budget and _own_bytes(choice) > budget]
+    if oversized and budget:
+        first = max(oversized, key=_own_bytes)
         logger.warning(
-            f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, for example "
+            f"deepspeed_ext: {len(oversized)} module(s) hold more parameters themselves than a unit may, for example "
             f"{type(first.module).__name__} {first.name} ({_own_bytes(first):,} bytes, budget {budget:,}): "
             f"they are fetched at once anyway ({first.why})."
         )
@@ -199,7 +201,7 @@ def _own_bytes(one: ModuleChoice) -> int:
 
 def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
     """Return one summary for each class, kind and reason, in the order of the model, without modules inside units."""
-    alike: dict[tuple[str, str, str], list[ModuleChoice]] = {}
+    groups: dict[tuple[str, str, str], list[ModuleChoice]] = {}
     for choice in found:
         if choice.kind != LeafKind.INSIDE:
             why = "" if choice.kind == LeafKind.UNIT else choice.why
@@ -207,9 +209,9 @@ def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
                 why = f"{len(choice.chunks)} windows of experts; {choice.why}"
             if choice.windows:
                 why = f"{len(choice.windows)} windows of at most {len(choice.windows[0])} experts; {choice.why}"
-            alike.setdefault((type(choice.module).__name__, choice.kind.value, _general(why)), []).append(choice)
+            groups.setdefault((type(choice.module).__name__, choice.kind.value, _general(why)), []).append(choice)
     table = []
-    for (cls, kind, why), members in alike.items():
+    for (cls, kind, why), members in groups.items():
         most = max(members, key=lambda one: one.numel)
         table.append(ClassSummary(cls, len(members), most.numel, most.granularity, most.bytes, kind=kind, why=why))
     return table

@@ -166,11 +166,9 @@ class WindowedModule:
         self.params: list[Any] = list(module.parameters(recurse=False))
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         experts = sum(len(window) for window in self.windows)
-        position_of = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
+        pairs = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
         # One column per expert, and a last one for assignments to no expert of this module.
-        self._table = torch.tensor(
-            [position_of.get(e, (len(self.windows), 0)) for e in range(experts + 1)]
-        ).T.contiguous()
+        self._table = torch.tensor([pairs.get(e, (len(self.windows), 0)) for e in range(experts + 1)]).T.contiguous()
 
     def __deepcopy__(self, memo: object) -> "WindowedModule":
         return self  # belongs to the engine, as hooks do

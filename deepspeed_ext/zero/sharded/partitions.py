@@ -106,10 +106,10 @@ class FlatPartitions:
         Raises:
             ValueError: it has another stage, number of ranks, or other parameter groups.
         """
-        stage, count, ours = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
-        if (stage, count) != (3, ours):
+        stage, count, ranks = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
+        if (stage, count) != (3, ranks):
             raise sharded_otherwise(
-                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ours}"
+                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ranks}"
             )
         placed = state.get(PLACEMENT)
         if placed is not None and placed != self._optimizer._zero3_partition_group_metadata():

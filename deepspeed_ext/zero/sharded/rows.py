@@ -94,7 +94,7 @@ class HostRows(DeviceRows):
         self._pinned = self.keeps_order = pinned
 
     def keep(self, rows: Tensor, lasting: bool) -> Tensor:
-        """Copy rows to the host; those that do not stay there need not be pinned."""
+        """Copy rows to the host; rows that are moved soon need not be pinned."""
         copy = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
         return self.home(copy) if lasting else copy
 

@@ -114,7 +114,7 @@ class Slices:
         return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
     def layout(self, param: ZeroParameter) -> FlatLayout:
-        """Return how the parameter is divided into cells."""
+        """Return the parameter's division into cells."""
         return self._layouts[param.ds_id]
 
     def make(self) -> None:
