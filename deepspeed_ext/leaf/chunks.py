@@ -1,16 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts that are too large for one unit, with the experts in a list: fetched one window at a time.
+"""Mixtures of experts that are too large for one unit, with experts in a list: fetched window by window.
 
 Note [Windows of listed experts]
     Ranks use different experts, but they must run the same gathers in the same order. So the experts of a block are
     split into windows of consecutive experts that fit the budget; a ``Chunk`` is such a window. Every forward of the
     block gathers every window once, from the first to the last, and every backward from the last to the first. Before
-    a rank enters an expert, it gathers the windows up to that expert's, used or not; when it leaves the block, it
-    gathers the remaining ones. So a pass moves as many bytes as one unit would, but only one window is in memory.
+    a rank runs an expert, it gathers the windows up to that expert's, used or not. At the end of the block, it
+    gathers the remaining ones. So a pass gathers as many bytes as one unit would, with only one window in memory.
 
-    Forward must enter the experts in their order, as every loop over experts does. Autograd runs the backward in the
-    reverse order of the forward, so a window is done when an earlier one is entered, and its gradients are reduced
+    Forward must run the experts in order, as every loop over experts does. Autograd runs the backward in
+    reverse order, so a window is done when an earlier one is entered, and its gradients are reduced
     then. Both orders are checked.
 """
 
@@ -21,22 +21,22 @@ from torch import nn
 
 _CHUNKS = "paro_chunks"  # attribute of a block: its ``ChunkedModule``
 # Numbers in the sets of modules that use a parameter; DeepSpeed numbers modules from 0.
-WAITS = -1  # stands for a module with incomplete gradients, and keeps its parameters gathered
-_FIRST_ID = -2  # of a chunk
+WAITS = -1  # a module with incomplete gradients; keeps its parameters gathered
+_FIRST_ID = -2  # number of the first chunk
 
 
 class Chunk(nn.Module):
-    """A window of consecutive experts. DeepSpeed's coordinator sees it as a leaf module; it is no part of the model.
+    """A window of consecutive experts. DeepSpeed's coordinator treats it as a leaf module; it is not in the model.
 
     Args:
-        experts: in the order in which they are entered.
+        experts: the experts, in the order of a forward.
     """
 
     experts: tuple[nn.Module, ...]
 
     def __init__(self, experts: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.__dict__["experts"] = tuple(experts)  # not as children
+        self.__dict__["experts"] = tuple(experts)  # not as child modules
         self.ds_id = _FIRST_ID
         self.ds_recompute_parameters: set[Any] = set()
         self._z3_leaf = True
@@ -57,7 +57,7 @@ class Chunk(nn.Module):
 class _Pass:
     """One forward or backward of a block.
 
-    ``at`` is the number of windows opened so far, in the pass's order. ``last`` tells whether the running backward
+    ``at`` is the number of windows opened so far, in the pass's order. ``last`` is whether the running backward
     will not enter the block again.
     """
 
@@ -87,19 +87,19 @@ class ChunkReducer(Protocol):
         """Reduce a window's gradients; ``last`` if the running backward will not enter its block again."""
 
     def forget_chunks(self) -> None:
-        """Drop gradients that an interrupted backward has left."""
+        """Drop gradients of an interrupted backward."""
 
 
 class ChunkedModule:
     """A module whose listed experts are fetched in windows. See Note [Windows of listed experts].
 
     Args:
-        module: the block, which is entered before its experts and left after them.
+        module: the block, whose passes begin before those of its experts and end after them.
         chunks: the windows, with all of its experts.
 
     Attributes:
         fetcher: set by the coordinator.
-        reducer: set with an optimizer; None without.
+        reducer: set with an optimizer; None without one.
     """
 
     fetcher: ChunkFetcher
@@ -108,26 +108,26 @@ class ChunkedModule:
     def __init__(self, module: nn.Module, chunks: Sequence[Chunk]) -> None:
         self.module = module
         self.chunks = tuple(chunks)
-        self._passes: list[_Pass] = []  # several, since a recomputation runs inside a backward
+        self._passes: list[_Pass] = []  # several, because a recomputation runs inside a backward
 
     def __deepcopy__(self, memo: object) -> "ChunkedModule":
         return self
 
     def abandon(self) -> None:
         """Drop passes that an exception has interrupted. Called when a new forward of the model begins."""
-        backward = any(not one.forward for one in self._passes)
+        backward = any(not dropped.forward for dropped in self._passes)
         self._passes.clear()
         if backward and self.reducer is not None:
             self.reducer.forget_chunks()
 
     def begin(self, forward: bool) -> None:
-        """Called when the module is entered."""
+        """Called when a pass of the module begins."""
         while self._passes and (self._passes[-1].forward or not forward):
-            self._finish()  # never ended: the recomputation of a checkpoint stops as soon as it has what it needs
+            self._finish()  # never ended: a checkpoint's recomputation stops after its last needed tensor
         self._passes.append(_Pass(forward, forward or self._is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
-        """Called when an expert of this window is entered.
+        """Called before an expert of this window runs.
 
         Raises:
             RuntimeError: a later window has been entered already.
@@ -142,7 +142,7 @@ class ChunkedModule:
         self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
 
     def end(self, forward: bool) -> None:
-        """Called when the module is left."""
+        """Called when a pass of the module ends."""
         while self._passes and self._passes[-1].forward != forward:
             self._finish()
         if self._passes:
@@ -183,7 +183,8 @@ class ChunkedModule:
         if not current.forward and self.reducer is not None:
             self.reducer.reduce_chunk(chunk, current.last)
         outer = self._passes[:-1]
-        if not any(one.at and self._number(one, one.at - 1) == number for one in outer):
+        # An outer pass may still use the window: a recomputation runs inside a backward.
+        if not any(other.at and self._number(other, other.at - 1) == number for other in outer):
             self.fetcher.release_chunk(chunk, current.forward)
 
     def _number(self, current: _Pass, place: int) -> int:

@@ -1,18 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""When the gradients of a leaf module are complete, whatever its inputs are.
+"""Reduction of a leaf module's gradients once they are complete, for any inputs.
 
 Note [The end of a leaf's backward]
     ZeRO-3 reduces the gradients of a leaf module when its backward is done, with zeros for unused parameters. It
-    learns of that moment from ``register_full_backward_hook``. If no positional input needs a gradient (token ids, a
+    detects that by ``register_full_backward_hook``. If no positional input needs a gradient (token ids, a
     frozen embedding, keyword inputs), PyTorch calls that hook before there are gradients: zeros are reduced, and the
-    gradients that come later crash (DeepSpeed 0.15.4 to 0.17.6 refused such modules; 0.19.8 does not).
+    later gradients crash (DeepSpeed 0.15.4 to 0.17.6 refused such modules; 0.19.8 does not).
 
     Here, all positional inputs of a call pass through one node of the autograd graph. Autograd runs nodes in the
-    reverse order of their creation, so this node runs when everything in the call that can be reached has run.
-    Keyword inputs are left as they are, since they may be containers that the module fills; if a call has no others,
+    reverse order of their creation, so this node runs after all nodes of the call that can be reached.
+    Keyword inputs are unchanged, because they may be containers that the module fills. If a call has no others,
     the gradient of each is hooked. The module is done when this was its last call in the running graph and no
-    parameter will still get a gradient (for example, from a second output). If there is no such moment, the module is
+    parameter will still get a gradient (for example, from a second output). If that never happens, the module is
     done at the end of the backward: before ZeRO's epilogue, in the order of the modules. All of this depends only on
     the running graph, which is the same on all ranks except for experts.
 """
@@ -49,7 +49,7 @@ class LeafReducer(Protocol):
 
 
 class _Call:
-    """One call of a module, for as long as it is in an autograd graph."""
+    """One call of a module, while it is in an autograd graph."""
 
     def __init__(self, calls: "_Calls", node: Node) -> None:
         self.calls = calls
@@ -58,7 +58,7 @@ class _Call:
 
 
 class _Context(torch.autograd.function.FunctionCtx):
-    """What autograd keeps of a call."""
+    """Data of a call in the autograd graph."""
 
     call: _Call
 
@@ -92,7 +92,7 @@ class _Calls:
         return self  # hooks are copied with a model, but belong to its engine
 
     def begin(self, node: Node) -> _Call:
-        """Record a call that this node of the graph stands for."""
+        """Record the call that this graph node represents."""
         call = _Call(self, node)
         self._calls.add(call)
         return call
@@ -103,7 +103,7 @@ class _Calls:
             self._leaf.end_positional_call()
 
     def to_come(self) -> int:
-        """Return how many of these calls the running backward has still to reach."""
+        """Return the number of these calls that the running backward has not reached yet."""
         if torch._C._current_graph_task_id() == -1:
             return 0
         nodes = [call.node() for call in self._calls if not call.over]
@@ -137,7 +137,7 @@ class _Leaf:
         return self
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """If no positional input of a call needs a gradient, watch its outputs and keyword inputs instead."""
+        """If no positional input of a call needs a gradient, hook its outputs and keyword inputs instead."""
         if self._calls.found or not torch.is_grad_enabled():
             return
 
@@ -149,7 +149,7 @@ class _Leaf:
             if self.waiting and not self._to_come():
                 self.waiting = False
                 self.owner.reduce(self.params)
-                self.owner.release(self.module)  # DeepSpeed's own hook sees positional inputs only
+                self.owner.release(self.module)  # DeepSpeed's hook handles positional inputs only
 
         for tensor in _tensors(output):
             tensor.register_hook(begin)
@@ -157,7 +157,7 @@ class _Leaf:
             tensor.register_hook(end)
 
     def end_positional_call(self) -> None:
-        """Reduce the gradients, or keep the parameters until gradients that are still missing exist."""
+        """Reduce the gradients, or keep the parameters gathered until missing gradients exist."""
         if self._calls.to_come():
             return
         if not self._to_come():
@@ -165,25 +165,25 @@ class _Leaf:
             return
         self.waiting = True
         for entry in self.owner.entries(self.module):
-            entry.ds_active_sub_modules.add(WAITS)
+            entry.ds_active_sub_modules.add(WAITS)  # or the coordinator would release it now
 
     def _to_come(self) -> bool:
-        """Return whether the running backward will still give a parameter its gradient."""
+        """Return whether the running backward will still compute a missing gradient."""
         return any(_comes_later(param) for param in self.params if param.grad is None)
 
     def end_of_backward(self, in_buckets: set[int]) -> None:
-        """Reduce gradients that have waited, and those that came without a call of the module.
+        """Reduce delayed gradients, and those of parameters that were used without a call of the module.
 
         Args:
             in_buckets: ds_ids of parameters with gradients that are in a bucket already.
         """
-        left = [param for param in self.params if param.ds_id not in in_buckets]
-        if not self.waiting and all(param.grad is None for param in left):
+        params = [param for param in self.params if param.ds_id not in in_buckets]
+        if not self.waiting and all(param.grad is None for param in params):
             return
         self.waiting = False
-        self.owner.reduce(left)
-        held = [entry for entry in self.owner.entries(self.module) if WAITS in entry.ds_active_sub_modules]
-        for entry in held:
+        self.owner.reduce(params)
+        waiting = [entry for entry in self.owner.entries(self.module) if WAITS in entry.ds_active_sub_modules]
+        for entry in waiting:
             entry.ds_active_sub_modules.discard(WAITS)
             if not entry.ds_persist and not entry.ds_active_sub_modules:
                 entry.partition()
@@ -197,16 +197,16 @@ def _tensors(nested: object) -> list[Tensor]:
         nested = nested.values()
     elif not isinstance(nested, (list, tuple)):
         return []
-    return [tensor for one in nested for tensor in _tensors(one)]
+    return [tensor for item in nested for tensor in _tensors(item)]
 
 
 class LeafGradients:
     """Reduces the gradients of leaf modules, instead of ZeRO-3's own hooks. See Note [The end of a leaf's backward].
 
-    Windows of experts hand their gradients to it (``ChunkReducer``, ``WindowHooks``).
+    Windows of experts pass their gradients to it (``ChunkReducer``, ``WindowHooks``).
 
     Args:
-        optimizer: a stage-3 optimizer that has registered its hooks; those of leaf modules are removed.
+        optimizer: a stage-3 optimizer that has registered its hooks; hooks of leaf modules are removed.
     """
 
     def __init__(self, optimizer: LeafOptimizer, reducer: LeafReducer) -> None:
@@ -222,8 +222,8 @@ class LeafGradients:
             block.reducer = self
             experts.update(id(expert) for chunk in block.chunks for expert in chunk.experts)
             for chunk in block.chunks:
-                known = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
-                self._trained[chunk] = [param for params in known for param in params]
+                groups = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
+                self._trained[chunk] = [param for params in groups for param in params]
         self._windowed = windowed_modules(optimizer.module)
         experts.update(id(windowed.module) for windowed in self._windowed)
         for windowed in self._windowed:
@@ -240,11 +240,11 @@ class LeafGradients:
         ]
 
     def entries(self, module: nn.Module) -> list[Any]:
-        """Return what the coordinator fetches for a module: parameters and units."""
+        """Return the parameters and units that the coordinator fetches for a module."""
         return list(partitioned_param_coordinator.iter_params(module, recurse=True))
 
     def reduce(self, params: Sequence[ZeroParameter]) -> None:
-        """Hand a module's gradients to the optimizer, as a parameter's hook does."""
+        """Pass a module's gradients to the optimizer, as a parameter's hook does."""
         refresh = self._begin_hook()
         self._reducer.reduce_leaf(params)
         self._end_hook(refresh)
@@ -252,13 +252,13 @@ class LeafGradients:
     def reduce_window(
         self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
     ) -> None:
-        """Hand a window's gradients to the optimizer, as a parameter's hook does; see ``WindowHooks``."""
+        """Pass a window's gradients to the optimizer, as a parameter's hook does; see ``WindowHooks``."""
         refresh = self._begin_hook()
         self.windows.reduce_window(module, number, gradients, last)
         self._end_hook(refresh)
 
     def _begin_hook(self) -> bool:
-        """Enter a hook as DeepSpeed's do; return whether to count the expected hooks anew."""
+        """Begin a hook as DeepSpeed's do; return whether to count the expected hooks anew."""
         refresh = self._optimizer.should_refresh_expected_hook_count()
         self._optimizer.reenter_backward_if_needed()
         return refresh
@@ -270,7 +270,7 @@ class LeafGradients:
         self._optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 
     def begin_backward(self) -> None:
-        """Queue DeepSpeed's post-backward callback, even if no other hook has."""
+        """Queue DeepSpeed's post-backward callback, even if no other hook does."""
         self._optimizer.reenter_backward_if_needed()
         self._optimizer._backward_hook_state.queue_post_backward_callback()
 
@@ -279,11 +279,11 @@ class LeafGradients:
         return self._blocks[block].to_come() <= 1
 
     def release(self, module: nn.Module) -> None:
-        """Release a module that DeepSpeed would keep, since it looks at positional inputs only."""
+        """Release a module that DeepSpeed would keep, because its hook handles positional inputs only."""
         self._optimizer.parameter_offload.post_sub_module_backward_function(module)
 
     def reduce_chunk(self, chunk: Chunk, last: bool) -> None:
-        """Reduce a window's experts: now in the last pass of their module, or else at the end of the backward."""
+        """Reduce a window's experts: now in the last pass of their module, otherwise at the end of the backward."""
         params = self._trained[chunk]
         if not last:
             self._waiting.append(chunk)
@@ -297,9 +297,9 @@ class LeafGradients:
             self.reduce(params)
 
     def forget_chunks(self) -> None:
-        """Drop gradients of listed experts that an interrupted backward has left.
+        """Drop gradients of listed experts after an interrupted backward.
 
-        Gradients that are in a bucket already stay; then the next backward fails, as ZeRO-3's does with leaf modules.
+        Gradients that are in a bucket already are kept; then the next backward fails, as in ZeRO-3 with leaf modules.
         """
         self._waiting.clear()
         in_buckets = self._in_buckets()
@@ -313,9 +313,9 @@ class LeafGradients:
         return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
     def leave_modules(self) -> None:
-        """Leave modules that the backward has not left, because their inputs need no gradient.
+        """End module passes that are still open, because the inputs need no gradient.
 
-        Called before DeepSpeed forgets which modules it was in. ``end_of_backward`` does not suffice: in
+        Called before DeepSpeed clears its list of active modules. ``end_of_backward`` does not suffice: in
         ``coalesce_grad_reduction`` a backward has no epilogue that reduces.
         """
         for block in self._blocks:
@@ -324,7 +324,7 @@ class LeafGradients:
             self.windows.end_windows(windowed)
 
     def end_of_backward(self) -> None:
-        """Reduce everything that waits, in the same order on all ranks."""
+        """Reduce all delayed gradients, in the same order on all ranks."""
         self.leave_modules()
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
@@ -332,6 +332,7 @@ class LeafGradients:
         chunks = {chunk: None for chunk in self._waiting}
         self._waiting.clear()
         for chunk in chunks:
+            # Gradients in a bucket would be reduced twice.
             self.reduce([param for param in self._trained[chunk] if param.ds_id not in in_buckets])
         for leaf in self._leaves:
             leaf.end_of_backward(in_buckets)
@@ -340,26 +341,26 @@ class LeafGradients:
 class LateGradients:
     """Delays the reduction of leaf modules whose gradients DeepSpeed's own stage 3 would reduce before they exist.
 
-    Such a module is reduced at the end of the backward, so that DeepSpeed trains where it would crash. All other
-    modules keep DeepSpeed's hooks.
+    Such a module is reduced at the end of the backward; DeepSpeed alone would crash. All other modules keep
+    DeepSpeed's hooks.
 
     Args:
-        optimizer: DeepSpeed's, which has registered its hooks.
+        optimizer: DeepSpeed's optimizer, which has registered its hooks.
     """
 
     def __init__(self, optimizer: LeafOptimizer) -> None:
         self._optimizer = optimizer
         self._late: dict[nn.Module, list[ZeroParameter]] = {}
-        self._reduced: dict[nn.Module, int] = {}  # by DeepSpeed's hook: in which backward
+        self._reduced: dict[nn.Module, int] = {}  # backward in which DeepSpeed's hook has reduced it
         leaves = optimizer.leaf_parameters.items()
         for hook, (_, params) in zip(optimizer._leaf_module_hooks, leaves, strict=True):
             hooks = hook.hooks_dict_ref()
             hooks[hook.id] = self._hook(hooks[hook.id], params)
 
     def _hook(self, reduce: Callable[..., None], params: Sequence[ZeroParameter]) -> Callable[..., None]:
-        """Return a hook that reduces, or delays it if no positional input needs a gradient."""
+        """Return a hook that reduces, or delays that if no positional input needs a gradient."""
 
-        # A function: a copy of the model shares it, where it would copy an object and the parameters in it.
+        # A function: copies of the model share it. They would copy an object, and the parameters in it.
         def after_backward(module: nn.Module, into: Sequence[Tensor | None], gradients: object) -> None:
             self._after_backward(reduce, params, module, into, gradients)
 
@@ -373,7 +374,7 @@ class LateGradients:
         into: Sequence[Tensor | None],
         gradients: object,
     ) -> None:
-        """Reduce or delay. PyTorch calls it before the module's backward if no positional input needs a gradient."""
+        """Reduce or delay. Called before the module's backward if no positional input needs a gradient."""
         optimizer, backward = self._optimizer, torch._C._current_graph_task_id()
         if optimizer._coalesce_grad_reduction or any(gradient is not None for gradient in into):
             self._reduced[module] = backward
@@ -386,7 +387,7 @@ class LateGradients:
         optimizer._backward_hook_state.queue_post_backward_callback()
 
     def end_of_backward(self) -> None:
-        """Reduce the modules that were delayed, in the order of their backwards."""
+        """Reduce the delayed modules, in the order of their backwards."""
         in_buckets = {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
         late = [param for params in self._late.values() for param in params if param.ds_id not in in_buckets]
         self._late.clear()
@@ -395,14 +396,14 @@ class LateGradients:
 
 
 def reduce_late_gradients(optimizer: LeafOptimizer) -> None:
-    """Reduce the leaf modules that ``LateGradients`` has delayed; before the epilogue of DeepSpeed's stage 3."""
+    """Reduce leaf modules that ``LateGradients`` has delayed. Called before the epilogue of DeepSpeed's stage 3."""
     late = getattr(optimizer, _LATE, None)
     if late is not None:
         late.end_of_backward()
 
 
 def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
-    """Yield the parameters; one without a gradient gets zeros, which take no memory."""
+    """Yield the parameters, after setting missing gradients to zeros, which take no memory."""
     zeros: dict[torch.dtype, Tensor] = {}
     for param in params:
         if param.grad is None:
@@ -410,15 +411,15 @@ def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
             if zero is None:
                 zero = torch.zeros((), dtype=param.dtype, device=get_accelerator().current_device_name())
                 zeros[param.dtype] = zero
-            whole = zero.expand(param.ds_shape)
-            data, param.data = param.data, whole  # if it has been released, its own data has another shape
-            param.grad = whole
+            zeros_like = zero.expand(param.ds_shape)
+            data, param.data = param.data, zeros_like  # a released parameter's data has another shape
+            param.grad = zeros_like
             param.data = data
         yield param
 
 
 def _comes_later(param: nn.Parameter) -> bool:
-    """Return whether the running backward will give the parameter a gradient."""
+    """Return whether the running backward will compute a gradient of the parameter."""
     if not param.requires_grad or torch._C._current_graph_task_id() == -1:
         return False
     with torch.enable_grad():

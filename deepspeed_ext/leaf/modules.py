@@ -1,23 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules ZeRO-3 fetches as one unit: its leaf modules.
+"""Selection of ZeRO-3's leaf modules, each of which is fetched as one unit.
 
-Note [Which modules are safe]
-    Everything inside a leaf module is fetched when the module is entered, and reduced when it is left. So its inside
-    must be reachable through the module only: the module and its descendants are in one place of the model, and share
-    no parameters with the rest. The module must have a forward of its own; lists of modules have none. The root is
-    never a leaf module, since the whole model would be gathered at once.
+Note [Safe leaf modules]
+    Everything inside a leaf module is fetched when its forward or backward begins, and reduced when its backward ends.
+    So its descendants must be used through the module only: they are in one place of the model, and share no
+    parameters with the rest. The module must have a forward of its own; lists of modules have none. The root is
+    never a leaf module, because the full model would be gathered at once.
 
-Note [Two ways to choose]
+Note [Granularity or budget]
     By *granularity* (DeepSpeed #6649): parameters / (1 + descendants), where descendants are the modules inside that
-    have parameters; lists are not counted. Starting from the top, the first module at most at the threshold is chosen.
-    Such a mean hardly changes with depth, so it cannot tell a layer from its block of experts. It is kept for those
-    who have tuned it.
+    have parameters; lists are not counted. Starting from the top, the first module at or below the threshold is
+    chosen. Such a mean hardly changes with depth, so it cannot tell a layer from its block of experts. It is kept for
+    users who have tuned it.
 
     By a *budget* in bytes for the largest unit: starting from the top, the first module is chosen for which
-    parameters, gradients and gather buffer fit. A module that holds a stack of layers is passed over even if it fits:
-    if it were fetched as one, no layer could be prefetched while another computes. So the units are layers. If a layer
-    does not fit, its block of experts should still be one unit, since ranks may use different experts.
+    parameters, gradients and gather buffer fit. A module that contains a stack of layers is skipped even if it fits:
+    inside one unit, no layer could be prefetched while another computes. So the units are layers. If a layer does not
+    fit, its block of experts should still be one unit, because ranks may use different experts.
 """
 
 import re
@@ -32,7 +32,7 @@ from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
 from deepspeed_ext.leaf.windows import experts_in, set_windows, unset_windows, why_no_windows, windows_of
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
-_OURS = "paro_leaf"  # set where we, and not the user, have set the flag
+_OURS = "paro_leaf"  # marks flags that this package, not the user, has set
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 _ROUTER = re.compile("router|^gate$|gating|TopKGate", re.IGNORECASE)
 _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
@@ -40,7 +40,7 @@ HOOKS = 4  # number of hooks that DeepSpeed registers on each module
 
 
 class LeafKind(Enum):
-    """How a module is fetched."""
+    """Ways to fetch a module."""
 
     UNIT = "coarse"  # as one
     CHUNKED = "chunked"  # its listed experts are fetched in windows; everything else in it as usual
@@ -51,7 +51,7 @@ class LeafKind(Enum):
 
 @dataclass(frozen=True)
 class Settings:
-    """Criteria of the choice; one of ``budget`` and ``threshold`` is given."""
+    """Criteria of the choice: either ``budget`` or ``threshold`` is used."""
 
     budget: int | None  # bytes of the largest unit, see ``unit_bytes``; None to choose by granularity
     threshold: int  # granularity up to which a module is a unit
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclass
 class ModuleChoice:
-    """A module, and how it is fetched."""
+    """A module, and the way to fetch it."""
 
     name: str
     module: nn.Module
@@ -81,7 +81,7 @@ def numel_of(param: Tensor) -> int:
 def unit_bytes(params: Iterable[Tensor]) -> int:
     """Return the bytes that parameters take while their unit is in use.
 
-    They are the parameters, the buffer that they are gathered into, and the gradients of those that are trained.
+    These are the parameters, the buffer that they are gathered into, and the gradients of trained ones.
     """
     return sum(numel_of(p) * p.element_size() * (2 + int(p.requires_grad)) for p in params)
 
@@ -97,11 +97,11 @@ def default_budget(model: nn.Module, most_live: int) -> int:
 
 
 class _Tree:
-    """A model, with what the choice must know: names, users of parameters, and stacks of layers."""
+    """A model with data for the choice: names, users of parameters, and stacks of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.places: dict[int, list[str]] = {}  # id of a module: its names
+        self.places: dict[int, list[str]] = {}  # id of a module: its names in the model
         self.users: dict[int, set[int]] = {}  # id of a parameter: ids of the modules that hold it
         for name, module in model.named_modules(remove_duplicate=False):
             self.places.setdefault(id(module), []).append(name)
@@ -126,7 +126,7 @@ class _Tree:
         return numel, counted + 1, numel // (counted + 1)
 
     def unsafe(self, module: nn.Module) -> str:
-        """Return why a module must not be a unit at any size; empty if it may. See Note [Which modules are safe]."""
+        """Return why a module cannot be a unit at any size; empty if it can. See Note [Safe leaf modules]."""
         if module is self.model:
             return "it is the model"
         if module.__dict__.get(_LEAF) is False:
@@ -141,11 +141,11 @@ class _Tree:
         return self.entered_elsewhere(module)
 
     def entered_elsewhere(self, module: nn.Module) -> str:
-        """Return why something inside a module may be used from outside it; empty if nothing is."""
+        """Return the reason why contents of a module may be used from outside it; empty if there is none."""
         inside = {id(m) for m in module.modules()}
-        place = self.places[id(module)][0]
+        path = self.places[id(module)][0]
         for m in module.modules():
-            if any(name != place and not name.startswith(f"{place}.") for name in self.places[id(m)]):
+            if any(name != path and not name.startswith(f"{path}.") for name in self.places[id(m)]):
                 return f"{self.places[id(m)][0]} is in several places of the model"
         if any(self.users[id(p)] - inside for p in module.parameters()):
             return "it shares parameters with other modules"
@@ -169,10 +169,10 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def is_mixture(module: nn.Module) -> bool:
-    """Return whether a module chooses among experts.
+    """Return whether a module is a mixture of experts.
 
-    It does if a child with parameters has "expert" in its name or its class name, or is a list of alike modules beside
-    a gate or a router.
+    It is if a child with parameters has "expert" in its name or its class name, or is a list of modules of one class
+    with a gate or a router as sibling.
     """
     if isinstance(module, _CONTAINERS):
         return False
@@ -187,8 +187,8 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
         _ROUTER.search(name) or _ROUTER.search(type(child).__name__) for name, child in module.named_children()
     )
     for name, child in module.named_children():
-        experts = [one for one in child.children() if next(one.parameters(), None) is not None]
-        alike = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len({type(one) for one in experts}) == 1
+        experts = [expert for expert in child.children() if next(expert.parameters(), None) is not None]
+        alike = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len({type(expert) for expert in experts}) == 1
         named = experts and (_EXPERTS.search(name) or _EXPERTS.search(type(experts[0]).__name__))
         if alike and len(experts) > 1 and (named or routed):
             return experts
@@ -196,7 +196,7 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module and its descendants, except for what is inside mixtures."""
+    """Yield the module and its descendants, except for descendants of mixtures."""
     yield module
     if not is_mixture(module):
         for child in module.children():
@@ -204,9 +204,9 @@ def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
-    """Return how each module with parameters is to be fetched, parents first. Changes nothing."""
+    """Choose the way to fetch each module with parameters, parents first. Changes nothing."""
     tree = _Tree(model)
-    found: list[ModuleChoice] = []
+    choices: list[ModuleChoice] = []
     seen: set[int] = set()
 
     def visit(name: str, module: nn.Module, inside: bool) -> None:
@@ -217,7 +217,7 @@ def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
         seen.add(id(module))
         kind = LeafKind.INSIDE if inside else LeafKind.FINE
         row = ModuleChoice(name, module, numel, granularity, unit_bytes(params), kind=kind)
-        found.append(row)
+        choices.append(row)
         if not inside:
             row.why = _why_not(tree, row, settings)
             row.kind = LeafKind.FINE if row.why else LeafKind.UNIT
@@ -233,11 +233,11 @@ def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
             visit(f"{name}.{child_name}" if name else child_name, child, into)
 
     visit("", model, False)
-    return found
+    return choices
 
 
 def _why_not(tree: _Tree, row: ModuleChoice, settings: Settings) -> str:
-    """Return why a module that is in no unit is not one itself; empty if it is."""
+    """Return the reason why a module outside of units is not a unit itself; empty if it is."""
     if getattr(row.module, _LEAF, False):
         return ""  # the user has set it
     unsafe = tree.unsafe(row.module)
@@ -255,7 +255,7 @@ def _why_not(tree: _Tree, row: ModuleChoice, settings: Settings) -> str:
 
 
 def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
-    """Return windows of a mixture's listed experts that fit the budget; none if it has no list of such experts."""
+    """Return windows of a mixture's listed experts that fit the budget; none if there is no such list."""
     experts = experts_of(module)
     bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
     if max(bytes_each, default=0) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
@@ -272,7 +272,7 @@ def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]
 
 
 def expert_bytes(module: nn.Module) -> int:
-    """Return the bytes of one packed expert of a module, as a unit; 0 if they cannot be taken apart."""
+    """Return the bytes of one packed expert of a module, as a unit; 0 if experts cannot be separated."""
     return unit_bytes(module.parameters(recurse=False)) // experts_in(module) if can_have_windows(module) else 0
 
 
@@ -282,10 +282,10 @@ def can_have_windows(module: nn.Module) -> bool:
 
 
 def _windows(tree: _Tree, row: ModuleChoice, budget: int) -> tuple[list[list[int]], str]:
-    """Return windows of a module's packed experts, and why it is split.
+    """Return windows of a module's packed experts, and the reason for them.
 
-    Without such experts, or if the module fits the budget, there are none. If its experts look packed but must stay
-    together, there are none either, and the reason says why.
+    There are none without such experts, or if the module fits the budget. There are none either if its experts look
+    packed but must stay together; then the reason explains that.
     """
     why = why_no_windows(row.module)
     if why is None or row.bytes <= budget:
@@ -317,20 +317,20 @@ def set_leaves(found: Iterable[ModuleChoice]) -> list[nn.Module]:
 
 
 def _unset(module: nn.Module) -> bool:
-    """Undo what is set on one module, and return whether anything was."""
+    """Undo all settings on one module, and return whether there were any."""
     return unset_chunks(module) | unset_windows(module) | bool(module.__dict__.pop(_OURS, False))
 
 
 def unset_leaves(model: nn.Module) -> None:
-    """Undo ``set_leaves``, so that another engine can choose for itself.
+    """Undo ``set_leaves``, so that another engine can choose anew.
 
-    What DeepSpeed has left on these modules and parameters is removed, too. Otherwise, another engine would take the
-    parameters for those of leaf modules, and the autograd functions would call the old engine.
+    DeepSpeed's attributes on modules and parameters are removed, too. Otherwise, another engine would treat the
+    parameters as those of leaf modules, and the autograd functions would call the old engine.
     """
-    ours = [module for module in model.modules() if _unset(module)]
-    for module in ours:
+    flagged = [module for module in model.modules() if _unset(module)]
+    for module in flagged:
         module.__dict__.pop(_LEAF, None)
-    if not ours:
+    if not flagged:
         return
     for param in model.parameters():
         param.__dict__.pop("ds_z3_leaf_module", None)

@@ -39,20 +39,20 @@ _FETCHED = {
 
 
 class ClassSummary(NamedTuple):
-    """The modules of one class that are fetched alike, for the same reason."""
+    """The modules of one class that are fetched in the same way, for the same reason."""
 
     cls: str
     modules: int
-    numel: int  # of the largest
-    granularity: int | None  # of the largest
-    bytes: int  # of the largest, as a unit
+    numel: int  # of the largest module
+    granularity: int | None  # of the largest module
+    bytes: int  # of the largest module, as a unit
     kind: str
     why: str
 
 
 @dataclass(frozen=True)
 class LiveLimits:
-    """ZeRO-3's settings that bound what is gathered at a time, all in elements."""
+    """ZeRO-3's limits of the parameters that are gathered at a time, all in elements."""
 
     most: int  # stage3_max_live_parameters
     prefetch: int  # stage3_prefetch_bucket_size
@@ -66,7 +66,7 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] |
     Returns None if the parsed ``zero_optimization`` has no budget.
 
     Raises:
-        ValueError: the budget is smaller than what must be fetched at once.
+        ValueError: the budget is smaller than the parameters that must be fetched at once.
     """
     if not getattr(zero_config, LEAF_BYTES, 0):
         return None
@@ -76,17 +76,17 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] |
 
 
 def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, LiveLimits]:
-    """Return the settings of a parsed ``zero_optimization``: how to choose, and ZeRO-3's other bounds.
+    """Return the settings of a parsed ``zero_optimization``: criteria of the choice, and ZeRO-3's limits.
 
     Raises:
-        ValueError: the budget is smaller than what must be fetched at once.
+        ValueError: the budget is smaller than the parameters that must be fetched at once.
     """
-    asked, most_live = getattr(zero_config, LEAF_BYTES, 0), int(zero_config.max_live_parameters)
+    budget_key, most_live = getattr(zero_config, LEAF_BYTES, 0), int(zero_config.max_live_parameters)
     budget: int | None = None
-    if asked is True:
+    if budget_key is True:
         budget = default_budget(model, most_live)
-    elif asked:
-        budget = int(asked)
+    elif budget_key:
+        budget = int(budget_key)
         _refuse_too_small(budget, model, most_live)
     live = LiveLimits(
         most_live,
@@ -98,31 +98,31 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
 
 
 def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[ModuleChoice]:
-    """Choose and flag leaf modules by a threshold, when DeepSpeed would: as a ``DeepSpeedZeRoOffload`` is made."""
+    """Choose and flag leaf modules by a threshold, while a ``DeepSpeedZeRoOffload`` is made, as DeepSpeed does."""
     live = LiveLimits(
         offload._max_available_parameters_in_numel,
         offload._prefetch_bucket_sz,
         offload._max_reuse_distance_in_numel,
         offload.param_numel_persistence_threshold,
     )
-    # Printed, not logged: DeepSpeed printed its table, too, until that came to depend on a flag that nothing sets.
+    # Printed, not logged: DeepSpeed printed its table, too, until it made that depend on a flag that nothing sets.
     return _set_up(model, Settings(None, int(threshold), live.most), live, print_dist)
 
 
 def _set_up(
     model: nn.Module, settings: Settings, live: LiveLimits, show: Callable[..., None] = log_dist
 ) -> list[ModuleChoice]:
-    found = choose(model, settings)
-    set_leaves(found)
-    show(f"deepspeed_ext: {choice_table(found, model, settings, live)}", ranks=[0])
-    _warn(found, settings)
-    return found
+    choices = choose(model, settings)
+    set_leaves(choices)
+    show(f"deepspeed_ext: {choice_table(choices, model, settings, live)}", ranks=[0])
+    _warn(choices, settings)
+    return choices
 
 
 def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
-    """Refuse a budget below what one module holds itself, since that is fetched at once."""
+    """Refuse a budget below a module's own parameters, which are fetched at once."""
     name, module = max(model.named_modules(), key=lambda item: _least_bytes(item[1]))
-    own = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
+    sizes = {f"{name}.{key}".lstrip("."): unit_bytes([param]) for key, param in module.named_parameters(recurse=False)}
     needed = _least_bytes(module)
     if budget >= needed:
         return
@@ -132,22 +132,22 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
             f"the {module.num_experts} packed experts of {name} needs {needed:,}, got {budget:,}. Raise it, or set it "
             f"to true for the budget that {SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
         )
-    largest = max(own, key=lambda key: own[key])
-    others = f"; with the others of {name or 'the model'} {needed:,}" if len(own) > 1 else ""
+    largest = max(sizes, key=lambda key: sizes[key])
+    others = f"; with the others of {name or 'the model'} {needed:,}" if len(sizes) > 1 else ""
     raise ValueError(
         f"{SECTION}.{LEAF_BYTES} must be at least the bytes of the largest parameter, gathered and with its gradient: "
-        f"{largest} needs {own[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
+        f"{largest} needs {sizes[largest]:,}{others}, got {budget:,}. Raise it, or set it to true for the budget that "
         f"{SECTION}.{MOST_LIVE} gives ({default_budget(model, most_live):,})."
     )
 
 
 def _least_bytes(module: nn.Module) -> int:
-    """Return the bytes that a module must fetch at once: of one packed expert, or of all parameters that it holds."""
+    """Return the bytes that a module must fetch at once: one packed expert, or all its own parameters."""
     return expert_bytes(module) or unit_bytes(module.parameters(recurse=False))
 
 
 def _drop_defaults(zero_config: ZeroConfig, model: nn.Module) -> None:
-    """Unset leaf modules from DeepSpeed's default list, so that the choice is free. A list of the user's stays."""
+    """Unset leaf modules from DeepSpeed's default list, so that the choice is free. A user's list is kept."""
     if zero_config.leaf_module.classes == DEFAULT_LEAF_MODULE_CLASSES:
         for module in model.modules():
             if _fully_qualified_class_name(module) in DEFAULT_LEAF_MODULE_CLASSES:
@@ -160,9 +160,11 @@ def _warn(found: list[ModuleChoice], settings: Settings) -> None:
 
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    if settings.budget is None and not any(one.kind == LeafKind.UNIT for one in found):
-        able = [one for one in found if one.granularity is not None and one.why == "above the threshold"]
-        least = min(able, key=lambda one: one.granularity or 0, default=None)
+    if settings.budget is None and not any(choice.kind == LeafKind.UNIT for choice in found):
+        candidates = [
+            choice for choice in found if choice.granularity is not None and choice.why == "above the threshold"
+        ]
+        least = min(candidates, key=lambda one: one.granularity or 0, default=None)
         hint = (
             f"the smallest granularity is {least.granularity:,} ({type(least.module).__name__} {least.name})"
             if least
@@ -173,16 +175,16 @@ def _warn(found: list[ModuleChoice], settings: Settings) -> None:
             f"{SECTION}.{LEAF_BYTES} true chooses without a number."
         )
     budget = settings.budget
-    alone = [one for one in found if one.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]
-    own = [one for one in alone if budget and _own_bytes(one) > budget]
-    if own and budget:
-        first = max(own, key=_own_bytes)
+    alone = [choice for choice in found if choice.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]
+    oversized = [choice for choice in alone if budget and _own_bytes(choice) > budget]
+    if oversized and budget:
+        first = max(oversized, key=_own_bytes)
         logger.warning(
-            f"deepspeed_ext: {len(own)} module(s) hold more parameters themselves than a unit may, for example "
+            f"deepspeed_ext: {len(oversized)} module(s) hold more parameters themselves than a unit may, for example "
             f"{type(first.module).__name__} {first.name} ({_own_bytes(first):,} bytes, budget {budget:,}): "
             f"they are fetched at once anyway ({first.why})."
         )
-    split = [one for one in found if one.kind == LeafKind.FINE and experts_of(one.module)]
+    split = [choice for choice in found if choice.kind == LeafKind.FINE and experts_of(choice.module)]
     if split:
         first = split[0]
         logger.warning(
@@ -193,30 +195,30 @@ def _warn(found: list[ModuleChoice], settings: Settings) -> None:
 
 
 def _own_bytes(one: ModuleChoice) -> int:
-    """Return the bytes, as a unit, of the parameters that a module holds itself."""
+    """Return the bytes, as a unit, of a module's own parameters."""
     return unit_bytes(one.module.parameters(recurse=False))
 
 
 def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
     """Return one summary for each class, kind and reason, in the order of the model, without modules inside units."""
-    alike: dict[tuple[str, str, str], list[ModuleChoice]] = {}
-    for one in found:
-        if one.kind != LeafKind.INSIDE:
-            why = "" if one.kind == LeafKind.UNIT else one.why
-            if one.chunks:
-                why = f"{len(one.chunks)} windows of experts; {one.why}"
-            if one.windows:
-                why = f"{len(one.windows)} windows of at most {len(one.windows[0])} experts; {one.why}"
-            alike.setdefault((type(one.module).__name__, one.kind.value, _general(why)), []).append(one)
+    groups: dict[tuple[str, str, str], list[ModuleChoice]] = {}
+    for choice in found:
+        if choice.kind != LeafKind.INSIDE:
+            why = "" if choice.kind == LeafKind.UNIT else choice.why
+            if choice.chunks:
+                why = f"{len(choice.chunks)} windows of experts; {choice.why}"
+            if choice.windows:
+                why = f"{len(choice.windows)} windows of at most {len(choice.windows[0])} experts; {choice.why}"
+            groups.setdefault((type(choice.module).__name__, choice.kind.value, _general(why)), []).append(choice)
     table = []
-    for (cls, kind, why), some in alike.items():
-        most = max(some, key=lambda one: one.numel)
-        table.append(ClassSummary(cls, len(some), most.numel, most.granularity, most.bytes, kind=kind, why=why))
+    for (cls, kind, why), members in groups.items():
+        most = max(members, key=lambda one: one.numel)
+        table.append(ClassSummary(cls, len(members), most.numel, most.granularity, most.bytes, kind=kind, why=why))
     return table
 
 
 def _general(why: str) -> str:
-    """Return a reason without what differs between modules of one class."""
+    """Return a reason without names that differ between modules of one class."""
     return why if " " not in why or why.split(" ", 1)[0].count(".") == 0 else f"a module in it {why.split(' ', 1)[1]}"
 
 
@@ -226,8 +228,8 @@ def hooks(found: Sequence[ModuleChoice], model: nn.Module) -> tuple[int, int]:
     DeepSpeed has four on each module that is not inside a leaf module.
     """
     modules = sum(1 for _ in model.modules())
-    coarse = [one.module for one in found if one.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
-    coarse += [expert for one in found for chunk in one.chunks for expert in chunk]
+    coarse = [choice.module for choice in found if choice.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
+    coarse += [expert for choice in found for chunk in choice.chunks for expert in chunk]
     inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
     return HOOKS * modules, HOOKS * (modules - inside)
 
@@ -235,22 +237,22 @@ def hooks(found: Sequence[ModuleChoice], model: nn.Module) -> tuple[int, int]:
 def predicted_live(found: Sequence[ModuleChoice], model: nn.Module, live: LiveLimits) -> int:
     """Return an upper bound of the elements that are gathered at a time.
 
-    They are parameters that persist, those in use, those prefetched (whole units that begin within the prefetch
-    bucket), and those kept because they are used again within the reuse distance (whole units, too).
+    These are persistent parameters, parameters in use, prefetched ones (full units that begin within the prefetch
+    bucket), and those kept because they are used again within the reuse distance (full units, too).
     """
     total = sum(numel_of(p) for p in model.parameters())
-    packed = {id(p) for one in found if one.windows for p in one.module.parameters()}  # they do not persist
+    packed = {id(p) for choice in found if choice.windows for p in choice.module.parameters()}  # they do not persist
     small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence and id(p) not in packed)
-    fetched = [one.numel for one in found if one.kind == LeafKind.UNIT]
-    for one in found:
-        if one.kind == LeafKind.FINE:
-            fetched.append(sum(map(numel_of, one.module.parameters(recurse=False))))
-        elif one.kind == LeafKind.CHUNKED:  # a window stays while parameters beside the experts come and go
-            chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in one.chunks]
-            fetched.append(max(chunks) + one.numel - sum(chunks))
-        elif one.kind == LeafKind.WINDOWED:  # the window in use, and the next one
-            window = one.numel // sum(map(len, one.windows)) * len(one.windows[0])
-            fetched.append(min(one.numel, 2 * window))
+    fetched = [choice.numel for choice in found if choice.kind == LeafKind.UNIT]
+    for choice in found:
+        if choice.kind == LeafKind.FINE:
+            fetched.append(sum(map(numel_of, choice.module.parameters(recurse=False))))
+        elif choice.kind == LeafKind.CHUNKED:  # a window stays while other parameters are fetched
+            chunks = [sum(numel_of(p) for expert in chunk for p in expert.parameters()) for chunk in choice.chunks]
+            fetched.append(max(chunks) + choice.numel - sum(chunks))
+        elif choice.kind == LeafKind.WINDOWED:  # the window in use, and the next one
+            window = choice.numel // sum(map(len, choice.windows)) * len(choice.windows[0])
+            fetched.append(min(choice.numel, 2 * window))
     largest = max(fetched, default=0)
     ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
     kept = live.reuse + largest if live.reuse else 0
@@ -259,20 +261,20 @@ def predicted_live(found: Sequence[ModuleChoice], model: nn.Module, live: LiveLi
 
 def choice_table(found: Sequence[ModuleChoice], model: nn.Module, settings: Settings, live: LiveLimits) -> str:
     """Return the choice of leaf modules as text: a row for each class, hooks, and the parameters live at a time."""
-    how = (
+    criterion = (
         f"granularity up to {settings.threshold:,}, at most {settings.most_live:,} parameters"
         if settings.budget is None
         else f"at most {settings.budget:,} bytes in a unit"
     )
     lines = [
-        f"leaf modules of {type(model).__name__}: {how}",
+        f"leaf modules of {type(model).__name__}: {criterion}",
         f"  {'class':<32} {'count':>6} {'parameters':>15} {'granularity':>13} {'bytes as unit':>17}  fetched",
     ]
-    for one in summaries(found):
-        granularity = "" if one.granularity is None else f"{one.granularity:,}"
-        fetched = _FETCHED[one.kind].format(one.why)
+    for row in summaries(found):
+        granularity = "" if row.granularity is None else f"{row.granularity:,}"
+        fetched = _FETCHED[row.kind].format(row.why)
         lines.append(
-            f"  {one.cls:<32.32} {one.modules:>6} {one.numel:>15,} {granularity:>13} {one.bytes:>17,}  {fetched}"
+            f"  {row.cls:<32.32} {row.modules:>6} {row.numel:>15,} {granularity:>13} {row.bytes:>17,}  {fetched}"
         )
     before, after = hooks(found, model)
     fewer = f" ({1 - after / before:.1%} fewer)" if before else ""

@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Leaf modules with parameters that are fetched and released as one: one bucket, one entry in DeepSpeed's records.
+"""Leaf module parameters that are fetched and released together: one bucket, one entry in DeepSpeed's records.
 
 Note [Units]
     DeepSpeed's coordinator fetches the parameters of a leaf module together, but keeps records of each: sets, states,
-    handles, events. A ``Unit`` stands for parameters that are always fetched and released together. The coordinator
-    sees units, since ``entries`` replaces ``iter_params`` there. To everybody else, each parameter stays what it was:
+    handles, events. A ``Unit`` represents parameters that are always fetched and released together. The coordinator
+    gets units, because ``entries`` replaces ``iter_params`` there. For all other code, a parameter is unchanged:
     it has its own chunk (for checkpoints), its own state (GatheredParameters may gather it alone), and its own data.
 
     A unit is available if all its parameters are. If some have been gathered alone, only the others are gathered.
@@ -30,11 +30,11 @@ from torch.autograd.function import FunctionCtx
 from deepspeed_ext.deepspeed_types import ZeroChunk, ZeroParameter
 
 UNIT = "paro_unit"  # attribute of a parameter: its unit
-_ENTRIES = "paro_entries"  # attribute of a leaf module: what the coordinator fetches for it
+_ENTRIES = "paro_entries"  # attribute of a leaf module: units and parameters that the coordinator fetches
 
 
 class LiveElements:
-    """Counts the elements of gathered parameters: now, and the most that there ever were."""
+    """Counts the elements of gathered parameters: current number, and maximum."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -59,7 +59,7 @@ class UnitOwner(Protocol):
 
 
 class Unit:
-    """Parameters that are fetched and released together. DeepSpeed's coordinator sees them as one parameter.
+    """Parameters that are fetched and released together. DeepSpeed's coordinator treats them as one parameter.
 
     Args:
         params: ZeRO parameters of one dtype; either all or none of them stay gathered between steps.
@@ -92,11 +92,11 @@ class Unit:
         return self.params[0].ds_tensor
 
     def partition_numel(self) -> int:
-        """Return the number of elements in a rank's chunks of them."""
+        """Return the number of elements of a rank's chunks."""
         return sum(param.partition_numel() for param in self.params)
 
     def ds_summary(self, *_: Any, **__: Any) -> dict[str, Any]:
-        """Return what DeepSpeed prints of a parameter in its messages."""
+        """Return the summary that DeepSpeed prints in its messages."""
         return {
             "id": self.ds_id,
             "status": self.ds_status.name,
@@ -113,7 +113,7 @@ class Unit:
         """Release the parameters, except those that a module outside the unit still uses."""
         stream = None if get_accelerator().is_synchronized_device() else get_accelerator().current_stream()
         seen: set[int] = set()
-        gone = 0
+        released = 0
         empty = None
         for param in self.params:
             if param.ds_active_sub_modules or param.ds_status != ZeroParamStatus.AVAILABLE:
@@ -126,16 +126,16 @@ class Unit:
                 empty = torch.empty(0, dtype=param.dtype, device=param.device)
             param.data = empty
             param.ds_status = ZeroParamStatus.NOT_AVAILABLE
-            gone += param.ds_numel
+            released += param.ds_numel
         self.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        self.owner.live.add(-gone)
+        self.owner.live.add(-released)
 
 
 class Gathering(Protocol):
     """Parameters that are being gathered."""
 
     def wait(self, handle_dependency: bool = True) -> None:
-        """Wait until they are available."""
+        """Wait until the parameters are available."""
 
 
 class UnitGather:
@@ -149,8 +149,8 @@ class UnitGather:
     def wait(self, handle_dependency: bool = True) -> None:
         """Wait until the unit is available.
 
-        The coordinator calls this again for others gathered with it, when the unit may be released already; then it
-        does nothing.
+        The coordinator calls this again for other units of the same gather. The unit may be released by then, so
+        later calls do nothing.
         """
         if self._unit is None:
             return
@@ -169,10 +169,10 @@ def make_units(leaves: Iterable[nn.Module], owner: UnitOwner) -> list[Unit]:
         for param in cast(Iterable[ZeroParameter], leaf.parameters()):
             kind = None if hasattr(param, UNIT) else owner.unit_kind(param)
             (alone if kind is None else kinds.setdefault(kind, [])).append(param)
-        made = [Unit(params, owner) for params in kinds.values() if len(params) > 1]
+        new_units = [Unit(params, owner) for params in kinds.values() if len(params) > 1]
         alone += [params[0] for params in kinds.values() if len(params) == 1]
-        units += made
-        leaf.__dict__[_ENTRIES] = (*made, *alone)
+        units += new_units
+        leaf.__dict__[_ENTRIES] = (*new_units, *alone)
     return units
 
 
@@ -191,7 +191,7 @@ def forget_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
 
 
 def entries(iter_params: Callable[..., Iterable[Any]], module: Any, recurse: bool = False) -> Iterable[Any]:
-    """Return what the coordinator sees as a module's parameters: units, and parameters that are in no unit.
+    """Return the coordinator's view of a module's parameters: units, and parameters that are in no unit.
 
     Args:
         iter_params: DeepSpeed's function of that name.
@@ -200,9 +200,9 @@ def entries(iter_params: Callable[..., Iterable[Any]], module: Any, recurse: boo
     """
     if not recurse:
         return iter_params(module, recurse)
-    own = module.__dict__.get(_ENTRIES)
-    if own is not None:
-        return (*own, *(p for _, p in module.ds_external_parameters() if getattr(p, UNIT, None) not in own))
+    listed = module.__dict__.get(_ENTRIES)
+    if listed is not None:
+        return (*listed, *(p for _, p in module.ds_external_parameters() if getattr(p, UNIT, None) not in listed))
     return _with_units(iter_params(module, recurse))
 
 

@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that are packed into 3-D parameters, fetched a window of whole experts at a time.
+"""Experts that are packed into 3-D parameters, fetched in windows of full experts.
 
 Note [Windows]
-    The output of a mixture with packed experts (transformers 5) is the sum of what each expert computes for the tokens
-    that chose it. So a pass of the module is a loop over windows of experts. For each window, a substitute of the
-    module, with the window's parameters only, runs the module's own forward on the tokens of these experts, whatever
-    implementation is selected. While one window computes, the next is gathered. The forward takes the windows from
-    first to last and the backward from last to first, on all ranks, used or not, since ranks may use different
-    experts.
+    The output of a mixture with packed experts (transformers 5) is the sum of the outputs of each expert for its
+    tokens. So a pass of the module is a loop over windows of experts. For each window, a substitute of the
+    module, with the window's parameters only, runs the module's own forward on the tokens of these experts, with any
+    selected implementation. While one window computes, the next is gathered. The forward runs the windows from
+    first to last and the backward from last to first. All ranks run all windows, used or not, because ranks may use
+    different experts.
 
     To autograd, a pass is one node. Inside it each window has its own graph. The storage of the window's weights is
     freed after the forward; the backward of the window fetches them again. So nothing depends on the order in which
-    autograd would run experts. Under a non-reentrant checkpoint, what these graphs save would have to come back from
-    the checkpoint, window by window. There, the node saves its inputs only, and the backward of a window runs its
-    forward again.
+    autograd would run experts. Under a non-reentrant checkpoint, tensors saved by these graphs would have to be
+    restored from the checkpoint, window by window. There, the node saves its inputs only, and the backward of a window
+    runs its forward again.
 """
 
 import functools
@@ -36,7 +36,7 @@ class Fetch(Protocol):
     """A window that is being gathered."""
 
     def wait(self, weights: Sequence[Tensor]) -> None:
-        """Wait until the window has arrived, and write it to these weights, each (experts of the window, ...)."""
+        """Wait for the window, and write it to these weights, each (experts of the window, ...)."""
 
     def release(self) -> None:
         """Called when the window is no longer in use."""
@@ -63,14 +63,14 @@ class WindowReducer(Protocol):
     ) -> None:
         """Reduce the gradients of a window: one for each parameter of the module, None for an unused parameter.
 
-        The backward takes window 0 last. ``last``: whether the running backward will not enter the module again.
+        The backward runs window 0 last. ``last``: whether the running backward will not enter the module again.
         """
 
     def end_windows(self, module: "WindowedModule") -> None:
         """Reduce, at the end of a backward, gradients of windows that wait for a further pass of the module."""
 
     def forget_windows(self, module: "WindowedModule") -> None:
-        """Drop gradients that an interrupted backward has left."""
+        """Drop gradients of an interrupted backward."""
 
 
 class WindowHooks(Protocol):
@@ -91,9 +91,9 @@ class WindowHooks(Protocol):
 class _Part:
     """The data of a window that a pass keeps for its backward."""
 
-    tokens: Tensor  # 1D, int64: the token of each use of an expert
-    places: Tensor  # 1D, int64: the index of each use in the flattened choices
-    experts: Tensor  # (uses, 1), int64: the expert's number in the window
+    tokens: Tensor  # 1D, int64: index of the token of each assignment to an expert
+    places: Tensor  # 1D, int64: flat index of each assignment in (tokens, k)
+    experts: Tensor  # (assignments, 1), int64: the expert's number in the window
     weights: list[Tensor] = field(default_factory=list)  # without their storage between fetches
     hidden: Tensor | None = None
     shares: Tensor | None = None
@@ -101,7 +101,7 @@ class _Part:
 
 
 class _Context(torch.autograd.function.FunctionCtx):
-    """What autograd keeps of a pass."""
+    """Data of a pass in the autograd graph."""
 
     windows: "WindowedModule"
     parts: list[_Part] | None
@@ -122,6 +122,7 @@ class _Pass(torch.autograd.Function):
         ctx.save_for_backward(hidden, index, shares)
         device = hidden.device.type
         ctx.cast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        # With hooks for saved tensors, as under a non-reentrant checkpoint, only inputs are saved.
         keep = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
         out, parts = windows.run(hidden, index, shares, keep)
         ctx.parts = parts if keep else None
@@ -135,9 +136,9 @@ class _Pass(torch.autograd.Function):
         ctx.over = True
         with torch.autocast(ctx.cast[0], ctx.cast[2], ctx.cast[1], cache_enabled=False):
             parts, ctx.parts = ctx.parts, None
-            wanted = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
-            into = ctx.windows.run_backward(gradient, hidden, index, shares, parts, wanted=wanted)
-        return None, None, into[0], None, into[1]
+            needed = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
+            input_grads = ctx.windows.run_backward(gradient, hidden, index, shares, parts, wanted=needed)
+        return None, None, input_grads[0], None, input_grads[1]
 
 
 class WindowedModule:
@@ -145,13 +146,13 @@ class WindowedModule:
 
     Args:
         module: its own parameters are the packed experts. Its forward takes hidden states (tokens, width), the experts
-            of each token (tokens, k), and their shares (tokens, k).
+            of each token (tokens, k), and their routing weights (tokens, k), named shares.
         windows: the experts of each window, in order; together all experts.
 
     Attributes:
         params: the packed parameters.
         fetcher: set with the parameters' shards.
-        hooks: set with an optimizer; None without.
+        hooks: set with an optimizer; None without one.
     """
 
     fetcher: WindowFetcher
@@ -161,13 +162,13 @@ class WindowedModule:
         self.module = module
         self.windows = [tuple(window) for window in windows]
         self.names = [name for name, _ in module.named_parameters(recurse=False)]
-        # Kept here, since looking a parameter up during a forward would make ZeRO-3 gather it.
+        # Stored, because reading a module's parameter during a forward would make ZeRO-3 gather it.
         self.params: list[Any] = list(module.parameters(recurse=False))
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         experts = sum(len(window) for window in self.windows)
-        places = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
-        # One column per expert, and a last one for choices of no expert of this module.
-        self._table = torch.tensor([places.get(e, (len(self.windows), 0)) for e in range(experts + 1)]).T.contiguous()
+        pairs = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
+        # One column per expert, and a last one for assignments to no expert of this module.
+        self._table = torch.tensor([pairs.get(e, (len(self.windows), 0)) for e in range(experts + 1)]).T.contiguous()
 
     def __deepcopy__(self, memo: object) -> "WindowedModule":
         return self  # belongs to the engine, as hooks do
@@ -189,11 +190,11 @@ class WindowedModule:
         if not torch.is_grad_enabled() or not (trained or hidden_states.requires_grad or shares.requires_grad):
             with torch.no_grad():
                 return self.run(hidden_states, index, shares, False)[0]
-        anchor = torch.empty(0, requires_grad=trained)
+        anchor = torch.empty(0, requires_grad=trained)  # makes autograd call the backward if only weights need it
         return cast(Tensor, _Pass.apply(self, anchor, hidden_states, index, shares))
 
     def run(self, hidden: Tensor, index: Tensor, shares: Tensor, keep: bool) -> tuple[Tensor, list[_Part]]:
-        """Return the module's output, and the windows; with ``keep`` these hold what the backward needs."""
+        """Return the module's output, and the windows; with ``keep``, with their graphs for the backward."""
         out = torch.zeros_like(hidden, requires_grad=False)
         parts = self._parts(index)
         for _, part in self._in_order(parts, forward=True):
@@ -217,36 +218,39 @@ class WindowedModule:
         """Run the windows backward and reduce their gradients; return the gradients of hidden states and shares."""
         assert self.hooks is not None
         self.hooks.begin_backward()
-        again = parts is None
+        recompute = parts is None
         parts = self._parts(index) if parts is None else parts
-        into = [torch.zeros_like(one) if want else None for one, want in zip((hidden, shares), wanted, strict=True)]
+        input_grads = [
+            torch.zeros_like(tensor) if needed else None
+            for tensor, needed in zip((hidden, shares), wanted, strict=True)
+        ]
         last = not self._to_come()
         for number, part in self._in_order(parts, forward=False):
             gradients: list[Tensor | None] = [None] * len(part.weights)
             if len(part.tokens):
-                if again:
+                if recompute:
                     with torch.enable_grad():
                         self._compute(part, hidden.requires_grad_(wanted[0]), shares.requires_grad_(wanted[1]), True)
-                gradients = self._differentiate(part, gradient, into)
+                gradients = self._differentiate(part, gradient, input_grads)
             self._drop(part)
             part.weights.clear()
             if any(param.requires_grad for param in self.params):
                 self.hooks.reduce_window(self, number, gradients, last)
-        return into
+        return input_grads
 
     def forget(self) -> None:
-        """Drop gradients that an interrupted backward has left. Called when a new forward of the model begins."""
+        """Drop gradients of an interrupted backward. Called when a new forward of the model begins."""
         if self.hooks is not None:
             self.hooks.windows.forget_windows(self)
 
     def _differentiate(self, part: _Part, gradient: Tensor, into: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the gradients of a window's weights; add the gradients of its inputs to ``into``."""
         assert part.output is not None and part.hidden is not None and part.shares is not None
-        every = [part.hidden, part.shares, *part.weights]
-        wanted = [one for one in every if one.requires_grad]
-        found = iter(torch.autograd.grad(part.output, wanted, gradient[part.tokens], allow_unused=True))
+        inputs = [part.hidden, part.shares, *part.weights]
+        differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+        grads = iter(torch.autograd.grad(part.output, differentiable, gradient[part.tokens], allow_unused=True))
         part.output = None
-        results = [next(found) if one.requires_grad else None for one in every]
+        results = [next(grads) if tensor.requires_grad else None for tensor in inputs]
         if into[0] is not None and results[0] is not None:
             into[0].index_add_(0, part.tokens, results[0])
         if into[1] is not None and results[1] is not None:
@@ -260,13 +264,13 @@ class WindowedModule:
         part.shares = shares.detach().reshape(-1)[part.places, None].requires_grad_(keep and shares.requires_grad)
         substitute = object.__new__(type(self.module))
         substitute.__dict__.update(self.module.__dict__)
-        for ours in ("forward", _WINDOWS):
-            substitute.__dict__.pop(ours, None)
+        for attribute in ("forward", _WINDOWS):
+            substitute.__dict__.pop(attribute, None)
         substitute.__dict__["_parameters"] = dict(zip(self.names, part.weights, strict=True))
         substitute.__dict__["num_experts"] = len(part.weights[0])
         if _PARALLEL in substitute.__dict__:
-            substitute.__dict__[_PARALLEL] = False  # choices of no expert here have been removed already
-        # Keep outer hooks away: what they save instead of a window's tensors cannot be restored window by window.
+            substitute.__dict__[_PARALLEL] = False  # assignments to no expert here have been removed already
+        # Disable outer hooks: tensors that they save cannot be restored window by window.
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             output: Tensor = type(self.module).forward(substitute, part.hidden, part.experts, part.shares)
         if keep and output.requires_grad:
@@ -274,15 +278,15 @@ class WindowedModule:
         return output
 
     def _in_order(self, parts: Sequence[_Part], forward: bool) -> Any:
-        """Yield each window with its weights fetched; the next one is being gathered meanwhile."""
+        """Yield each window with its weights, while the next one is gathered."""
         numbers = list(range(len(parts)))[:: 1 if forward else -1]
         self.fetcher.begin_pass(self)
         try:
             ahead: Fetch | None = self.fetcher.fetch(self, numbers[0])
-            for place, number in enumerate(numbers):
+            for position, number in enumerate(numbers):
                 current, ahead = cast(Fetch, ahead), None
-                if place + 1 < len(numbers):
-                    ahead = self.fetcher.fetch(self, numbers[place + 1])
+                if position + 1 < len(numbers):
+                    ahead = self.fetcher.fetch(self, numbers[position + 1])
                 self._fill(parts[number], number)
                 current.wait([weight.data for weight in parts[number].weights])
                 yield number, parts[number]
@@ -307,7 +311,7 @@ class WindowedModule:
             weight.untyped_storage().resize_(0)
 
     def _parts(self, index: Tensor) -> list[_Part]:
-        """Return the windows, each with the tokens that chose its experts."""
+        """Return the windows, each with the tokens of its experts."""
         if self._table.device != index.device:
             self._table = self._table.to(index.device)
         flat = index.reshape(-1).clamp(0, self._table.shape[1] - 1)
@@ -316,14 +320,14 @@ class WindowedModule:
         counts = torch.bincount(window, minlength=len(self.windows) + 1).tolist()[: len(self.windows)]
         parts, start = [], 0
         for count in counts:
-            places = order[start : start + count]
-            parts.append(_Part(places // index.shape[1], places, expert[places, None]))
+            assigned = order[start : start + count]
+            parts.append(_Part(assigned // index.shape[1], assigned, expert[assigned, None]))
             start += count
         return parts
 
     def _to_come(self) -> bool:
         """Return whether the running backward will enter the module again."""
-        nodes = [cast(Node, one) for one in self.passes if not one.over]
+        nodes = [cast(Node, context) for context in self.passes if not context.over]
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
@@ -335,8 +339,8 @@ class _Forward:
         self._names = list(inspect.signature(type(windowed.module).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
-        return self._windowed(*(given[name] for name in self._names))
+        arguments = dict(zip(self._names, args, strict=False)) | kwargs
+        return self._windowed(*(arguments[name] for name in self._names))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Tensor]:
         copied = memo.get(id(self._windowed.module))  # a module's attributes are copied after it is in the memo
@@ -350,7 +354,7 @@ def experts_in(module: nn.Module) -> int:
 
 
 def why_no_windows(module: nn.Module) -> str | None:
-    """Return why a module's packed experts cannot be fetched in windows, "" if they can; None if it has none."""
+    """Return the reason why packed experts cannot be fetched in windows; "" if they can, None without any."""
     params = list(module.parameters(recurse=False))
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
     experts = experts_in(module)
@@ -374,9 +378,9 @@ def why_no_windows(module: nn.Module) -> str | None:
 
 
 def windows_of(experts: int, bytes_each: int, budget: int) -> list[list[int]]:
-    """Return windows of experts that fit the budget; none if not even one expert does.
+    """Return windows of experts that fit the budget; none if no expert fits.
 
-    Windows are strided, so that each has experts on all ranks.
+    Windows are strided, so that each has experts in the chunks of all ranks.
     """
     most = budget // bytes_each
     count = -(-experts // most) if most else 0
@@ -398,5 +402,5 @@ def unset_windows(module: nn.Module) -> bool:
 
 
 def windowed_modules(model: nn.Module) -> list[WindowedModule]:
-    """Return the modules of a model with packed experts in windows, in its order."""
+    """Return a model's modules with packed experts in windows, in order."""
     return [module.__dict__[_WINDOWS] for module in model.modules() if _WINDOWS in module.__dict__]

@@ -1,21 +1,21 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies with p = I or G: ZeRO's stage-3 optimizer with all three states placed by the table.
+"""ZeRO's stage-3 optimizer for strategies with p = I or G, with all three states placed by the table.
 
-Note [What runs when, parameters sharded]
-    The parent holds, steps and saves chunks of parameters over the process group in which the optimizer states are
-    sharded. Ours are the ways to and from them:
+Note [Order of work, parameters sharded]
+    The parent stores, steps and saves chunks of parameters over the process group that shards the optimizer states.
+    This class overrides how parameters and gradients get there:
 
     - Forward and backward gather parameters p -> N (``sharded/gathers.py``).
-    - A full bucket moves N -> g (``__avg_scatter_grads``) in every micro-step if g is I or G. With g = N gradients
-      stay where they are, and move at the accumulation boundary: all of them, in one order, so that ranks may have
-      used different parameters (``sharded/gradients.py``).
-    - At the boundary what is in I moves on to ``os`` once (``sync_gradients``).
-    - What moves at the boundary leaves under the last micro-batch's backward already, as it gets complete, wherever
-      the engine knows that it is the last; see Note [Leaving early] in ``boundary.py``.
-    - After the step, updated parameters move os -> p (``gather_updates``).
+    - A full bucket is reduced N -> g (``__avg_scatter_grads``) in every micro-step if g is I or G. With g = N
+      gradients are kept until the accumulation boundary. All of them are reduced there, in one order, so that ranks
+      may have used different parameters (``sharded/gradients.py``).
+    - At the boundary, gradients in I are reduced to ``os`` once (``sync_gradients``).
+    - If the engine knows that a micro-batch is the last one, the boundary's buckets are already sent during its
+      backward, as they become complete; see Note [Leaving early] in ``boundary.py``.
+    - After the step, updated parameters are gathered os -> p (``gather_updates``).
 
-    Parts do all of this (``sharded/``): parameters, the reduction of gradients, and this rank's flat partitions.
+    The parts are in ``sharded/``: parameters, gradient reduction, and this rank's flat partitions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,22 +50,22 @@ from deepspeed_ext.zero.writers import CheckpointWriters
 
 @checked
 class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
-    """Stage-3 optimizer of a strategy with p = I or G. See Note [What runs when, parameters sharded].
+    """Stage-3 optimizer of a strategy with p = I or G. See Note [Order of work, parameters sharded].
 
     Args:
-        context: with a strategy of p = I or G.
+        context: shared constants, with a strategy of p = I or G.
         gathering: keys for gathering parameters.
         dp_process_group: the data-parallel group, as the engine passes it; ``context`` replaces it.
         The others are the parent's.
 
     Attributes:
-        parameters: shards and gathers of parameters; ``slices`` and ``gathers`` are those of each family.
-        reduction: gradients, on their way to the optimizer's shard; ``gradients`` are those of each family.
+        parameters: shards and gathers of parameters; ``slices`` and ``gathers`` have one entry per family.
+        reduction: reduces gradients to the optimizer's shard; ``gradients`` has one entry per family.
         partitions: this rank's elements of the optimizer states.
         leaves: reduction of leaf modules.
     """
 
-    # ``ParoOptimizer`` runs Muon. DeepSpeed's own needs whole gradients, and would refuse ``reduce_scatter``.
+    # ``ParoOptimizer`` runs Muon. DeepSpeed's own needs full gradients, and refuses ``reduce_scatter``.
     use_muon = property(lambda self: False, lambda self, found: None)
 
     def __init__(
@@ -74,10 +74,10 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self._attach_parts(context)
         self._gathering = gathering
         super().__init__(*args, dp_process_group=self.topology.shard_group(self.strategy.os), **kwargs)
-        numbers = [dist.get_rank(group) for group in self.sub_group_process_groups]
-        self.writers = CheckpointWriters(self.families, self.strategy, numbers)
+        ranks = [dist.get_rank(group) for group in self.sub_group_process_groups]
+        self.writers = CheckpointWriters(self.families, self.strategy, ranks)
         self.unscaled_updates = None if self.offload_optimizer else self.sub_groups_lacking_loss_scale
-        # Which ranks count a parameter in the norm: those of other tensors' slices do not, those of other stages do.
+        # The norm counts parameters of all pipeline stages, but replicated ones of one tensor-parallel rank only.
         if self.model_parallel_group is not None:
             self.model_parallel_rank = bwc_tensor_model_parallel_rank(kwargs.get("mpu"))
 
@@ -85,7 +85,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
-        """Hold parameters as p says, once DeepSpeed has sharded them and watches their modules."""
+        """Shard parameters by p, after DeepSpeed has sharded them and hooked their modules."""
         with coordinator_of(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         self.parameters = ShardedParameters(
@@ -96,13 +96,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _configure_offloading(self, *args: Any, **kwargs: Any) -> None:
-        """Let the parent make flat buffers of slices on the host as of those on the device."""
+        """Clear ``offload_param`` for slices: the parent builds their flat buffer as on the device."""
         super()._configure_offloading(*args, **kwargs)
         self.offload_param = self.offload_param and not self.parameters.sliced
 
     @override
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
-        """Make sub-groups; where slices are completed after the step, each is one all-gather of at most a bucket."""
+        """Make sub-groups; with slices, each is one all-gather after the step, of at most a bucket."""
         configured = self.sub_group_size
         if self.parameters.sliced:
             self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
@@ -113,7 +113,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _get_parameter_partitions(self) -> list[Tensor]:
-        """Return what goes into the flat parameter buffer: all rows of slices."""
+        """Return the tensors for the flat parameter buffer: all rows of slices."""
         return [part for group in self.fp16_groups for part in self.parameters.of(group).partitions(group)]
 
     @override
@@ -124,7 +124,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def _pre_step(self) -> None:
         """Prepare a step: complete gradients if the caller has declared the boundary after the last backward."""
-        self.parameters.begin_step()
+        self.parameters.begin_step()  # gathers of the last step may still write rows that this step writes
         if self.reduction.awaits_boundary:
             self.sync_gradients()
         self.micro_steps.learn()
@@ -135,7 +135,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _setup_for_real_optimizer(self) -> None:
-        """Make the parts that work on gradients and optimizer states, once DeepSpeed has made its flat buffers."""
+        """Make the parts for gradients and optimizer states, after DeepSpeed has made its flat buffers."""
         super()._setup_for_real_optimizer()
         self.reductions.use(self.reduce_and_partition_stream)  # None on devices without streams
         self.reduction = GradientReduction(
@@ -147,13 +147,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def create_reduce_and_remove_grad_hooks(self) -> None:
-        """Reduce the gradients of a leaf module as one, when all of them exist."""
+        """Reduce the gradients of a leaf module together, when all of them exist."""
         super().create_reduce_and_remove_grad_hooks()
         self.leaves = LeafGradients(self, self.reduction)
 
     @override
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """Put a complete gradient into a bucket, or keep it whole until the boundary."""
+        """Put a complete gradient into a bucket, or keep it unreduced until the boundary."""
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
             self.reduction.reduce_if_full(self.context.message_dtype(param))
@@ -164,7 +164,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
         self, params_to_reduce: list[ZeroParameter], communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """Move a bucket from N to g. It arrives later: the parent gets no partitions here."""
+        """Start to reduce a bucket N -> g. The parent gets no partitions here, because the result is in flight."""
         self.reduction.reduce_bucket(communication_data_type)
         return []
 
@@ -172,18 +172,18 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
         self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """Do the same with ``reduce_scatter`` false. Only here ZeRO-3 counts sequence parallelism."""
+        """Do the same with ``reduce_scatter`` false, the only case in which ZeRO-3 counts sequence parallelism."""
         self.reduction.reduce_bucket(communication_data_type, self.sequence_parallel_size)
         return []
 
     @override
     def partition_grads(self, params_to_release: list[ZeroParameter], grad_partitions: list[Tensor]) -> None:
-        """Release the gradients of a bucket, which are packed by now."""
+        """Release the gradients of a bucket that has been packed."""
         self.reduction.release(params_to_release)
 
     @override
     def backward_epilogue(self) -> None:
-        """End of a backward, also where nothing is reduced at it."""
+        """End a backward, even if it reduces nothing."""
         self.leaves.leave_modules()
         super().backward_epilogue()
 
@@ -212,31 +212,31 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _loss_scale_update_and_overflow_cleanup(self) -> bool:
-        """Return whether the step is skipped, and have Muon know."""
+        """Return whether the step is skipped, and notify Muon."""
         skipped = bool(super()._loss_scale_update_and_overflow_cleanup())
         self.muon.finish_step(not skipped)
         return skipped
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also forget what has been accumulated."""
+        """Also drop accumulated gradients."""
         super().zero_grad(set_to_none)
-        self.micro_steps.finish_buckets()
+        self.micro_steps.finish_buckets()  # or buckets in flight would be added after the reset
         self.reduction.reset()
         self.gradients_dropped()
 
     # Flat partitions, as ``ParoOptimizer`` and ``FlatShards`` describe them ###########################
 
     def family_of_buffer(self, buffer: int) -> str:
-        """Return the family of a flat buffer that a hop names; see ``ParoOptimizer``."""
+        """Return the family of a flat buffer, by its number in hops; see ``ParoOptimizer``."""
         return list(self.families)[buffer]
 
     def crossing_spans(self) -> list[CrossingSpan]:
-        """Return the spans of gradients that cross between groups; see ``ParoOptimizer``."""
+        """Return the gradient spans that are sent between groups; see ``ParoOptimizer``."""
         return list(self.partitions.crossing_spans())
 
     def owned_span(self, param: Any) -> Span:
-        """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
+        """Return the elements whose optimizer states are on this rank; see ``ParoOptimizer``."""
         return owned_span(param)
 
     def owned_gradient(self, param: Any) -> Tensor:
@@ -253,20 +253,20 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         return weights
 
     def shard_gradient(self, number: int) -> Tensor:
-        """Return its gradient; see ``FlatShards``."""
+        """Return the gradient of a partition; see ``FlatShards``."""
         return self.partitions.gradient(number)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
-        """Tell an offloaded optimizer their norms; see ``FlatShards``."""
+        """Update the norms of an offloaded optimizer; see ``FlatShards``."""
         self.partitions.set_norms(shards)
 
     # Checkpoints ######################################################################################
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is sharded otherwise.
+        """Refuse a rank's state dict with other sharding.
 
         Raises:
-            ValueError: it is.
+            ValueError: the sharding differs.
         """
         self.partitions.check(state)
 
@@ -279,7 +279,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         checkpoint_folder: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Also refuse states that are sharded otherwise, and divide sub-groups anew.
+        """Also refuse states with other sharding, and divide sub-groups anew.
 
         Raises:
             ValueError: see ``check_states``.
@@ -287,28 +287,28 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         if not checkpoint_folder:
             rank = dist.get_rank(group=self.dp_process_group)
             state_dict_list[rank] = self.partitions.adapt(state_dict_list[rank])
-        how = load_optimizer_states, load_from_fp32_weights, checkpoint_folder
-        super().load_state_dict(state_dict_list, *how, **kwargs)
+        options = load_optimizer_states, load_from_fp32_weights, checkpoint_folder
+        super().load_state_dict(state_dict_list, *options, **kwargs)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return DeepSpeed's, with momentum as its stage 3 has it."""
+        """Return DeepSpeed's state dict, with momentum in the format of its stage 3."""
         return self.partitions.saved(super().state_dict())
 
     @override
     def _get_sub_group_partition_ranks(self, sub_group_id: int) -> list[int]:
-        """Return which ranks share a sub-group, as DeepSpeed's stage 3 notes and compares it with AutoEP."""
+        """Return the ranks that share a sub-group, as DeepSpeed's stage 3 saves and compares them with AutoEP."""
         return self.writers.as_written(super()._get_sub_group_partition_ranks(sub_group_id))
 
     @override
     def checkpoint_event_prologue(self) -> None:
-        """Prepare for a checkpoint that is saved or loaded."""
-        self.parameters.settle()
+        """Prepare to save or load a checkpoint."""
+        self.parameters.settle()  # the host reads rows that gathers may still write
         super().checkpoint_event_prologue()
 
     @override
     def checkpoint_event_epilogue(self) -> None:
-        """Complete slices after a load: what was loaded is in this rank's rows only."""
+        """Complete slices after a load, which writes this rank's rows only."""
         if not self.is_saved:
             self.parameters.complete_slices()
         super().checkpoint_event_epilogue()
@@ -317,10 +317,10 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _post_step(self, timer_names: set[str]) -> None:
-        """Move updated parameters os -> p, after the step.
+        """Start to gather updated parameters os -> p, after the step.
 
         The parent gathers persistent parameters here. They are in every block, so that would wait for all gathers
-        between groups: where there are any, the modules of the next forward gather them, which then persist.
+        between groups. With slices, modules of the next forward gather them instead, and then they persist.
         """
         if not self._starts_updates_early:
             self.parameters.gather_updates()
@@ -334,8 +334,8 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
-        """Also send what a step has written to the other groups, at once if the next sub-group's step takes long."""
-        if self.gradient_scale.stepping and sub_group_id == 0:  # not before the step is known to be applied
+        """Also send the updated weights to the other groups, at once if the optimizer is offloaded."""
+        if self.gradient_scale.stepping and sub_group_id == 0:  # only now it is known that the step is applied
             self.resync.begin(stepping=True)
         slices = self.parameters.of(self.fp16_groups[sub_group_id])
         if slices.stepped_in_place(self.resync.now):
@@ -355,21 +355,21 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.receive_updates()
 
     def send_parameters(self) -> None:
-        """Make all ranks hold the optimizer's weights; see ``ParoOptimizer``."""
+        """Send the optimizer's weights to all ranks; see ``ParoOptimizer``."""
         self._require_parameters()
-        self.parameters.begin_step()  # what the last step has sent is written to the rows that are written here
+        self.parameters.begin_step()  # gathers of the last step may still write rows that are written here
         self.resync.begin(stepping=False)
         for sub_group in range(len(self.fp16_partitioned_groups_flat)):
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
         self.parameters.gather_updates()
         self.drain_parameters()
-        if not self.parameters.sliced and self.persistent_parameters:  # whole, of before
+        if not self.parameters.sliced and self.persistent_parameters:  # gathered with their old values
             self.persistent_parameters[0].partition(self.persistent_parameters)
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
     @override
     def _optimizer_step(self, sub_group_id: int) -> None:
-        """Also let an outer optimizer have the weights of this step."""
+        """Also pass the weights of this step to an outer optimizer."""
         super()._optimizer_step(sub_group_id)
         self.outer.after_step(sub_group_id)
 
@@ -379,7 +379,8 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_full_fp32_param and its like.
 
-        Where ranks do not divide a parameter, DeepSpeed's own reads past its end: the last rank alone raises.
+        If the number of ranks does not divide a parameter, DeepSpeed's own reads past its end, and only the last rank
+        raises.
         """
         self.resync.ask()
         if not param.requires_grad or value.numel() != param.ds_numel:
@@ -396,7 +397,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self._update_outer(param, optim_state_key)
 
     def _update_outer(self, param: ZeroParameter, state: str | None) -> None:
-        """Let an outer optimizer take over weights of a parameter that were set."""
+        """Pass newly set weights of a parameter to an outer optimizer."""
         for number, span in self.partitions.members_of(param) if state is None else ():
             self.outer.take(number, span)
 
@@ -408,7 +409,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Serve DeepSpeed's safe_set_full_grad, also where ranks do not divide a parameter."""
+        """Serve DeepSpeed's safe_set_full_grad, also for parameters that ranks do not divide."""
         super().set_fp32_grad_for_param(with_padding(value, param), param)
 
     @override
@@ -420,7 +421,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[..., Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
-        """Serve DeepSpeed's safe_update_full_grad_vectorized, also where ranks do not divide a parameter."""
+        """Serve DeepSpeed's safe_update_full_grad_vectorized, also for parameters that ranks do not divide."""
         self.reduction.require_complete()
 
         def update(gradient: Tensor, param: ZeroParameter) -> Tensor:
@@ -436,22 +437,23 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         pin_memory: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Offload DeepSpeed's states, with parameters and gradients as we hold them."""
+        """Offload DeepSpeed's states, and this package's parameters and gradients."""
+        # Gathers and buckets in flight write to the memory that is moved.
         self.drain_parameters()
         self.micro_steps.finish_buckets()
-        wanted = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
-        super().offload_states(wanted - self._offloaded.kinds, device, pin_memory, **kwargs)
-        self._offloaded.offload(wanted & self._offloaded.kinds, device.value, pin_memory)
-        self.offloaded_states |= wanted & self._offloaded.kinds
+        states = set(OffloadStateTypeEnum if include is None else include) - self.offloaded_states
+        super().offload_states(states - self._offloaded.kinds, device, pin_memory, **kwargs)
+        self._offloaded.offload(states & self._offloaded.kinds, device.value, pin_memory)
+        self.offloaded_states |= states & self._offloaded.kinds
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Move back parameters and gradients as we hold them."""
+        """Also move back this package's parameters and gradients."""
         self._offloaded.reload(self.offloaded_states & self._offloaded.kinds)
         self.offloaded_states -= self._offloaded.kinds
         super().reload_states(*args, **kwargs)
 
-    # Replicas of the optimizer (os = I) decide alike, even if a backend rounds differently in each group ###########
+    # Norms: the same on all replicas (os = I), even if a backend rounds differently in each group ##################
 
     @override
     def _get_norm_groups(self) -> list[Tensor]:
@@ -462,17 +464,17 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def get_grad_norm_direct(
         self, gradients: Sequence[Tensor], params: Sequence[ZeroParameter], norm_type: int = 2
     ) -> Tensor:
-        """Return the parent's norm, without what another stage of a pipeline counts."""
+        """Return the parent's norm, without replicas that another pipeline stage counts."""
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
         norm = super().get_grad_norm_direct(counted, params, norm_type)
         return norm if self.autoep_folding_spec is None else self._norm_of_one_lane(norm, params)
 
     def _norm_of_one_lane(self, norm: Tensor, params: Sequence[ZeroParameter]) -> Tensor:
-        """Return what a tensor-parallel rank adds to the norm of all: the parent has summed folded experts over them
-        already. See Note [Folded experts] in ``families.py``."""
+        """Return a tensor-parallel rank's share of the global norm: the parent has summed folded experts over these
+        ranks already. See Note [Folded experts] in ``families.py``."""
         if family_of(params[0]) == DENSE:
             return norm
-        self._model_parallel_all_reduce(norm, dist.ReduceOp.SUM)  # put off: the sum is owed
+        self._model_parallel_all_reduce(norm, dist.ReduceOp.SUM)  # deferred: ``_global_norm`` sums at its end
         return without_duplicates(norm, self.autoep_folding_spec.tp_size)
 
     @override
@@ -482,11 +484,11 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
             self.norm_for_param_grads.pop(self.get_param_id(param), None)
         return super().complete_grad_norm_calculation_for_cpu_offload(params)
 
-    # The end ##########################################################################################
+    # Destruction ######################################################################################
 
     @override
     def destroy(self) -> None:
-        """Also give the parameters back to DeepSpeed, drop unfinished gradients, and release the model."""
+        """Also return the parameters to DeepSpeed, drop unfinished gradients, and release the model."""
         self.parameters.release()
         self.reduction.drop()
         super().destroy()

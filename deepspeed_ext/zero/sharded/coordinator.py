@@ -1,21 +1,21 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3's coordinator: its record of the order in which modules are used, and what it keeps between them.
+"""ZeRO-3's coordinator for one process group: its record of the order of modules, and persistent parameters.
 
 DeepSpeed compares the record over all ranks of the job, by broadcasts that a rank enters while its own is incomplete.
-With p = I groups gather apart and may see different data: one whose record has become invalid must not wait for the
+With p = I groups gather separately and may see different data: a group with an invalid record must not wait for the
 others. So it is compared among the ranks that gather together.
 
-Parameters that persist stay gathered between their uses. DeepSpeed heeds that once the record is complete, which it
-never is in a model that takes another path in every step: small parameters would be gathered again for each use.
+Parameters that persist stay gathered between uses. DeepSpeed does so only once the record is complete. In a model that
+takes another path in every step it never is, and small parameters would be gathered again for each use.
 
 Note [Frozen parameters under checkpoints]
-    A checkpoint that is not reentrant runs a block again while the backward of one of its modules waits, and saves
-    what it computes through hooks: of what is frozen, the parameter itself. That must stay gathered for it, so
-    DeepSpeed makes the module whose backward runs its owner. A reentrant one has no such hooks: autograd saves
-    parameters there as in any forward, and a backward of the block's own, which fetches again, follows. There,
-    DeepSpeed takes a module around the block for the owner, in the end the model, whose backward ends last: all frozen
-    parameters of the model would be gathered at once. So nothing has an owner here where there are no hooks.
+    A non-reentrant checkpoint runs a block again while the backward of one of its modules waits, and saves the
+    tensors of that forward through hooks, frozen parameters included. These must stay gathered, so DeepSpeed makes
+    the module whose backward runs their owner. A reentrant checkpoint has no such hooks: autograd saves parameters
+    there as in any forward, and the block's own backward follows, which fetches again. There, DeepSpeed would choose a
+    module around the block as owner, in the end the model, whose backward ends last: all frozen parameters of the
+    model would be gathered at once. So parameters get no owner here without hooks.
 """
 
 import zlib
@@ -53,10 +53,10 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     """DeepSpeed's coordinator, with a process group of its own.
 
     Args:
-        group: the ranks that gather parameters together; None for all of the job. The others are the parent's.
+        group: the ranks that gather parameters together; None for all of the job. Other arguments are the parent's.
     """
 
-    # Attributes of DeepSpeed's that are read or written here.
+    # DeepSpeed's attributes that are read or written here.
     _PartitionedParameterCoordinator__active_backward_submodules: dict[int, nn.Module]  # in backward now, by ds_id
     _PartitionedParameterCoordinator__allgather_stream: Any  # stream on which parameters are gathered for use
     fast_sharding_for_leaf_module: bool  # with a granularity threshold: drop gathered leaf modules as a whole
@@ -84,19 +84,19 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     @override
     def trace_prologue(self, sub_module: nn.Module) -> None:
-        """Check the module against the record, which has the ``Chunk`` of a window instead of its experts."""
+        """Check the module against the record, which has a window's ``Chunk`` instead of its experts."""
         if id(sub_module) not in self._chunk_of:
             super().trace_prologue(sub_module)
 
     @override
     def record_module(self, sub_module: nn.Module) -> None:
-        """Add the module to the record; as above."""
+        """Add the module to the record, except for experts in windows."""
         if id(sub_module) not in self._chunk_of:
             super().record_module(sub_module)
 
     @override
     def fetch_sub_module(self, current_submodule: nn.Module, forward: bool) -> None:
-        """Fetch what a module uses; for an expert, the windows up to its own."""
+        """Fetch a module's parameters; for an expert, the windows up to its own."""
         expert = self._chunk_of.get(id(current_submodule))
         if expert is not None:
             block, number = expert
@@ -110,7 +110,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     @contextmanager
     def _owners_only_where_hooks_save(self, forward: bool) -> Iterator[None]:
-        """Let modules that a reentrant checkpoint runs again release their frozen parameters; see the note above."""
+        """Release frozen parameters of modules that a reentrant checkpoint runs again; see the note above."""
         active = self._PartitionedParameterCoordinator__active_backward_submodules
         if not (forward and active) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             yield
@@ -123,7 +123,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
     @override
     def release_sub_module(self, submodule: nn.Module, forward: bool = False) -> None:
-        """Release what a module has used, except what persists; a block gathers its remaining windows first."""
+        """Release a module's parameters, except persistent ones; a block gathers its remaining windows first."""
         if id(submodule) in self._chunk_of:
             return
         block = self._blocks.get(id(submodule))
@@ -154,7 +154,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             if ((early and entry.ds_persist) or WAITS in entry.ds_active_sub_modules) and not entry.is_external_param
         ]
         for entry in kept:
-            entry.is_external_param = True  # such are not released with the module
+            entry.is_external_param = True  # DeepSpeed does not release these with the module
         try:
             super().release_sub_module(submodule, forward)
         finally:
@@ -164,7 +164,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     @override
     @compiler.lazy_disable
     def reset_step(self) -> None:
-        """Begin a forward; compare the record of the last one within the group."""
+        """Begin a forward; compare the last one's record within the group."""
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
                 block.abandon()
@@ -177,8 +177,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     def wait_for_current(self) -> None:
         """Make the all-gather stream wait for everything that is queued on the current stream.
 
-        They run on a stream of their own, which nothing else makes wait: an optimizer step, a checkpoint or the user
-        may just have written what they read. It is idle at these moments, so it loses no time.
+        Nothing else orders that stream: an optimizer step, a checkpoint or the user may just have written the shards
+        that all-gathers read. It is idle at these moments, so it loses no time.
         """
         if not get_accelerator().is_synchronized_device():
             gathers = self._PartitionedParameterCoordinator__allgather_stream
@@ -187,7 +187,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 @contextmanager
 def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Give a DeepSpeedZeRoOffload that is made in this context a coordinator of the group.
+    """Use a coordinator of the group in a DeepSpeedZeRoOffload that is made in this context.
 
     Args:
         group: the ranks that gather parameters together.
@@ -205,7 +205,7 @@ def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def is_coordinating() -> bool:
-    """Whether a DeepSpeedZeRoOffload that is being made is one of an engine of ours: see ``coordinator_of``."""
+    """Whether a DeepSpeedZeRoOffload is being made within ``coordinator_of``."""
     return _coordinating.get()
 
 
@@ -221,11 +221,11 @@ def _comparing_within(group: ProcessGroup | None) -> Iterator[None]:
 def assert_same_in_group(ints: Sequence[int]) -> bool:
     """Whether a group has been set to compare within; if so, compare.
 
-    One small all-reduce, of the length and a checksum: all ranks of the group find the same, and nobody waits for a
+    One small all-reduce of the length and a checksum: all ranks of the group get the same result, so none waits for a
     rank that has raised.
 
     Raises:
-        RuntimeError: the ranks of the group have different lists; on all of them.
+        RuntimeError: the ranks of the group have different lists. Raised on all of them.
     """
     group = _comparing.get()
     if group is None:
@@ -246,23 +246,23 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
 def _record_use(params: Sequence[Any]) -> None:
     """Keep the memory of gathered parameters until the current stream has read them.
 
-    DeepSpeed does so where it frees a parameter, but not where it lets go of a leaf module with a granularity
-    threshold: the next gather could write into what a computation still reads.
+    DeepSpeed does so when it frees a parameter, but not when it releases a leaf module with a granularity threshold:
+    the next gather could overwrite memory that a computation still reads.
     """
     if not get_accelerator().is_synchronized_device():
         for param in params:
-            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so
+            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so itself
                 param.data.record_stream(get_accelerator().current_stream())
 
 
 def forget(model: nn.Module) -> None:
-    """Let go of a model whose engine has been destroyed.
+    """Drop DeepSpeed's references to a model whose engine has been destroyed.
 
-    DeepSpeed keeps it in the list of modules whose forward runs, at whose bottom it is, and as a key of a cache that
-    belongs to a method of all coordinators. Its parameters refer to the optimizer: all states would stay in memory.
+    It is still at the bottom of the stack of modules whose forward runs, and a key of a cache that a method of all
+    coordinators shares. Its parameters refer to the optimizer: all states would stay in memory.
     """
     if model in parameter_offload.FWD_MODULE_STACK:
         parameter_offload.FWD_MODULE_STACK.remove(model)
     cached: Any = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    for cell in cached.__closure__ or ():  # the cache is inside of what measures the method
+    for cell in cached.__closure__ or ():  # an NVTX wrapper encloses the cached method
         getattr(cell.cell_contents, "cache_clear", lambda: None)()

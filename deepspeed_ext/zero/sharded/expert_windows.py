@@ -1,16 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of packed experts: gathered out of what ranks hold, and their gradients reduced into it.
+"""Windows of packed experts: gathers from the parameters' shards, and reductions of their gradients.
 
 Note [Windows of slices]
     A window is some spans of each parameter, and ZeRO's chunks divide a parameter without regard to experts. So
-    ranks hold unequal pieces of a window. Inside a group they send each other exactly these, by an all-to-all of
-    unequal parts; gradients come back by a reduction of the same unequal parts. Everything that persists stays as
-    ZeRO has it.
+    ranks hold unequal pieces of a window. Inside a group they exchange exactly these, by an all-to-all of unequal
+    parts; gradients are reduced in the same unequal parts. All persistent data keeps ZeRO's layout.
 
-    Between groups moves the I-slice as a whole, as it would without windows: with p = G it is gathered once for each
-    pass of the module, with g = G it is reduced once all its windows are in it. Where groups have one rank and p = G
-    a slice would be the whole parameter: there windows are gathered between groups.
+    Between groups the full I-slice is sent, as without windows: with p = G it is gathered once for each pass of the
+    module, with g = G it is reduced after all its windows are added. If groups have one rank and p = G, a slice would
+    be the full parameter, so windows are gathered between groups.
 """
 
 from collections.abc import Sequence
@@ -36,29 +35,29 @@ from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from deepspeed_ext.zero.sharded.slices import Slices
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 
-_Pieces = list[list[tuple[int, Piece]]]  # of a window, by rank: number of a parameter, and what the rank has of it
+_Pieces = list[list[tuple[int, Piece]]]  # by rank: number of a parameter, and the rank's piece of the window in it
 
 
 def _pieces(layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False) -> _Pieces:
-    """Return the pieces of a window that each rank of a group holds, in the order in which it sends them; their spans
-    are of the window of the parameter, and with ``between`` each is in row 0, the only one.
+    """Return the pieces of a window that each rank of a group holds, in the order in which it sends them. Their spans
+    are relative to the window in the parameter. With ``between`` each is in row 0, the only one.
 
     Args:
-        layouts: of the parameters.
-        experts: in each of them.
-        window: some of these.
-        between: whether the group is that between groups, each of one rank.
+        layouts: layouts of the parameters.
+        experts: number of experts in each.
+        window: numbers of the window's experts.
+        between: whether the ranks are those of an inter group, and each is a group of its own.
     """
     layout = layouts[0]
-    held: _Pieces = [[] for _ in range(layout.rows if between else layout.cols)]
+    pieces: _Pieces = [[] for _ in range(layout.rows if between else layout.cols)]
     for number, layout in enumerate(layouts):
         each = layout.numel // experts
-        for place, expert in enumerate(window):
+        for position, expert in enumerate(window):
             for piece in layout.pieces(Span(expert * each, each)):
                 rank, row = (piece.row, 0) if between else (piece.col, piece.row)
-                span = piece.span.shifted((place - expert) * each)
-                held[rank].append((number, piece._replace(row=row, span=span)))
-    return held
+                span = piece.span.shifted((position - expert) * each)
+                pieces[rank].append((number, piece._replace(row=row, span=span)))
+    return pieces
 
 
 class _Window:
@@ -67,13 +66,13 @@ class _Window:
     def __init__(self, queue: TransferQueue, started: Started, pieces: _Pieces, live: LiveElements) -> None:
         self._queue = queue
         self._started: Started | None = started
-        self._pieces = [one for some in pieces for one in some]
+        self._pieces = [piece for of_rank in pieces for piece in of_rank]
         self._numel = sum(piece.span.numel for _, piece in self._pieces)
         self._live = live
         live.add(self._numel)
 
     def wait(self, weights: Sequence[Tensor]) -> None:
-        """Write it to its parameters."""
+        """Wait for the window, and write it to these weights."""
         assert self._started is not None
         flat, self._started = self._queue.finish(self._started), None
         parts = split_as(flat, [piece.span for _, piece in self._pieces])
@@ -92,11 +91,11 @@ class WindowGathers:
         self._slices, self._queue, self._live = slices, queue, live
         self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
         self._between = self._whole and slices.topology.sizes.group_size == 1
-        self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: passes
+        self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: its passes
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def begin_pass(self, module: WindowedModule) -> None:
-        """With p = G, start to gather the I-slices between groups, once for a pass."""
+        """With p = G, start to gather the I-slices between groups, once per pass."""
         started = None
         if self._whole and not self._between:
             started = self._queue.start(self._gather_slices(module))
@@ -137,19 +136,19 @@ class WindowGathers:
         redistribution, params = self._slices.redistribution, module.params
         collectives = (redistribution.inter if self._between else redistribution.intra).collectives
         self._slices.wait_for_updates(params)
-        held = rows or [self._slices.held(param) for param in params]
+        shards = rows or [self._slices.held(param) for param in params]
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
         device = get_accelerator().current_device_name()
-        mine = [piece.columns.of(held[number][piece.row]) for number, piece in pieces[collectives.rank]]
+        parts = [piece.columns.of(shards[number][piece.row]) for number, piece in pieces[collectives.rank]]
         sent = torch.cat(
-            [part.to(device, non_blocking=True).to(dtype) for part in mine]  # what the host converts has no order
+            [part.to(device, non_blocking=True).to(dtype) for part in parts]  # host conversions have no order
             or [torch.empty(0, dtype=dtype, device=device)]
         )
         if collectives.size == 1:
             return sent
-        splits = [sum(piece.span.numel for _, piece in some) for some in pieces]
+        splits = [sum(piece.span.numel for _, piece in of_rank) for of_rank in pieces]
         received = torch.empty(sum(splits), dtype=dtype, device=device)
-        copies = sent.repeat(collectives.size)
+        copies = sent.repeat(collectives.size)  # every rank needs the full window
         yield collectives.all_to_all(received, copies, [sent.numel()] * collectives.size, "all_gather", splits)
         return received
 
@@ -157,8 +156,8 @@ class WindowGathers:
 class WindowGradients:
     """Reduces windows' gradients into those of dense parameters. See Note [Windows of slices].
 
-    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients stay whole, and DeepSpeed hands
-    them over.
+    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients are kept unreduced until
+    DeepSpeed passes them on.
     """
 
     def __init__(
@@ -174,16 +173,16 @@ class WindowGradients:
         self._optimizer, self._gradients, self._slices = optimizer, gradients, slices
         self._context, self._reductions = context, context.reductions
         self._stays_whole = context.strategy.g == Placement.N
-        # As ZeRO-3, which counts sequence parallelism only where it does not reduce-scatter.
+        # As ZeRO-3, which counts sequence parallelism only without reduce-scatter.
         self._scale = context.ranks / (1 if optimizer.reduce_scatter else context.sequence_parallel_size)
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
-        self._kept: set[int] = set()  # ids of modules with gradients that are whole and not complete
+        self._kept: set[int] = set()  # ids of modules with incomplete gradients that are kept unreduced
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def reduce_window(
         self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
     ) -> None:
-        """Take the gradients of a window; with the first of the last pass of a backward they are complete."""
+        """Reduce or keep the gradients of a window; window 0 of a backward's last pass completes them."""
         if self._stays_whole or self._optimizer._coalesce_grad_reduction:
             if not self._optimizer._coalesce_grad_reduction:
                 self._kept.add(id(module))
@@ -194,7 +193,7 @@ class WindowGradients:
             self._hand_over(module)
 
     def _hand_over(self, module: WindowedModule) -> None:
-        """Hand over what is complete and kept whole, if anything is."""
+        """Pass complete gradients that were kept unreduced, if any, to the optimizer."""
         self._sums.pop(id(module), None)
         self._kept.discard(id(module))
         if self._optimizer._coalesce_grad_reduction:
@@ -204,13 +203,13 @@ class WindowGradients:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
     def end_windows(self, module: WindowedModule) -> None:
-        """Hand over gradients that wait for a further pass of the module, at the end of a backward."""
+        """Complete gradients that wait for a further pass of the module, at the end of a backward."""
         if id(module) in self._sums:
             self._reduce(module, 0, [None] * len(module.params), True)
         self._hand_over(module)
 
     def forget_windows(self, module: WindowedModule) -> None:
-        """Drop gradients that an interrupted backward has left."""
+        """Drop gradients of an interrupted backward."""
         self._sums.pop(id(module), None)
         if id(module) in self._kept:
             self._kept.discard(id(module))
@@ -218,18 +217,18 @@ class WindowGradients:
                 param.grad = None
 
     def _keep(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None]) -> None:
-        """Add to whole gradients."""
+        """Add a window to full gradients."""
         window = module.windows[number]
         for param, gradient in zip(module.params, gradients, strict=True):
             if not param.requires_grad:
                 continue
             if param.grad is None:
-                whole = torch.zeros(param.ds_shape, dtype=param.dtype, device=get_accelerator().current_device_name())
-                data, param.data = param.data, whole  # it is released, and has no shape
-                param.grad, param.data = whole, data
+                zeros = torch.zeros(param.ds_shape, dtype=param.dtype, device=get_accelerator().current_device_name())
+                data, param.data = param.data, zeros  # a released parameter has no shape that fits
+                param.grad, param.data = zeros, data
             if gradient is not None:
-                at = torch.tensor(window, device=gradient.device)
-                param.grad.index_add_(0, at, gradient.to(param.grad.dtype))
+                experts = torch.tensor(window, device=gradient.device)
+                param.grad.index_add_(0, experts, gradient.to(param.grad.dtype))
 
     def _reduce(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], complete: bool) -> None:
         params = [param for param in module.params if param.requires_grad]
@@ -253,15 +252,15 @@ class WindowGradients:
             if not get_accelerator().is_synchronized_device():
                 for gradient in flats:
                     if gradient is not None:
-                        gradient.record_stream(get_accelerator().current_stream())
+                        gradient.record_stream(get_accelerator().current_stream())  # packing still reads it
 
     def _move(
         self, flats: Sequence[Tensor | None], pieces: _Pieces, layouts: Sequence[FlatLayout], sums: Tensor
     ) -> Transfer:
-        """Reduce a window N -> I, and add it to the sums of its module."""
+        """Reduce a window N -> I, and add it to its module's sums."""
         hop = self._gradients.intra
-        splits = [sum(piece.span.numel for _, piece in some) for some in pieces]
-        order = [one for some in pieces for one in some]
+        splits = [sum(piece.span.numel for _, piece in of_rank) for of_rank in pieces]
+        order = [piece for of_rank in pieces for piece in of_rank]
         if all(flat is None for flat in flats):
             packed = torch.zeros(sum(splits), dtype=sums.dtype, device=sums.device)
         else:
@@ -277,15 +276,15 @@ class WindowGradients:
         packed.div_(self._scale)
         part = yield from hop.reduce_scatter(packed, splits)
         if not get_accelerator().is_synchronized_device():
-            sums.record_stream(get_accelerator().current_stream())
+            sums.record_stream(get_accelerator().current_stream())  # allocated on another stream
         starts = [sum(layout.chunk for layout in layouts[:number]) for number in range(len(layouts))]
-        mine = pieces[hop.rank]
-        for (number, piece), of_piece in zip(mine, split_as(part, [piece.span for _, piece in mine]), strict=True):
-            piece.columns.shifted(starts[number]).of(sums[piece.row]).add_(of_piece)
+        local = pieces[hop.rank]
+        for (number, piece), values in zip(local, split_as(part, [piece.span for _, piece in local]), strict=True):
+            piece.columns.shifted(starts[number]).of(sums[piece.row]).add_(values)
         return sums
 
 
 def _then(first: Transfer, second: Any) -> Transfer:
-    """One transfer after the other."""
+    """Run one transfer after the other."""
     yield from first
     return (yield from second())

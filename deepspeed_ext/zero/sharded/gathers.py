@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with p = I or G, gathered for use.
+"""Gathers of parameters with p = I or G for forward and backward.
 
-What DeepSpeed knows of a parameter is replaced in one place: its methods ``all_gather``, ``all_gather_coalesced`` and
-``partition``. They are put back by ``release``.
+Of each parameter, three methods of DeepSpeed's are replaced: ``all_gather``, ``all_gather_coalesced`` and
+``partition``. ``release`` restores them.
 """
 
 import functools
@@ -33,13 +33,13 @@ _METHODS = ("all_gather", "all_gather_coalesced", "partition")
 
 
 class GatherHandle:
-    """Parameters on their way; DeepSpeed's coordinator waits for it.
+    """A gather of parameters in flight. DeepSpeed's coordinator waits for it.
 
     Args:
-        params: not available before, all of one dtype on the wire; they are marked as in flight.
-        queue: of the gather. Completes gathers in the order that all ranks share; DeepSpeed may wait in any order.
+        params: unavailable parameters, all of one dtype on the wire; they are marked as in flight.
+        queue: queue of the gather. Completes gathers in the same order on all ranks; DeepSpeed may wait in any order.
         started: the gather of their cells side by side.
-        bucket: where these are.
+        bucket: layout of these cells.
         parts: rows of the bucket that a rank has sent together.
         alone: whether parameters may be released one by one, and must not share memory.
     """
@@ -58,7 +58,7 @@ class GatherHandle:
         self._queue = queue
         self._bucket = bucket
         self._parts = parts
-        self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # else one is a view of all
+        self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # otherwise they share memory
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
         self._started: Started | None = started
@@ -66,20 +66,20 @@ class GatherHandle:
     @torch.inference_mode(False)  # a parameter may persist, and be trained after an evaluation has gathered it
     @torch.no_grad()
     def wait(self, handle_dependency: bool = True) -> None:
-        """Make the parameters available, on the current stream. ``handle_dependency`` needs no care: what was
-        gathered is theirs, or is known to this stream."""
+        """Make the parameters available, on the current stream. ``handle_dependency`` is ignored: the result is
+        this stream's memory, or recorded on it."""
         if self._started is None:
             return
         flat, self._started = self._queue.finish(self._started), None
         cells = self._bucket.arrived(flat, self._parts)
-        for param, whole in zip(self._params, self._bucket.unpack(cells), strict=True):
-            mine = whole.clone() if self._copied else whole
-            param.data = mine.view(param.ds_shape).to(param.ds_tensor.dtype)
+        for param, full in zip(self._params, self._bucket.unpack(cells), strict=True):
+            data = full.clone() if self._copied else full
+            param.data = data.view(param.ds_shape).to(param.ds_tensor.dtype)
             param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 class ResidentHandle:
-    """Parameters that are replicated: one rank holds all of each, and what it holds is used as it is."""
+    """Parameters that are not sharded, as there is one rank: their ``ds_tensor`` is used without a gather."""
 
     def __init__(self, params: Sequence[ZeroParameter]) -> None:
         self._params = params
@@ -100,7 +100,7 @@ class Gathers:
     Args:
         sequential: whether to gather each parameter on its own (DeepSpeed's ``allgather_sequential``).
         leaves: leaf modules, whose parameters are combined into units; see ``units.py``.
-        resync: notified when something other than a step has written parameters; None without an optimizer.
+        resync: notified when parameters are written outside of a step; None without an optimizer.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Gathers:
         self.slices = slices
         self._redistribution, self._topology = slices.redistribution, slices.topology
         self._sequential, self._resync = sequential, resync
-        self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: where they are
+        self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: layout
         self._rounded: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
-        # Slices may have to wait for their update first, for which a prefetch must not hold up the module that runs.
+        # A gather may first wait for updates of its slices. On a side stream, this does not block the running module.
         several = self._redistribution.hops(*self._path) > 1
         self._side_streams = (several or slices.sliced) and slices.rows.keeps_order
         threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
@@ -143,7 +143,7 @@ class Gathers:
             param.partition = functools.partial(self._partition, param, partition)
 
     def fetch_windows(self, windowed: Sequence[WindowedModule]) -> None:
-        """Fetch the packed experts of these modules in windows."""
+        """Fetch the packed experts of modules in windows."""
         fetcher = WindowGathers(self.slices, self._queue, self.live)
         for module in windowed:
             module.fetcher = fetcher
@@ -155,12 +155,12 @@ class Gathers:
         return param.dtype, wire_dtype(param), param.ds_persist
 
     def release(self) -> None:
-        """Give the parameters back to DeepSpeed, with its methods; each stays sharded as it is.
+        """Return the parameters to DeepSpeed, with its methods and unchanged sharding.
 
-        No communication: this runs where an engine is deleted. So with os = I parameters stay sharded inside groups,
-        and ``REPLICAS`` tells those who need them otherwise (``repartition_for_stock``).
+        Without communication, because this runs when an engine is deleted. So with os = I parameters stay sharded
+        inside groups, and ``REPLICAS`` marks them for ``repartition_for_stock``.
         """
-        self.slices.drain()
+        self.slices.drain()  # gathers in flight still write to the slices
         forget_units(self._leaves, self._units)
         self._units.clear()
         for param in self.slices.params:
@@ -175,7 +175,7 @@ class Gathers:
     # Gathering ########################################################################################
 
     def _bucket_of(self, params: Sequence[ZeroParameter], alone: bool) -> ParameterBucket:
-        """Return where parameters are in a bucket; remembered for units, which are many parameters time and again."""
+        """Return the layout of parameters in a bucket; cached for units, which are gathered again and again."""
         if alone:
             return ParameterBucket([self.slices.layout(param) for param in params], alone)
         key = tuple(param.ds_id for param in params)
@@ -185,15 +185,15 @@ class Gathers:
 
     def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> GatherHandle:
         """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
-        held = [self.slices.held(param) for param in params]
-        whole = None
+        shards = [self.slices.held(param) for param in params]
+        out = None
         if self._side_streams and self._topology.sizes.group_size > 1:
-            # What outlives the transfer is memory of this stream, which gives it out again sooner than a side stream.
-            width = fill_up(sum(rows.numel() for rows in held), self._redistribution.multiple)
+            # The result outlives the transfer: this stream's allocator reuses its memory sooner than a side stream's.
+            width = fill_up(sum(rows.numel() for rows in shards), self._redistribution.multiple)
             device = get_accelerator().current_device_name()
             senders = self._topology.sizes.ranks // self.slices.row_count
-            whole = torch.empty(senders * width, dtype=dtype, device=device)
-        started = self._queue.start(self._send(params, dtype, whole))
+            out = torch.empty(senders * width, dtype=dtype, device=device)
+        started = self._queue.start(self._send(params, dtype, out))
         self.live.add(sum(param.ds_numel for param in params))
         if dtype != params[0].ds_tensor.dtype:
             self._rounded.update(param.ds_id for param in params)
@@ -204,6 +204,7 @@ class Gathers:
 
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
+        # A list, from which the shard is popped, so that the hop can free it.
         shard = [joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
@@ -212,15 +213,16 @@ class Gathers:
     def all_gather_coalesced(
         self, params: Iterable[ZeroParameter], safe_mode: bool = False, quantize: bool = False
     ) -> MultipleAllGatherHandles:
-        """Start to gather parameters, none of them available yet.
+        """Start to gather unavailable parameters.
 
         Args:
             params: in any order, the same on all ranks that gather together.
-            safe_mode, quantize: DeepSpeed's, which nothing sets with a strategy of ours.
+            safe_mode, quantize: DeepSpeed's; never set with a strategy.
 
         Raises:
-            RuntimeError: one is available or in flight.
+            RuntimeError: a parameter is available or in flight.
         """
+        # One order on all ranks, or collectives would not match.
         ordered = sorted(params, key=lambda param: param.ds_id)
         for param in ordered:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
@@ -236,16 +238,16 @@ class Gathers:
         for param in ordered if not units else [param for param in ordered if not isinstance(param, Unit)]:
             by_dtype.setdefault(wire_dtype(param), []).append(param)
         for dtype in sort_dtypes(by_dtype):
-            together = [[param] for param in by_dtype[dtype]] if self._sequential else [by_dtype[dtype]]
-            handles += [self._start(some, dtype) for some in together]
+            batches = [[param] for param in by_dtype[dtype]] if self._sequential else [by_dtype[dtype]]
+            handles += [self._start(batch, dtype) for batch in batches]
         return MultipleAllGatherHandles(handles)
 
     def _start_unit(self, unit: Unit) -> UnitGather:
         missing = unit.missing()
         if not missing:
             return UnitGather(unit, None)
-        whole = self._topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
-        if whole:
+        resident = self._topology.sizes.ranks == 1 and missing[0].ds_tensor.device == missing[0].device
+        if resident:
             self.live.add(sum(param.ds_numel for param in missing))
             return UnitGather(unit, ResidentHandle(missing))
         return UnitGather(unit, self._start(missing, wire_dtype(missing[0]), alone=False))
@@ -259,26 +261,26 @@ class Gathers:
         async_op: bool = False,
         hierarchy: int = 0,
     ) -> list[GatherHandle] | None:
-        """Gather, as DeepSpeed's ``param.all_gather``: those of the list that are not available, in batches.
+        """Gather the unavailable parameters of the list in batches, as DeepSpeed's ``param.all_gather``.
 
-        Whoever calls this reads parameters, so they are gathered in the dtype in which they are held. Those that a
-        module has left behind in its compute dtype are gathered again.
+        Callers read the values, so parameters are gathered in their own dtype. Those that are still gathered in a
+        module's compute dtype are gathered again.
         """
         listed = list(dict.fromkeys([param] if param_list is None else param_list))
-        mine = [p for p in listed if getattr(p, OWNER, None) is self]
-        if len(mine) < len(listed):  # of another engine, or of none
+        owned = [p for p in listed if getattr(p, OWNER, None) is self]
+        if len(owned) < len(listed):  # others are of another family or engine, or of none
             others = [p for p in listed if getattr(p, OWNER, None) is not self]
             others[0].all_gather(param_list=others, async_op=async_op, hierarchy=hierarchy)
-        rounded = [p for p in mine if p.ds_id in self._rounded and _is_idle(p)]
+        rounded = [p for p in owned if p.ds_id in self._rounded and _is_idle(p)]
         if rounded:
             rounded[0].partition(rounded)
-        wanted = sorted(
-            (p for p in mine if p.ds_status == ZeroParamStatus.NOT_AVAILABLE), key=lambda param: param.ds_id
+        missing = sorted(
+            (p for p in owned if p.ds_status == ZeroParamStatus.NOT_AVAILABLE), key=lambda param: param.ds_id
         )
         alone = async_op or self._sequential
         handles = (
-            self._start(some, some[0].ds_tensor.dtype)
-            for some in ([[p] for p in wanted] if alone else self.slices.batches(wanted))
+            self._start(batch, batch[0].ds_tensor.dtype)
+            for batch in ([[p] for p in missing] if alone else self.slices.batches(missing))
         )
         if async_op:
             return list(handles)
@@ -297,37 +299,37 @@ class Gathers:
         has_been_updated: bool = False,
         free_data: bool = True,
     ) -> None:
-        """Release parameters, and write back what was changed: also into the rows of other groups."""
+        """Release parameters; write updated values back, also into the rows of other groups."""
         params = [param] if param_list is None else param_list
-        for one in params:
-            unit = getattr(one, UNIT, None)
+        for member in params:
+            unit = getattr(member, UNIT, None)
             if unit is not None and unit.ds_active_sub_modules:
                 if param_list is None:
-                    return  # a module that uses this one alone has ended; its unit still uses it
-                raise RuntimeError(f"a parameter is to be released while its leaf module runs: {one.ds_summary()}")
-            if unit is not None and one.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
+                    return  # a module that uses this parameter alone has ended; its unit still uses it
+                raise RuntimeError(f"a parameter is to be released while its leaf module runs: {member.ds_summary()}")
+            if unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
-        self.live.add(-sum(one.ds_numel for one in params if one.ds_status == ZeroParamStatus.AVAILABLE))
+        self.live.add(-sum(p.ds_numel for p in params if p.ds_status == ZeroParamStatus.AVAILABLE))
         if has_been_updated and self.slices.sliced:
             for updated in params:
                 if updated.ds_status == ZeroParamStatus.AVAILABLE:
                     self.slices.write_rows(updated)
         partition(param_list=params, hierarchy=hierarchy, has_been_updated=has_been_updated, free_data=free_data)
         if has_been_updated:
-            self.slices.order_gathers()
+            self.slices.order_gathers()  # or the next gather would read rows that are not written yet
             if self._resync is not None:
                 self._resync.ask()
 
 
 def wire_dtype(param: ZeroParameter) -> torch.dtype:
-    """Return the dtype in which a parameter is gathered for a module: with ``torch_autocast`` that of its compute,
+    """Return the dtype in which a parameter is gathered for a module: its compute dtype with ``torch_autocast``,
     unless it persists and is read after the module."""
     dtype: torch.dtype = param.ds_tensor.dtype if param.ds_persist else get_allgather_dtype(param, param.ds_tensor)
     return dtype
 
 
 def _is_idle(param: ZeroParameter) -> bool:
-    """Whether a parameter is available, and no module that uses it runs."""
+    """Whether a parameter is available, and no running module uses it."""
     users = param.ds_active_sub_modules or getattr(getattr(param, UNIT, None), "ds_active_sub_modules", None)
     return param.ds_status == ZeroParamStatus.AVAILABLE and not users
 

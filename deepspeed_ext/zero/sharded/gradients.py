@@ -1,34 +1,34 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients with parameters sharded: accumulated in placement g, moved to the placement of os at the boundary.
+"""Gradients of sharded parameters: accumulated in placement g, reduced to the placement of os at the boundary.
 
-Note [Rows of gradients]
-    What arrives in the placement of os, or in I, is added to ``held``, (rows, elements of the optimizer's shard), the
-    chunks of the parameters in the order of the shard. It has one row where gradients arrive in the placement of os.
-    With g = I and os = G it is the I-slice, one row for each group; a reduce-scatter between groups ends in row j,
-    which is what the optimizer reads: a view, not a copy. With g = N it is there from the boundary to the next
-    micro-step only; meanwhile a placeholder stands for it, of one element that is repeated.
+Note [Gradient rows]
+    Gradients that are reduced to the placement of os, or to I, are added to ``held``, (rows, elements of the
+    optimizer's shard): the chunks of the parameters, in the order of the shard. It has one row if gradients are
+    reduced to os directly. With g = I and os = G it is the I-slice, one row for each group. The result of a
+    reduce-scatter between groups is written to row j, and the optimizer reads a view of that row. With g = N, ``held``
+    exists from the boundary to the next micro-step only. Otherwise a placeholder of one repeated element replaces it.
 
-With p = I and g = G what arrives in the group is on its way through I: Note [Pieces].
+With p = I and g = G a bucket is first reduced N -> I inside the group: Note [Pieces].
 
-What moves at the boundary is divided into buckets, of which most leave under the last micro-batch's backward; see Note
-[Leaving early] in ``boundary.py``. With g = I a parameter is complete when its last gradient has been added to
-``held``: a bucket is packed from its columns. With g = N it is when its last gradient has been kept; with os = I a
-bucket that has arrived then crosses like those of g = I.
+At the boundary, gradients are reduced in buckets. Most of these are sent during the last micro-batch's backward; see
+Note [Leaving early] in ``boundary.py``. With g = I a parameter is complete when its last gradient has been added to
+``held``; a bucket is packed from its columns. With g = N it is complete when its last gradient has been kept. With
+os = I a bucket that is in I is then reduced between groups as with g = I.
 
 Note [Pieces]
-    With p = I groups may get gradients in different orders, and not all of them, while what is summed between groups
-    must be the same in all. With g = G it crosses in every micro-step. So a bucket moves inside its group first, and
-    what arrives stays where it is, in *pieces*, one for each parameter. It crosses in the buckets and in the order of
-    Note [Leaving early] in ``boundary.py``, with zeros for what a group has not used: here each micro-step ends at a
-    boundary.
+    With p = I groups may get gradients in different orders, and not all of them, but sums between groups must be the
+    same in all. With g = G they are computed in every micro-step. So a bucket is reduced inside its group first. The
+    result is kept in *pieces*, one for each parameter. They are reduced between groups in the buckets and the order of
+    Note [Leaving early] in ``boundary.py``, with zeros for parameters that a group has not used. Here each micro-step
+    ends at a boundary.
 
-    A piece waits for the other members of its bucket, and for the buckets before it. That is about one bucket where
-    modules are used in the order in which they were made: 0.03 to 0.19 of the I-slice, in the dtype on the wire, were
-    counted for 24 layers of a transformer, with buckets of 1/146 to 1/19 of the model. It is all that a backward uses
-    where the model's last parameter gets its gradient last, or a parameter in each bucket gets none: 0.57, where every
-    other layer was unused. If nothing left early in the first step that would take the whole I-slice, with any model;
-    and a buffer for each bucket, in place of pieces, whole buckets for those that lack a member: 1.04 for 0.57.
+    A piece waits for the other members of its bucket, and for the buckets before it. Waiting pieces take about one
+    bucket if modules are used in the order in which they were made: 0.03 to 0.19 of the I-slice, in the dtype on the
+    wire, were counted for 24 layers of a transformer, with buckets of 1/146 to 1/19 of the model. They take all of a
+    backward's gradients if the model's last parameter gets its gradient last, or one parameter in each bucket gets
+    none: 0.57, with every other layer unused. If nothing were sent early in the first step, they would take the full
+    I-slice with any model. Buffers of full buckets, instead of pieces, would take 1.04 instead of 0.57.
 """
 
 import math
@@ -56,20 +56,20 @@ from deepspeed_ext.zero.sharded.slices import Slices
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 from deepspeed_ext.zero.shards import CrossingSpan, crossing_spans_of
 
-Bucket = list[ZeroParameter]  # what moves together at the boundary
+Bucket = list[ZeroParameter]  # parameters that are reduced together at the boundary
 
 
 def boundary_buckets(
     params: Iterable[ZeroParameter], most: int, dtype_of: Callable[[ZeroParameter], torch.dtype]
 ) -> list[Bucket]:
-    """Divide parameters into buckets of one dtype, in the order in which they leave: the model's last ones first.
+    """Divide parameters into buckets of one dtype, in the order in which they are sent: the model's last ones first.
 
     Args:
-        params: all, those of one bucket in this order.
-        most: elements (of whole parameters) of a bucket at most, unless one parameter has more.
+        params: all parameters; each bucket keeps this order.
+        most: maximum number of elements (of full parameters) of a bucket, unless one parameter has more.
         dtype_of: dtype on the wire.
     """
-    place = {param.ds_id: number for number, param in enumerate(params)}
+    order = {param.ds_id: number for number, param in enumerate(params)}
     buckets: list[Bucket] = []
     filling: dict[torch.dtype, tuple[Bucket, float]] = {}
     for param in sorted(params, key=lambda param: -param.ds_id):
@@ -79,8 +79,8 @@ def boundary_buckets(
             buckets.append(bucket)
         bucket.append(param)
         filling[dtype_of(param)] = bucket, numel + param.ds_numel
-    buckets.sort(key=lambda bucket: -bucket[-1].ds_id)  # the first complete one first: gradients come last to first
-    return [sorted(bucket, key=lambda param: place[param.ds_id]) for bucket in buckets]
+    buckets.sort(key=lambda bucket: -bucket[-1].ds_id)  # completed first, sent first: a backward runs last to first
+    return [sorted(bucket, key=lambda param: order[param.ds_id]) for bucket in buckets]
 
 
 class _Piece(NamedTuple):
@@ -91,10 +91,10 @@ class _Piece(NamedTuple):
 
 
 class Pieces:
-    """Gradients that are received and not yet reduced between groups. See Note [Pieces].
+    """Gradients that are reduced inside the group and not yet between groups. See Note [Pieces].
 
     Args:
-        rows: of the I-slice.
+        rows: number of rows of the I-slice.
     """
 
     def __init__(self, rows: int) -> None:
@@ -102,11 +102,11 @@ class Pieces:
         self._held: dict[int, _Piece] = {}  # by ds_id
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all pieces."""
         self._held.clear()
 
     def add(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
-        """Take parameters that have arrived, on the current stream.
+        """Add the pieces of a received bucket, on the current stream.
 
         Args:
             params: side by side in ``arrived``.
@@ -117,21 +117,21 @@ class Pieces:
             piece = _Piece(arrived, Span(start, param.ds_tensor.ds_numel))
             earlier = self._held.setdefault(param.ds_id, piece)
             if earlier is not piece:  # another gradient of this backward
-                record_on_current_stream(earlier.arrived)
+                record_on_current_stream(earlier.arrived)  # memory of the stream that received it
                 earlier.span.of(earlier.arrived).add_(piece.span.of(arrived))
             start = piece.span.stop
 
     def take(self, params: Sequence[ZeroParameter]) -> list[Tensor]:
-        """Return the pieces of parameters, (rows, columns) each, side by side, neighbors joined; zeros for others."""
+        """Remove and return pieces of parameters, (rows, columns) each, neighbors joined; zeros for missing ones."""
         pieces = [self._pop(param) for param in params]
-        taken: list[Tensor] = []
+        views: list[Tensor] = []
         for _, together in groupby(pieces, key=lambda piece: id(piece.arrived)):
-            some = list(together)
-            taken += [span.of(some[0].arrived) for span in neighbors_joined(piece.span for piece in some)]
-        return taken
+            run = list(together)
+            views += [span.of(run[0].arrived) for span in neighbors_joined(piece.span for piece in run)]
+        return views
 
     def _pop(self, param: ZeroParameter) -> _Piece:
-        """Return the piece of a parameter, which is not held any more; zeros if there is none."""
+        """Remove and return the piece of a parameter; zeros if there is none."""
         piece = self._held.pop(param.ds_id, None)
         if piece is not None:
             return piece
@@ -140,10 +140,10 @@ class Pieces:
 
 
 class ShardedGradients:
-    """Gradients of the trainable parameters of one family. See Note [Rows of gradients].
+    """Gradients of the trainable parameters of one family. See Note [Gradient rows].
 
     Args:
-        bucket: number of elements (of whole parameters) in a full bucket.
+        bucket: number of elements (of full parameters) in a full bucket.
     """
 
     def __init__(self, context: Context, *, family: str, optimizer: Stage3View, slices: Slices, bucket: int) -> None:
@@ -160,7 +160,7 @@ class ShardedGradients:
         self._number = list(context.families).index(family)
         self._pieces = Pieces(redistribution.rows)
         self._wire = context.mixed_dtype(param for group in optimizer.fp16_groups for param in group)
-        self._uncrossed: list[Bucket] = []  # with g = N and os = I: buckets that have arrived
+        self._uncrossed: list[Bucket] = []  # with g = N and os = I: buckets reduced N -> I
         self.rows = redistribution.rows if (strategy.g, strategy.os) == (Placement.I, Placement.G) else 1
         self._held_by_host = context.offload and context.reductions.stream is not None and self.rows == 1
         self._crosses_early = self._passes or (self._crosses.unattended and not self._held_by_host)
@@ -173,12 +173,12 @@ class ShardedGradients:
             self._starts[param.ds_id] = self.numel
             self.numel += param.ds_tensor.ds_numel
         self.held = torch.empty(self.rows, 0)
-        self._whole: dict[int, Tensor] = {}  # ds_id: what is kept whole until the boundary, with g = N
-        self.begun = False  # whether ``held`` has something of this accumulation ...
-        self._finished = False  # ... which is complete in the placement of os
+        self._whole: dict[int, Tensor] = {}  # ds_id: full gradient, kept until the boundary with g = N
+        self.begun = False  # whether ``held`` has gradients of this accumulation ...
+        self._finished = False  # ... which are complete in the placement of os
 
     def _make_boundary(self, names: Mapping[Any, str], params: Sequence[ZeroParameter]) -> Boundary[Bucket]:
-        """Divide parameters into the buckets that cross at the boundary; errors name parameters."""
+        """Divide parameters into the buckets of the boundary; errors name parameters."""
 
         def dtype_of(param: ZeroParameter) -> torch.dtype:
             return self._context.message_dtype(param) if self._kept or self._passes else self._wire
@@ -194,11 +194,11 @@ class ShardedGradients:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return what is held of gradients now."""
+        """Return the tensors that hold gradients now."""
         return [self.held, *self._whole.values()]
 
     def place(self, held: Tensor) -> dict[int, Tensor]:
-        """Hold gradients in this tensor, 1D of ``rows * numel`` elements.
+        """Accumulate in this tensor, 1D of ``rows * numel`` elements.
 
         Returns:
             For each ds_id the optimizer's chunk of the gradient, 1D, a view.
@@ -209,12 +209,12 @@ class ShardedGradients:
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether nothing can be added: ``held`` is one element that is repeated."""
+        """Whether ``held`` is one repeated element, to which nothing can be added."""
         return self.numel > 1 and self.held.stride(1) == 0
 
     @property
     def shard(self) -> Tensor:
-        """1D: the optimizer's shard."""
+        """The optimizer's shard, 1D."""
         return self.held[self._own_row]
 
     def shard_of(self, params: Sequence[ZeroParameter]) -> Tensor:
@@ -227,13 +227,13 @@ class ShardedGradients:
         return self._redistribution.row if self.rows > 1 else 0
 
     def crossing_spans(self, param: ZeroParameter, name: str) -> Iterator[CrossingSpan]:
-        """Return where elements of a parameter are among those of this rank that cross between groups."""
+        """Return the spans of a parameter that this rank reduces between groups."""
         layout, col = self._slices.layout(param), self._redistribution.col
         return crossing_spans_of(name, param.ds_numel, layout, col, self._number, start=self._starts[param.ds_id])
 
     def forget(self) -> None:
-        """Drop what has been accumulated."""
-        if self._boundary.begun:  # a backward was given up
+        """Drop accumulated gradients."""
+        if self._boundary.begun:  # a backward was interrupted
             self.drain()
         self._boundary.clear()
         self._uncrossed.clear()
@@ -249,15 +249,15 @@ class ShardedGradients:
 
     @property
     def has_left(self) -> bool:
-        """Whether something of this accumulation is on its way as if it were complete."""
+        """Whether gradients of this accumulation have been sent as if they were complete."""
         return self._boundary.begun
 
     def keep(self, param: ZeroParameter, last: bool) -> list[Bucket]:
-        """Add a parameter's gradient to those that stay whole until the boundary, with g = N.
+        """Accumulate a parameter's full gradient until the boundary, with g = N.
 
         Args:
-            param: a trained parameter with a whole gradient.
-            last: whether it is of the last micro-batch.
+            param: a trained parameter with a full gradient.
+            last: whether this is the last micro-batch.
 
         Returns:
             Buckets to reduce now (``reduce_buckets``).
@@ -277,13 +277,13 @@ class ShardedGradients:
         sequence_parallel_size: int = 1,
         last: bool = False,
     ) -> None:
-        """Move a bucket to where it arrives, and add it there.
+        """Start to reduce a bucket, and to add the result.
 
         Args:
             gradients: parameters and their gradients; None stands for zeros. They are copied at once.
-            dtype: on the wire.
+            dtype: dtype on the wire.
             sequence_parallel_size: ranks that count as one in the mean.
-            last: whether they are of the last micro-batch.
+            last: whether this is the last micro-batch.
         """
         self.submit([param for param, _ in gradients], self._move(gradients, dtype, sequence_parallel_size), last)
 
@@ -293,18 +293,18 @@ class ShardedGradients:
         return self._redistribution.intra
 
     def submit(self, params: Sequence[ZeroParameter], transfer: Transfer, last: bool, adds: bool = True) -> None:
-        """Start a transfer of gradients, or of a part of them, which with ``adds`` brings what is added for them."""
+        """Start a transfer of gradients, or of a part of them; with ``adds`` its result is added."""
         self._begin()
         self._queue.submit(transfer, partial(self._arrive, last, params) if adds else lambda _: None)
 
     def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:
-        """Move parameters' I-slices, (rows, elements of their chunks), to where a bucket arrives."""
+        """Reduce parameters' I-slices, (rows, elements of their chunks), to the placement in which buckets arrive."""
         if self._arrives == Placement.G:
             return (yield from self._redistribution.reduce_rows(sums, self._spans(params), self._number))
         return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
-        """Add what has arrived; where the last backward brings what a bucket lacks, it crosses from here."""
+        """Add a received bucket; start boundary buckets that it completes in the last backward."""
         if self._passes:
             self._pieces.add(params, arrived)
         else:
@@ -318,7 +318,7 @@ class ShardedGradients:
     ) -> Transfer:
         params = [param for param, _ in gradients]
         cells = [self._pack(params, [gradient for _, gradient in gradients], dtype, sequence_parallel_size)]
-        del gradients  # nothing of full size waits for hops that do not need it, what was packed neither
+        del gradients  # gradients, and packed cells, are freed as soon as a hop has read them
         return (
             yield from self._redistribution.reduce_cells(cells.pop(), self._arrives, self._spans(params), self._number)
         )
@@ -335,19 +335,19 @@ class ShardedGradients:
         width = fill_up(bucket.width, self._redistribution.multiple)
         cells = torch.empty(bucket.cols, bucket.rows, width, dtype=dtype, device=device)
         bucket.pack(gradients, cells)
-        cells[:, :, bucket.width :].zero_()
-        # As ZeRO-3: divided before the sum, so that 16-bit sums keep their range.
+        cells[:, :, bucket.width :].zero_()  # padding is zero in every sum
+        # Divided before the sum, as in ZeRO-3, so that 16-bit sums do not overflow.
         return cells.div_(self._context.ranks / sequence_parallel_size)
 
     def end_backward(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Called when all gradients of a backward have been given to ``reduce``. Arguments as of ``learn``."""
+        """Called when all gradients of a backward have been passed to ``reduce``. Arguments as in ``learn``."""
         if self._passes:
-            self._queue.drain()
+            self._queue.drain()  # or pieces in flight would be sent as zeros
             self._begin()
             for bucket in self._boundary.rest():
                 self._cross_bucket(bucket)
             if self._boundary.may_leave_again:
-                self._crosses.drain()  # what another group may be waiting for
+                self._crosses.drain()  # before the host waits for other ranks: they may wait for these first
                 for bucket in self._boundary.again(largest):
                     self._cross_bucket(bucket)
 
@@ -357,43 +357,43 @@ class ShardedGradients:
         self._crosses.drain()
 
     def drop(self) -> None:
-        """Drop what has been accumulated, and what is on the wire."""
+        """Drop gradients that are accumulated or in flight."""
         self._queue.drop()
         self._crosses.drop()
         self._boundary.clear()
         self.forget()
 
     def _begin(self) -> None:
-        """Prepare for something to be added to ``held``."""
+        """Prepare ``held`` for additions."""
         if not self.begun:
             self.held.zero_()
         elif self._finished and self._arrives == Placement.I:
-            # Another backward at the boundary: what is complete already must count once when it is summed again.
-            elsewhere = self._os == Placement.I and self._redistribution.row != 0
+            # Another backward at the boundary: the complete gradients must count once in the next sum between groups.
+            duplicate = self._os == Placement.I and self._redistribution.row != 0
             for row in range(self.rows):
-                if row != self._own_row or elsewhere:
+                if row != self._own_row or duplicate:
                     self.held[row].zero_()
         self.begun, self._finished = True, False
 
     def _accumulate(self, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
-        """Add what a redistribution of these parameters has brought."""
+        """Add the reduced gradients of these parameters."""
         spans = self._spans(params)
         for span, part in zip(spans, split_as(arrived.view(self.rows, -1), spans), strict=True):
             add_to(span.of(self.held), part)
 
     def _spans(self, params: Sequence[ZeroParameter]) -> list[Span]:
-        """Return which columns of ``held`` are of parameters, in their order, neighbors joined."""
+        """Return the columns of parameters in ``held``, in their order, neighbors joined."""
         return neighbors_joined(Span(self._starts[param.ds_id], param.ds_tensor.ds_numel) for param in params)
 
     # At the accumulation boundary: g -> os ############################################################
 
     def reduce_kept(self) -> None:
-        """Reduce all parameters that have not left by now, with g = N, used or not: ranks may have used different
+        """Reduce the remaining buckets, with g = N, including unused parameters: ranks may have used different
         ones."""
         self.reduce_buckets(self._boundary.rest())
 
     def reduce_buckets(self, buckets: Iterable[Bucket]) -> None:
-        """Move what was kept of buckets, in their order, to the placement of os, or with os = I on the way to it."""
+        """Reduce kept gradients of buckets, in order, to the placement of os; with os = I inside the group only."""
         for bucket in buckets:
             self._begin()
             gradients = [(param, self._whole.pop(param.ds_id, None)) for param in bucket]
@@ -401,7 +401,7 @@ class ShardedGradients:
             self._queue.submit(transfer, partial(self._arrive_whole, bucket))
             if not get_accelerator().is_synchronized_device():
                 for _, gradient in gradients:
-                    if gradient is not None:  # of the stream that computes, which goes on
+                    if gradient is not None:  # memory of the compute stream, which would reuse it too early
                         gradient.record_stream(get_accelerator().current_stream())
 
     def _arrive_whole(self, bucket: Bucket, arrived: Tensor) -> None:
@@ -413,33 +413,33 @@ class ShardedGradients:
                 self._uncrossed.append(bucket)
 
     def finish(self) -> None:
-        """Complete the optimizer's shard: what is in I moves on to os."""
-        self._queue.drain()
+        """Complete the optimizer's shard: reduce gradients in I to os."""
+        self._queue.drain()  # buckets must be in ``held`` before its columns are packed
         if not self.begun:
             self._begin()
         if self._arrives == Placement.I and not (self._passes or self._finished):
             for bucket in self._uncrossed if self._kept else self._boundary.rest():
                 self._cross_bucket(bucket)
         self._uncrossed.clear()
-        self.drain()
+        self.drain()  # until then, sums are missing in the shard
         self._finished = True
         if not self._redistribution.inter.keeps_zeros:
             self._clear_padding()
 
     def _cross_bucket(self, bucket: Bucket) -> None:
-        """Move a bucket on from I to os, a part of a large parameter at a time; where it passes, as a whole."""
+        """Start to reduce a bucket I -> os: its pieces together, or a large parameter in parts."""
         if self._passes:
             transfer = self._move_on(bucket, self._pieces.take(bucket))
-            self._crosses.submit(transfer, partial(self._accumulate, bucket), reuses=False)  # pieces are theirs alone
+            self._crosses.submit(transfer, partial(self._accumulate, bucket), reuses=False)  # nothing reuses pieces
             return
-        found = self._spans(bucket)
-        parts = [found]
-        if len(found) == 1 or self._held_by_host:  # of which nothing is joined: it goes to the device by itself
-            parts = [[window] for span in found for window in windows(span, self.rows, self._bucket)]
+        columns = self._spans(bucket)
+        parts = [columns]
+        if len(columns) == 1 or self._held_by_host:  # spans in host memory are copied to the device separately
+            parts = [[window] for span in columns for window in windows(span, self.rows, self._bucket)]
         for spans in parts:
             pieces = [span.of(self.held) for span in spans]
             transfer = self._redistribution.sync_spans(pieces, self._wire, self._os, spans, self._number)
-            # What is read stays as it is until all is complete.
+            # The columns that it reads do not change until all buckets are complete.
             self._crosses.submit(transfer, partial(self._take, spans), reuses=False)
 
     def _move_on(self, bucket: Bucket, pieces: list[Tensor]) -> Transfer:
@@ -452,16 +452,16 @@ class ShardedGradients:
                 self._redistribution.multiple,
             )
         ]
-        pieces.clear()  # nothing waits on the wire that does not need it
+        pieces.clear()  # frees their memory before the hop
         return (yield from self._redistribution.reduce_rows(packed.pop(), self._spans(bucket), self._number))
 
     def _take(self, spans: Sequence[Span], total: Tensor) -> None:
-        """Take what has arrived in os of these columns: (parts, width), as ``sync_spans`` returns it."""
+        """Write the sums of these columns to the shard: (parts, width), as ``sync_spans`` returns them."""
         for span, part in zip(spans, split_as(total[0], spans), strict=True):
             span.of(self.shard).copy_(part)
 
     def _clear_padding(self) -> None:
-        """Zero the padding: chunks of the last ranks may reach over the end of their parameter."""
+        """Zero the padding: chunks of the last ranks may extend past the end of their parameter."""
         cols = self._redistribution.cols
         rank = self._redistribution.col + (self._redistribution.row * cols if self._os == Placement.G else 0)
         for param in self._params:

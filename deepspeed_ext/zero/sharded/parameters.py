@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of a model with p = I or G: shards and gathers of all families.
 
-With ``offload_param`` some shards are on the device as well (``paro_parameter_cache_bytes``): modules from both ends
-of the model come first. Before the first module, and between the last one's forward and its backward, there is no
-compute that could overlap a copy.
+With ``offload_param`` some shards are cached on the device (``paro_parameter_cache_bytes``), those of modules at both
+ends of the model first: no compute overlaps a copy before the first module, nor between the last one's forward and its
+backward.
 """
 
 import logging
@@ -48,7 +48,7 @@ class GatherSettings(NamedTuple):
         return cls(config.allgather_sequential, True, section.pin_memory, config.paro_parameter_cache_bytes)
 
     def rows(self, redistribution: ParameterRedistribution, cached: frozenset[int]) -> DeviceRows:
-        """Return the memory of slices; ``cached`` as of ``DeviceRows``."""
+        """Return the memory of slices; ``cached`` as in ``DeviceRows``."""
         return HostRows(redistribution, cached, self.pinned) if self.on_host else DeviceRows(redistribution)
 
 
@@ -95,12 +95,12 @@ class ShardedParameters:
         self.gathers[DENSE].fetch_windows(windowed)
 
     def of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
-        """Return the shards of the family of a sub-group, which is of one family."""
+        """Return the shards of a sub-group's family. All its parameters are of one."""
         return self.slices[family_of(sub_group[0])]
 
     @property
     def sliced(self) -> bool:
-        """Whether parameters of a family are held as slices of several rows."""
+        """Whether a family has slices of several rows."""
         return any(slices.sliced for slices in self.slices.values())
 
     # Flat buffers of the optimizer ####################################################################
@@ -108,10 +108,10 @@ class ShardedParameters:
     def make_blocks(
         self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Hold the parameters of all sub-groups in a flat buffer, 1D.
+        """Make the parameters of all sub-groups views of a flat buffer, 1D.
 
         Returns:
-            The buffer where it is held; and for each sub-group the part of it that a step updates, 1D.
+            The buffer, in its final memory; and for each sub-group the part of it that a step updates, 1D.
         """
         self.forget_blocks()
         buffer, offset, flats = self.slices[DENSE].rows.home(buffer), 0, []
@@ -121,7 +121,7 @@ class ShardedParameters:
         return buffer, flats
 
     def place(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> None:
-        """Hold the parameters of all sub-groups in a copy of the flat buffer, on any device, without gathers."""
+        """Make the parameters views of a copy of the flat buffer, on any device, without gathers."""
         offset = 0
         for sub_group in sub_groups:
             offset = self.of(sub_group).place(buffer, offset, sub_group)
@@ -134,13 +134,13 @@ class ShardedParameters:
     # Updated parameters: os -> p ######################################################################
 
     def begin_step(self) -> None:
-        """Receive the parameters of the last step, into rows that this step writes; forget a step that has failed."""
+        """Receive the parameters of the last step, before this step writes the rows; drop a failed step's updates."""
         self.receive_updates()
         for slices in self.slices.values():
             slices.forget_changes()
 
     def gather_updates(self) -> None:
-        """Start to gather updated parameters os -> p: one family after the other, in the same order on all ranks."""
+        """Start to gather updated parameters os -> p: one family after the other, in one order on all ranks."""
         for slices in self.slices.values():
             slices.gather_updates()
 
@@ -157,12 +157,12 @@ class ShardedParameters:
             slices.settle()
 
     def complete_slices(self) -> None:
-        """Complete slices of which a load has changed this rank's rows only."""
+        """Complete slices after a load, which writes this rank's rows only."""
         for slices in self.slices.values():
             slices.complete()
 
     def release(self) -> None:
-        """Give the parameters back to DeepSpeed."""
+        """Return the parameters to DeepSpeed."""
         for gathers in self.gathers.values():
             gathers.release()
 
@@ -178,25 +178,25 @@ def _disable_persistence(windowed: Iterable[WindowedModule], offload: DeepSpeedZ
 
 
 def _choose_cached(context: Context, module: nn.Module, budget: int) -> frozenset[int]:
-    """Return the ds_ids of the parameters whose slices are on the device as well, of whole modules, and log them.
+    """Select parameters whose slices are cached on the device, module by module; return their ds_ids, and log them.
 
     Args:
-        budget: maximum number of bytes that they take together.
+        budget: maximum number of bytes of the cache.
     """
     if not budget:
         return frozenset()
     params = cast(list[ZeroParameter], list(module.parameters()))
     sizes = {param.ds_id: _slice_bytes(context, param) for param in params}
     chosen: set[int] = set()
-    left = budget
+    free = budget
     for owner in _from_both_ends([m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]):
-        own = {p.ds_id for p in cast(Iterable[ZeroParameter], owner.parameters(recurse=False)) if sizes[p.ds_id]}
-        nbytes = sum(sizes[ds_id] for ds_id in own - chosen)
-        if nbytes <= left:
-            left -= nbytes
-            chosen |= own
+        ds_ids = {p.ds_id for p in cast(Iterable[ZeroParameter], owner.parameters(recurse=False)) if sizes[p.ds_id]}
+        nbytes = sum(sizes[ds_id] for ds_id in ds_ids - chosen)
+        if nbytes <= free:
+            free -= nbytes
+            chosen |= ds_ids
     log_dist(
-        f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {budget} keeps {budget - left:,} of {sum(sizes.values()):,} bytes of "
+        f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {budget} keeps {budget - free:,} of {sum(sizes.values()):,} bytes of "
         f"slices on each device ({len(chosen)} of {len(sizes)} parameters), the ends of the model first",
         ranks=[0],
         level=logging.WARNING,
@@ -205,7 +205,7 @@ def _choose_cached(context: Context, module: nn.Module, budget: int) -> frozense
 
 
 def _slice_bytes(context: Context, param: ZeroParameter) -> int:
-    """Return the bytes of a parameter's slice; 0 if it has none, or is never copied because it persists."""
+    """Return the bytes of a parameter's slice; 0 if it has none, or persists and is never copied."""
     topology = context.families[family_of(param)].topology
     if param.ds_persist or topology.sizes.groups == 1:
         return 0

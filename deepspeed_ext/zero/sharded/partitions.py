@@ -3,9 +3,9 @@
 """This rank's flat partitions of optimizer states with p = I or G: their elements, offloading, and checkpoints.
 
 Note [Sub-groups in checkpoints]
-    A rank of ZeRO-3 saves its chunks of the parameters of a parameter group one after the other, divided into
-    sub-groups where ``sub_group_size`` or, for some strategies, ``allgather_bucket_size`` says. The order is the same
-    whatever the sizes, so the states of a parameter group need only be divided elsewhere.
+    A rank of ZeRO-3 saves its chunks of a parameter group's parameters one after the other, divided into
+    sub-groups by ``sub_group_size`` or, for some strategies, by ``allgather_bucket_size``. The order is the same with
+    all sizes, so a parameter group's states need only be divided at other elements.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,17 +31,17 @@ from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
 
-PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: who shares each sub-group
+PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: ranks that share each sub-group
 
 
 class FlatPartitions:
-    """The elements whose optimizer states this rank has: one flat partition for each sub-group."""
+    """This rank's elements of the optimizer states: one flat partition for each sub-group."""
 
     def __init__(self, context: Context, *, optimizer: Stage3View, reduction: GradientReduction) -> None:
         self._context, self._optimizer, self._reduction = context, optimizer, reduction
 
     def shards(self) -> list[FlatShard]:
-        """Return the parameters of each partition, and where their elements are."""
+        """Return the parameters of each partition, with their positions."""
         shards = []
         for number, params in enumerate(self._optimizer.fp16_groups):
             members, offset = [], 0
@@ -60,7 +60,7 @@ class FlatPartitions:
                     yield shard.number, member.in_shard
 
     def crossing_spans(self) -> Iterator[CrossingSpan]:
-        """Yield where each trained parameter's elements are among the gradients that cross between groups."""
+        """Yield each trained parameter's spans of gradients that are reduced between groups."""
         for group in self._optimizer.fp16_groups:
             for param in group:
                 name = name_in_all(param, self._optimizer.param_names[param])
@@ -75,7 +75,7 @@ class FlatPartitions:
         return self._reduction.of(params[0]).shard_of(params)
 
     def set_norms(self, shards: Iterable[FlatShard]) -> None:
-        """Tell DeepSpeed the norms of gradients that have been replaced, if the optimizer is offloaded."""
+        """Update DeepSpeed's norms of replaced gradients, if the optimizer is offloaded."""
         for shard in shards if self._context.offload else ():
             update = self.gradient(shard.number)
             for member in shard.members:
@@ -83,13 +83,13 @@ class FlatPartitions:
                 self._optimizer.norm_for_param_grads[self._optimizer.get_param_id(member.param)] = norm
 
     def set_weights(self, value: Tensor, param: ZeroParameter, state: str | None) -> None:
-        """Set this rank's elements of a trained parameter's weights, or of a ``state``, to a value of all of them."""
-        held, _ = self._optimizer._get_fp32_opt_state_partition(
+        """Set this rank's elements of a trained parameter's weights, or of a ``state``, from a full value."""
+        shard, _ = self._optimizer._get_fp32_opt_state_partition(
             param, release_swap_buffers=False, optim_state_key=state
         )
-        start = held.numel() * self._optimizer._get_param_partition_rank(param)
-        own = value.flatten()[start : start + held.numel()]
-        held.data[: own.numel()].copy_(own)
+        start = shard.numel() * self._optimizer._get_param_partition_rank(param)
+        elements = value.flatten()[start : start + shard.numel()]
+        shard.data[: elements.numel()].copy_(elements)
 
     # Checkpoints ######################################################################################
 
@@ -101,15 +101,15 @@ class FlatPartitions:
         return numels
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict that is sharded otherwise, except for the sizes of sub-groups.
+        """Refuse a rank's state dict with other sharding, except for the sizes of sub-groups.
 
         Raises:
-            ValueError: it is of another stage, sharded over another number of ranks, or of other parameter groups.
+            ValueError: it has another stage, number of ranks, or other parameter groups.
         """
-        stage, count, ours = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
-        if (stage, count) != (3, ours):
+        stage, count, ranks = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
+        if (stage, count) != (3, ranks):
             raise sharded_otherwise(
-                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ours}"
+                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ranks}"
             )
         placed = state.get(PLACEMENT)
         if placed is not None and placed != self._optimizer._zero3_partition_group_metadata():
@@ -124,7 +124,7 @@ class FlatPartitions:
     def adapt(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a rank's state dict with the sub-groups and the scale of momentum of this optimizer.
 
-        DeepSpeed does not save whether it has offloaded the optimizer: it is assumed to have done as this run does.
+        DeepSpeed does not save whether the optimizer was offloaded: the setting of this run is assumed.
 
         Raises:
             ValueError: see ``check``.
@@ -134,7 +134,7 @@ class FlatPartitions:
         return _with_momentum_of(regrouped, lambda momentum: unscaled(regrouped, momentum, offload))
 
     def saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return DeepSpeed's state dict with momentum as DeepSpeed's stage 3 has it; see Note [Momentum of DeepSpeed's
+        """Return DeepSpeed's state dict with momentum in the format of its stage 3; see Note [Momentum of DeepSpeed's
         stages]."""
         if not uses_muon(self._optimizer.optimizer):
             return dict(state)
@@ -144,8 +144,8 @@ class FlatPartitions:
 
 
 class OffloadedStates:
-    """Moves states to the host and back that DeepSpeed does not move: parameters and gradients as this package holds
-    them, and everything of optimizers other than DeepSpeed's FusedAdam.
+    """Moves states to the host and back that DeepSpeed does not move: this package's parameters and gradients, and,
+    with Muon, weights and optimizer states.
     """
 
     def __init__(self, *, optimizer: Stage3View, parameters: ShardedParameters, reduction: GradientReduction) -> None:
@@ -155,7 +155,7 @@ class OffloadedStates:
             self.kinds |= {OffloadStateTypeEnum.hp_params, OffloadStateTypeEnum.optim_states}
 
     def offload(self, states: set[OffloadStateTypeEnum], device: str, pin_memory: bool) -> None:
-        """Move states of these kinds to a device of the host, and release views of their memory."""
+        """Move states of these kinds to a host device, and release views of their memory."""
 
         def move(tensor: Tensor) -> Tensor:
             moved = tensor.to(device)
@@ -220,11 +220,11 @@ def _check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> 
 
 
 def _regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return a rank's state dict of ZeRO-3's optimizer, with its sub-groups divided as wanted.
+    """Return a rank's state dict of ZeRO-3's optimizer, with sub-groups of other sizes.
 
     Args:
         state: a state dict that ``_check_groups`` accepts.
-        numels: for each parameter group the numbers of elements of the sub-groups.
+        numels: for each parameter group the numbers of elements of the new sub-groups.
     """
     flats, saved_groups = _flats_by_group(state)
     if [[flats[index].numel() for index in group] for group in saved_groups] == [list(group) for group in numels]:
@@ -247,7 +247,7 @@ def _regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[
 
 
 def _with_momentum_of(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    """Return a rank's state dict with momentum that ``change`` returns for that of each sub-group."""
+    """Return a rank's state dict with each sub-group's momentum replaced by the result of ``change``."""
     optimizer = state[OPTIMIZER_STATE_DICT]
     muon = [group["params"] for group in optimizer["param_groups"] if group.get("use_muon", False)]
     momenta = {

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of a stage-3 optimizer: from the hooks of parameters to the shard that a step reads, of all families.
+"""Gradients of all families of a stage-3 optimizer: from the parameters' hooks to the shard that a step reads.
 
-With g = N gradients stay whole until the accumulation boundary. Meanwhile a placeholder replaces the shard: one
-element that is repeated, so that DeepSpeed sees tensors of the sizes it expects.
+With g = N gradients are kept unreduced until the accumulation boundary. Meanwhile a placeholder replaces the shard:
+one repeated element, so that DeepSpeed gets tensors of the sizes it expects.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 
 
 class GradientShards:
-    """The tensor in which gradients of all families are accumulated, a part for each family."""
+    """Tensor in which gradients of all families are accumulated, one part for each family."""
 
     held: Tensor  # the tensor, 1D
     chunks: dict[int, Tensor]  # DeepSpeed's map from ds_id to the gradient in the optimizer's shard, 1D
@@ -36,15 +36,15 @@ class GradientShards:
     def __init__(self, context: Context, *, gradients: Mapping[str, ShardedGradients], optimizer: Stage3View) -> None:
         self._gradients, self._optimizer, self._dtype = gradients, optimizer, context.accumulation_dtype
         self.chunks = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
-        whole = context.strategy.g == Placement.N
-        if all(one.rows == 1 for one in gradients.values()) and (not whole or context.offload):
-            self.place(optimizer.grad_partitions_flat_buffer.view(-1))  # DeepSpeed's own has the right size
+        unreduced = context.strategy.g == Placement.N
+        if all(family.rows == 1 for family in gradients.values()) and (not unreduced or context.offload):
+            self.place(optimizer.grad_partitions_flat_buffer.view(-1))  # DeepSpeed's buffer has the right size
             return
         if context.pinned:
             get_accelerator().unpin_memory(optimizer.grad_partitions_flat_buffer)
         self.chunks.clear()
         optimizer.grad_partitions_flat_buffer = None  # free it before another one is made
-        if whole:
+        if unreduced:
             self.drop()
         else:
             self.make()
@@ -56,11 +56,11 @@ class GradientShards:
         return [gradients.rows * gradients.numel for gradients in self._gradients.values()]
 
     def place(self, held: Tensor) -> None:
-        """Accumulate in this tensor, 1D: all rows of one family after the other."""
+        """Accumulate in this tensor, 1D: all rows, one family after the other."""
         self.held = held
         for gradients, part in zip(self._gradients.values(), held.split(self._numels), strict=True):
             self.chunks.update(gradients.place(part))
-        # Of several families DeepSpeed reads all rows: an overflow of one of them shows in their sum as well.
+        # With several families DeepSpeed checks all rows for overflow: a row's overflow appears in their sum as well.
         several = len(self._gradients) > 1
         self._optimizer.grad_partitions_flat_buffer = held if several else self._gradients[DENSE].shard
 
@@ -75,8 +75,8 @@ class GradientShards:
             self.make()
 
     def drop(self) -> None:
-        """Replace the tensor by a placeholder: with g = N there is no shard while gradients are whole."""
-        self._optimizer.averaged_gradients = {}
+        """Replace the tensor by a placeholder: with g = N there is no shard before gradients are reduced."""
+        self._optimizer.averaged_gradients = {}  # views would keep the tensor's memory
         device = get_accelerator().current_device_name()
         self.place(torch.zeros(1, dtype=self._dtype, device=device).expand(sum(self._numels)))
 
@@ -99,10 +99,10 @@ class GradientShards:
 
 
 class GradientReduction:
-    """Moves gradients from the hooks of parameters to the optimizer's shard.
+    """Reduces gradients from the parameters' hooks to the optimizer's shard.
 
     Args:
-        optimizer: the optimizer, which has made its sub-groups and buckets.
+        optimizer: the optimizer, after it has made its sub-groups and buckets.
         slices: shards of the parameters of each family.
     """
 
@@ -137,13 +137,13 @@ class GradientReduction:
     # In a micro-step: N -> g ##########################################################################
 
     def keep_whole(self, param: ZeroParameter) -> None:
-        """Keep a gradient whole until the boundary, and start to reduce the buckets that it completes."""
+        """Keep a gradient unreduced until the boundary, and start to reduce the buckets that it completes."""
         if not (self.shards.begun or self.shards.is_placeholder or self._context.offload):
             self.shards.drop()
         self._optimizer._apply_autoep_folding_tp_correction(param)
         last = self._micro_steps.is_last
         if last:
-            self._reductions.receive_current()  # it packs this; a model may compute on several streams
+            self._reductions.receive_current()  # packing reads this gradient; a model may use several streams
         gradients = self.of(param)
         complete = gradients.keep(param, last)
         param.grad = None
@@ -153,7 +153,7 @@ class GradientReduction:
                 gradients.reduce_buckets(complete)
 
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
-        """Put a leaf module's gradients into buckets, without a copy and a stream for each."""
+        """Put a leaf module's gradients into buckets, without a copy and a stream switch for each."""
         optimizer = self._optimizer
         if optimizer._coalesce_grad_reduction:
             return
@@ -162,7 +162,7 @@ class GradientReduction:
             for param in (param for param in ready if param.grad is not None):
                 optimizer.reduce_ready_partitions_and_remove_grads(param)
             return
-        # All are written before the stream of reductions waits for that.
+        # All gradients are written before the reduction stream waits for the current one.
         for param in zero_gradients(ready):
             optimizer._apply_autoep_folding_tp_correction(param)
         self._reductions.receive_current()
@@ -195,19 +195,19 @@ class GradientReduction:
                 gradients.reduce(members, dtype, sequence_parallel_size, last)
 
     def release(self, params: Sequence[ZeroParameter]) -> None:
-        """Release the gradients of a bucket, which are packed by now."""
+        """Release the gradients of a bucket that has been packed."""
         for param in params:
             if param.grad is not None and not get_accelerator().is_synchronized_device():
-                param.grad.record_stream(get_accelerator().current_stream())
+                param.grad.record_stream(get_accelerator().current_stream())  # packing on it still reads them
             param.grad = None
 
     def flush_buckets(self) -> None:
-        """Reduce the gradients that are in DeepSpeed's buckets."""
+        """Reduce the gradients in DeepSpeed's buckets."""
         for dtype in sort_dtypes(self._optimizer.ipg_buckets):
             self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
 
     def end_backward(self) -> None:
-        """Called when a backward has given all its gradients."""
+        """Called at the end of a backward, after its last gradient."""
         with self._reductions.after_current():
             for gradients in self.gradients.values():
                 gradients.end_backward(partial(all_reduce_max, group=self._context.topology.world))
@@ -227,13 +227,13 @@ class GradientReduction:
             for gradients in self.gradients.values():
                 gradients.finish()
         self.awaits_boundary = False
-        self._reductions.wait()
+        self._reductions.wait()  # the step reads the shard on the current stream
         if self._context.offload:
             self._reductions.synchronize()  # gradients may be in host memory
 
     def hand_over(self) -> None:
         """Make DeepSpeed's step read the complete gradients."""
-        self._reductions.receive_current()  # where DeepSpeed looks for overflows
+        self._reductions.receive_current()  # DeepSpeed checks for overflow on this stream
         if not self._context.offload:
             self.shards.show()
             return
@@ -244,7 +244,7 @@ class GradientReduction:
             get_accelerator().current_stream().synchronize()
 
     def finish_for_host(self) -> None:
-        """Make the host wait for all buckets, if an offloaded optimizer's gradients are in its memory."""
+        """Make the host wait for all buckets if an offloaded optimizer's gradients are in its memory."""
         if self._context.offload and self._reductions.stream is not None:
             with self._reductions.after_current():
                 for gradients in self.gradients.values():
@@ -255,7 +255,7 @@ class GradientReduction:
         """Wait for buckets in flight, before gradients are read or changed.
 
         Raises:
-            RuntimeError: it is not the accumulation boundary, and gradients are not in the placement of os.
+            RuntimeError: gradients are not in the placement of os, as this is not the accumulation boundary.
         """
         self._micro_steps.finish_buckets()
         self.finish_for_host()
@@ -275,7 +275,7 @@ class GradientReduction:
             gradients.forget()
 
     def reset(self) -> None:
-        """Drop accumulated gradients outside of a step, once buckets in flight have been received."""
+        """Drop accumulated gradients outside of a step, after buckets in flight are received."""
         self.finish_for_host()
         self.forget()
         self.awaits_boundary = False

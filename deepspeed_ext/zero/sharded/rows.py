@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a rank's rows of parameters are: on the device, or in host memory, with some of them on the device as well.
+"""Memory of a rank's parameter rows: on the device, or on the host with some of them cached on the device.
 
 Note [Rows on the host]
-    With ``offload_param`` slices are in host memory, pinned where that is asked for. What is used is copied to the
-    device and gathered there, inside the group. Updated rows cross between groups on the device, too, a window at a
-    time: so device memory holds the windows that are on their way, two at most, and never a whole slice. What arrives
-    is copied to the host, on the stream of its transfer, and what reads it waits for that stream: nothing of this
-    makes the host wait. Where the host itself reads, it waits first (``Slices.settle``).
+    With ``offload_param`` slices are in host memory, pinned if configured. For use, they are copied to the
+    device and gathered there, inside the group. Updated rows are sent between groups from the device, too, a window at
+    a time: so device memory holds windows in flight, two at most, and never a full slice. A received window is copied
+    to the host on the stream of its transfer, and readers wait for that stream. So the host does not wait, except
+    before it reads rows itself (``Slices.settle``).
 
-    A copy between pinned memory and the device keeps its place in a stream only if nothing is left for the host to do.
-    It would have to gather rows with gaps between them, or change their dtype, and would do so at once, while what
-    arrives is still being written. So rows are copied one by one, as they are; what is side by side in a row goes
-    together.
+    A copy between pinned memory and the device is ordered by its stream only if it leaves no work to the host. The
+    host would have to gather rows with gaps between them, or change their dtype, and would do so at once, while
+    received windows are still being written. So rows are copied one by one, in their dtype; neighbors in a row are
+    copied together.
 
-    What is on the device as well (``paro_parameter_cache_bytes``) is a copy: the host has all.
+    Cached rows on the device (``paro_parameter_cache_bytes``) are copies: the host has all rows.
 """
 
 from collections.abc import Callable, Iterable
@@ -35,27 +35,27 @@ class DeviceRows:
 
     Args:
         redistribution: hops that complete the rows.
-        cached: ds_ids of the parameters whose rows are on the device as well, if rows are on the host.
+        cached: ds_ids of the parameters whose rows are cached on the device, if rows are on the host.
     """
 
     on_host = False
-    keeps_order = True  # whether a copy of them is made in the order of a stream, and the host does not wait for it
+    keeps_order = True  # whether copies of them are ordered by streams, without a wait of the host
 
     def __init__(self, redistribution: ParameterRedistribution, cached: frozenset[int] = frozenset()) -> None:
         self.redistribution = redistribution
         self.cache = RowCache(cached)
 
     def keep(self, rows: Tensor, lasting: bool) -> Tensor:
-        """Return rows, on the device and of any strides, where they are held.
+        """Store rows, which are on the device with any strides; return them in this memory.
 
         Args:
-            rows: of a parameter, (rows, chunk).
+            rows: a parameter's rows, (rows, chunk).
             lasting: whether they stay there, and are not moved into a flat buffer soon.
         """
         return rows.contiguous()
 
     def home(self, flat: Tensor) -> Tensor:
-        """Return a flat buffer where it is held."""
+        """Return a flat buffer in this memory."""
         return flat
 
     def use(self, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -64,21 +64,21 @@ class DeviceRows:
         return [run.to(device=device, dtype=dtype, non_blocking=True) for run in runs]
 
     def gather(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
-        """Redistribute G -> I a window of a block, as it is.
+        """All-gather a window of a block G -> I, without encoding.
 
         Args:
-            rows: (rows, width), as they are held; written.
-            arrived: called with the same on the device if that is not where they are held.
-            updated: gives this rank's row, 1D, of its dtype and on the device, where a step could not write it in
-                place; here it can.
+            rows: stored rows, (rows, width); written.
+            arrived: called with the rows on the device, if they are stored on the host.
+            updated: returns this rank's row, 1D, of its dtype and on the device, if a step cannot write it in place.
+                Here it can.
         """
         return self.redistribution.complete_rows(rows)
 
     def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
-        """Redistribute G -> I what each group has encoded of its own row.
+        """All-gather the encoded updates of each group's row G -> I.
 
         Args:
-            code: of this rank's row.
+            code: encoded update of this rank's row.
             rows, arrived: see ``gather``.
         """
         return self.redistribution.update_rows(code, rows)
@@ -94,49 +94,49 @@ class HostRows(DeviceRows):
         self._pinned = self.keeps_order = pinned
 
     def keep(self, rows: Tensor, lasting: bool) -> Tensor:
-        """Copy rows to the host; those that do not stay there need not be pinned."""
-        held = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
-        return self.home(held) if lasting else held
+        """Copy rows to the host; rows that are moved soon need not be pinned."""
+        copy = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
+        return self.home(copy) if lasting else copy
 
     def home(self, flat: Tensor) -> Tensor:
-        """Return a tensor in host memory of the kind that is asked for."""
+        """Return a tensor in host memory, pinned if configured."""
         return get_accelerator().pin_memory(flat) if self._pinned else flat
 
     def use(self, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Copy rows to the device, each by itself."""
+        """Copy rows to the device, one by one."""
         return [self._on_device(run).to(dtype) for run in runs]
 
     def _on_device(self, rows: Tensor) -> Tensor:
-        found = rows.new_empty(rows.shape, device=get_accelerator().current_device_name())
-        self._copy(rows, found)
-        return found
+        copy = rows.new_empty(rows.shape, device=get_accelerator().current_device_name())
+        self._copy(rows, copy)
+        return copy
 
     def _copy(self, source: Tensor, target: Tensor) -> None:
         if source.is_contiguous() and target.is_contiguous():
             target.copy_(source, non_blocking=self._pinned)
             return
-        for one, other in zip(source, target, strict=True):
-            other.copy_(one, non_blocking=self._pinned)
+        for source_row, target_row in zip(source, target, strict=True):
+            target_row.copy_(source_row, non_blocking=self._pinned)
 
     def gather(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
         """Gather a window on the device, and copy it to the host."""
-        mine = self._on_device(rows[self.redistribution.row]) if updated is None else updated()
-        found = yield from self.redistribution.inter.all_gather(mine)
-        return self._hold(found.view(rows.shape), rows, arrived)
+        shard = self._on_device(rows[self.redistribution.row]) if updated is None else updated()
+        gathered = yield from self.redistribution.inter.all_gather(shard)
+        return self._hold(gathered.view(rows.shape), rows, arrived)
 
     def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
         """Update a window on the device, and copy it to the host."""
-        held = self._on_device(rows)  # under the communication
-        return self._hold((yield from self.redistribution.update_rows(code, held)), rows, arrived)
+        previous = self._on_device(rows)  # overlaps the previous window's communication
+        return self._hold((yield from self.redistribution.update_rows(code, previous)), rows, arrived)
 
     def _hold(self, found: Tensor, rows: Tensor, arrived: Arrived) -> Tensor:
         self._copy(found, rows)
         arrived(found)
-        return found.new_empty(0)  # nothing that would keep the window's memory
+        return found.new_empty(0)  # empty, to free the window's memory
 
 
 class RowCache:
-    """Copies on the device of some parameters' rows; ``wanted``: ds_ids of these parameters."""
+    """Copies of some parameters' rows on the device; ``wanted``: ds_ids of these parameters."""
 
     def __init__(self, wanted: frozenset[int]) -> None:
         self._wanted = wanted
@@ -149,7 +149,7 @@ class RowCache:
         return self._rows[ds_id]
 
     def take(self, ds_id: int, rows: Tensor) -> None:
-        """Copy a parameter's rows, whole, from anywhere."""
+        """Copy all of a parameter's rows, from any device."""
         if ds_id not in self._wanted:
             return
         if ds_id not in self._rows:
@@ -158,15 +158,15 @@ class RowCache:
         self._rows[ds_id].copy_(rows)
 
     def arrive(self, ds_id: int, inside: Span, rows: Tensor) -> None:
-        """Take over columns of a parameter's rows that have arrived.
+        """Copy received columns of a parameter's rows.
 
         Args:
             inside: the columns of its rows.
-            rows: of these columns, on the device.
+            rows: values of these columns, on the device.
         """
-        if (held := self._rows.get(ds_id)) is not None:
-            inside.of(held).copy_(rows)
+        if (cached := self._rows.get(ds_id)) is not None:
+            inside.of(cached).copy_(rows)
 
     def clear(self) -> None:
-        """Forget all copies."""
+        """Drop all copies."""
         self._rows.clear()

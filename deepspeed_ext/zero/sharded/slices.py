@@ -1,22 +1,21 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of parameters with p = I or G: chunks of ZeRO's, or slices of them.
+"""This rank's shards of parameters with p = I or G: ZeRO's chunks, or slices of several chunks.
 
 Note [Rows]
-    ZeRO-3 partitions each parameter into chunks, over the process group over which its optimizer states are sharded:
-    with os = G a rank holds chunk r of n, with os = I chunk i of m, as ``ds_tensor``. Where p = os that is all.
-    With p = I and os = G a rank holds its I-slice, k chunks of n: one *row* for each group, of which its
-    own, row j, is ``ds_tensor``: a view, not a copy. An optimizer step changes row j; then one all-gather between
-    groups completes the slice (``gather_updates``), and forward and backward gather inside the group only.
+    ZeRO-3 partitions each parameter into chunks, over the process group that shards its optimizer states: with
+    os = G a rank holds chunk r of n, with os = I chunk i of m, as ``ds_tensor``. If p = os that is all. With p = I and
+    os = G a rank holds its I-slice, k chunks of n: one *row* for each group. Its own row j is ``ds_tensor``: a view,
+    not a copy. An optimizer step changes row j. Then one all-gather between groups completes the slice
+    (``gather_updates``), and forward and backward gather inside the group only.
 
-    The slices of the trainable parameters of a sub-group make one block, (k, elements of the sub-group): row j of it
-    is the sub-group's flat partition. It is gathered in *windows*, spans of its columns of as many elements as a
-    bucket has, so that a model of one sub-group crosses piece by piece, too. A window that is a whole block is
-    gathered in place, another one through a buffer of its size, of which side streams have two at a time.
+    The slices of the trainable parameters of a sub-group form one block, (k, elements of the sub-group). Its row j is
+    the sub-group's flat partition. It is gathered in *windows*, spans of columns with as many elements as a bucket,
+    so that a model with one sub-group is sent in parts, too. A window of all columns is gathered in place; any other
+    through a buffer of its size, of which side streams have two at a time.
 
-    Gathers are started after the step, and each is waited for when a parameter of the window is first used. Where a
-    thread of the host runs transfers, windows come one after the other, and gathers for use, which wait for them, are
-    run by another thread.
+    Gathers are started after the step. The first use of a parameter waits for those of its windows. If a host thread
+    runs transfers, windows are gathered one after the other. Gathers for use wait for them in another thread.
 """
 
 import itertools
@@ -48,27 +47,27 @@ from deepspeed_ext.zero.updates_in_flight import announce
 
 
 class _Change(NamedTuple):
-    """What a step has made of this rank's row of a block, 1D without its padding: see ``Slices.change``."""
+    """This rank's updated row of a block, 1D without its padding; see ``Slices.change``."""
 
     updated: Tensor
     held: Tensor
     whole: bool
 
     def row(self, window: Span) -> Tensor:
-        """Return a window of what it is now, on the device; its end may be missing, where the window has padding."""
+        """Return a window of the updated row, on the device, without the padding at its end."""
         device = get_accelerator().current_device_name()
         return self.updated[window.start : window.stop].to(device=device, dtype=self.held.dtype)
 
     def filled_row(self, window: Span) -> Tensor:
-        """Return the same with its padding."""
+        """Return the same with padding."""
         row = self.row(window)
         return torch.nn.functional.pad(row, (0, window.numel - row.numel()))
 
     def update(self, window: Span, rows: DeviceRows) -> Update:
-        """Return what is sent of a window, without its padding."""
-        held = self.held[window.start : window.stop]
-        (on_device,) = rows.use([held.view(1, -1)], held.dtype)
-        return Update(lambda: self.row(window), on_device.view(-1), held.numel())
+        """Return the update of a window to be encoded, without its padding."""
+        previous = self.held[window.start : window.stop]
+        (on_device,) = rows.use([previous.view(1, -1)], previous.dtype)
+        return Update(lambda: self.row(window), on_device.view(-1), previous.numel())
 
 
 class Slices:
@@ -77,7 +76,7 @@ class Slices:
     Args:
         params: ZeRO parameters of the family, trainable and frozen.
         rows: memory of the shards.
-        coordinator: DeepSpeed's coordinator, on whose stream parameters are gathered for use.
+        coordinator: DeepSpeed's coordinator, whose stream gathers parameters for use.
     """
 
     def __init__(
@@ -98,15 +97,15 @@ class Slices:
         self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self.params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
-        self._columns: dict[int, BufferSpan] = {}  # ds_id: the block that its slice is in, and the columns of it
-        self._windows: list[Window] = []  # in the order in which they travel
-        self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows that its slice is in
-        # Gathers between groups, after a step: one after the other, for the first one is needed first.
+        self._columns: dict[int, BufferSpan] = {}  # ds_id: block and columns of its slice
+        self._windows: list[Window] = []  # in the order in which they are sent
+        self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows of its slice
+        # Gathers between groups after a step: one after the other, because the first one is needed first.
         self._updates = TransferQueue(
             overlap=True, side_streams=rows.keeps_order, background=self.redistribution.pairwise, owed=True
         )
         self._update_of: dict[int, Started] = {}  # number of the window: the gather into it
-        self._changed: dict[int, _Change] = {}  # number of the block: what is sent as what the others lack of it
+        self._changed: dict[int, _Change] = {}  # number of the block: its update to send
         announce(self)
 
     @property
@@ -115,39 +114,39 @@ class Slices:
         return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
     def layout(self, param: ZeroParameter) -> FlatLayout:
-        """Return how the parameter is divided into cells."""
+        """Return the parameter's division into cells."""
         return self._layouts[param.ds_id]
 
     def make(self) -> None:
-        """Shard every parameter over the group of its optimizer states, with zeros in the padding, and hold it as the
-        strategy says. Collective."""
+        """Shard every parameter over the group of its optimizer states, with zeros in the padding, and make slices if
+        the strategy has any. Collective."""
         group = self.topology.shard_group(self.strategy.os)
         rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
-        elsewhere = {
+        differs = {
             id(other): data_parallel_ranks(other) != ranks for other in {p.ds_process_group for p in self.params}
         }
         for param in self.params:
-            if elsewhere[id(param.ds_process_group)]:
+            if differs[id(param.ds_process_group)]:
                 repartition(param, group)
             chunk = param.ds_tensor.ds_numel
-            param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()
-        for some in self.batches(self.params) if self.sliced else ():
-            for param, mine in self._gather_slices(some):
-                self._hold(param, self.rows.keep(mine, lasting=not param.requires_grad))
+            param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()  # DeepSpeed does not initialize padding
+        for batch in self.batches(self.params) if self.sliced else ():
+            for param, slice_ in self._gather_slices(batch):
+                self._hold(param, self.rows.keep(slice_, lasting=not param.requires_grad))
 
     def release(self, param: ZeroParameter) -> None:
-        """Give a parameter back to DeepSpeed, sharded as it is."""
+        """Return a parameter to DeepSpeed, with unchanged sharding."""
         if self.sliced:
-            param.ds_tensor.data = param.ds_tensor.data.clone()  # no longer a row that keeps its slice
+            param.ds_tensor.data = param.ds_tensor.data.clone()  # a view would keep the slice's memory
 
     def forget(self) -> None:
-        """Forget all slices, once their parameters are released."""
+        """Drop all slices, after their parameters are released."""
         self._slices.clear()
         self.rows.cache.clear()
         self.forget_blocks()
 
     def order_gathers(self) -> None:
-        """Make gathers for use wait for everything that the current stream has written to the shards."""
+        """Order gathers for use after everything that the current stream has written to the shards."""
         self._coordinator.wait_for_current()
 
     def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
@@ -156,16 +155,16 @@ class Slices:
         self.rows.cache.take(param.ds_id, slice_)
 
     def held(self, param: ZeroParameter) -> Tensor:
-        """Return what this rank holds of the parameter: (rows, chunk), one row where it is no slice."""
+        """Return this rank's shard of the parameter: (rows, chunk), one row without slices."""
         return self._slices[param.ds_id] if self.sliced else param.ds_tensor.view(1, -1)
 
     @property
     def row_count(self) -> int:
-        """Rows that are held of a parameter."""
+        """Rows of a parameter's shard."""
         return self.topology.sizes.groups if self.sliced else 1
 
     def batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
-        """Return the parameters in batches of one dtype and about ``bucket`` elements (of whole parameters)."""
+        """Return the parameters in batches of one dtype and about ``bucket`` elements (of full parameters)."""
         batches: list[list[ZeroParameter]] = []
         filled: dict[torch.dtype, tuple[list[ZeroParameter], float]] = {}
         for param in params:
@@ -181,9 +180,9 @@ class Slices:
     # Blocks: the optimizer's side #####################################################################
 
     def partitions(self, sub_group: Sequence[ZeroParameter]) -> list[Tensor]:
-        """Return all that is held of the parameters of a sub-group, for a flat buffer that takes it over.
+        """Return the shards of a sub-group's parameters, to be moved into a flat buffer.
 
-        A slice is a part of its block from now on, and nowhere until ``make_block`` says where that is.
+        Slices are released here: they have no memory until ``make_block`` makes them views of their block.
         """
         if not self.sliced:
             return [param.ds_tensor for param in sub_group]
@@ -196,18 +195,18 @@ class Slices:
         return [block]
 
     def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
-        """Return the elements of a row of its block, and with padding: where rows begin hops like best."""
+        """Return the elements of a row of its block; and with padding, which aligns rows for hops."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
         return width, fill_up(width, self.redistribution.multiple if self.sliced else 1)
 
     def make_block(
         self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
     ) -> tuple[Tensor, int]:
-        """Take a part of the flat buffer of ``partitions`` as the block of a sub-group.
+        """Use a part of the flat buffer of ``partitions`` as the block of a sub-group.
 
         Returns:
-            The sub-group's flat partition, 1D, which an optimizer step changes: row j of the block; and where the
-            block ends.
+            The sub-group's flat partition, 1D, which an optimizer step changes: row j of the block; and the end of
+            the block.
         """
         block = self._place(buffer, offset, sub_group)
         self._blocks[number] = block
@@ -220,57 +219,57 @@ class Slices:
         return block[self.redistribution.row if self.sliced else 0, :width], offset + block.numel()
 
     def place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> int:
-        """Hold parameters in a flat buffer from ``offset`` on, as ``make_block`` does, wherever it is; return where
-        they end. Nothing is gathered into it."""
+        """Make parameters views of a flat buffer from ``offset`` on, as ``make_block`` does, on any device; return
+        their end. Nothing is gathered into it."""
         return offset + self._place(buffer, offset, sub_group).numel()
 
     def _place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> Tensor:
-        """Hold the parameters of a sub-group in a part of a flat buffer; return it, (rows, elements and padding)."""
+        """Make a sub-group's parameters views of a part of a flat buffer; return it, (rows, elements and padding)."""
         rows, (_, filled) = self.row_count, self._block_width(sub_group)
         block = buffer.narrow(0, offset, rows * filled).view(rows, filled)
         column = 0
         for param in sub_group:
             numel = param.ds_tensor.ds_numel
-            held = block[:, column : column + numel]
+            shard = block[:, column : column + numel]
             if self.sliced:
-                self._hold(param, held)
+                self._hold(param, shard)
             else:
-                param.ds_tensor.data = held[0]
+                param.ds_tensor.data = shard[0]
             column += numel
         return block
 
     def stepped_in_place(self, resync: bool) -> bool:
-        """Whether a step writes this rank's row itself, since what is sent of it is the row as it is.
+        """Whether a step writes this rank's row in place, because the row itself is sent.
 
         Args:
-            resync: whether updates travel as they are in this step.
+            resync: whether updates are sent without encoding in this step.
         """
-        whole = resync or self.redistribution.differences is None
-        return whole and not (self.sliced and self.rows.on_host)
+        unencoded = resync or self.redistribution.differences is None
+        return unencoded and not (self.sliced and self.rows.on_host)
 
     def forget_blocks(self) -> None:
-        """Let go of the buffer of ``make_block``."""
+        """Release the buffer of ``make_block``."""
         self._blocks, self._columns = {}, {}
         self._windows.clear()
         self.forget_changes()
 
     @torch.no_grad()
     def complete(self) -> None:
-        """Complete all slices after something outside of a step has changed this rank's rows, a checkpoint for one.
+        """Complete all slices after this rank's rows were changed outside of a step, for example by a checkpoint.
 
-        Those of frozen parameters, too, which no step changes.
+        This includes slices of frozen parameters, which no step changes.
         """
         self.gather_updates()
         if self.sliced:
-            for some in self.batches(param for param in self.params if param.ds_id not in self._columns):
-                for param, mine in self._gather_slices(some):
-                    self.held(param).copy_(mine)
-                    self.rows.cache.take(param.ds_id, mine)
+            for batch in self.batches(param for param in self.params if param.ds_id not in self._columns):
+                for param, slice_ in self._gather_slices(batch):
+                    self.held(param).copy_(slice_)
+                    self.rows.cache.take(param.ds_id, slice_)
             self.settle()
             self.order_gathers()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
-        """Redistribute their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
+        """All-gather their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
         chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
         gathered = Started(self.redistribution.gather_rows(chunks)).finish()
@@ -280,42 +279,42 @@ class Slices:
 
     @torch.no_grad()
     def gather_updates(self) -> None:
-        """Redistribute os -> p after a step: start to complete the slices from the groups' rows, if there are slices.
+        """Start to redistribute os -> p after a step: complete the slices from the groups' rows, if there are slices.
 
-        All gathers are started here, on all ranks in one order, whatever a rank will use: so no rank waits for what
-        another does with its data. It is that of the model: parameter groups split each layer's parameters, and
-        the first layer would wait for the last group's blocks.
+        All gathers are started here, in one order on all ranks, whatever parameters a rank will use. So ranks with
+        different data do not wait for each other. The order is that of the model: parameter groups split each layer's
+        parameters, and in their order the first layer would wait for the last group's blocks.
         """
-        self.order_gathers()
+        self.order_gathers()  # gathers for use read rows that the step has just written
         self.drain()
         self._gather_windows(range(len(self._in_order())))
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
-        """Do so for one sub-group, in a step in which all ranks take sub-groups in one order."""
+        """Do so for one sub-group, in a step that updates sub-groups in one order on all ranks."""
         self.order_gathers()
-        self._gather_windows([place for place, window in enumerate(self._in_order()) if window.buffer == number])
+        self._gather_windows([index for index, window in enumerate(self._in_order()) if window.buffer == number])
 
     def change(self, number: int, updated: Tensor, held: Tensor, whole: bool) -> None:
-        """Take what a step has made of this rank's row of a block, to be sent as what the others lack of it.
+        """Store this rank's updated row of a block. The next gather sends its difference to the other ranks.
 
-        That does the next gather, until which the row stays what they hold.
+        Until then the row keeps the values that the other ranks have.
 
         Args:
-            number: of the block.
-            updated: of any dtype and device, 1D.
+            number: number of the block.
+            updated: the updated row, of any dtype and device, 1D.
             held: the row without its padding, 1D.
-            whole: whether it is sent as it is.
+            whole: whether it is sent without encoding.
         """
         whole = whole or self.redistribution.differences is None
         self._changed[number] = _Change(updated, held, whole)
 
     def forget_changes(self) -> None:
-        """Forget what was taken to be sent by a step that has not ended."""
+        """Drop updated rows of a step that has not ended."""
         self._changed.clear()
 
     def _in_order(self) -> list[Window]:
-        """Return the windows of all blocks, those of the model's first parameters first. See Note [Rows]."""
+        """Return the windows of all blocks, in the order of the model's parameters. See Note [Rows]."""
         if self.sliced and not self._windows:
             total = sum(param.ds_numel for param in self.params if param.ds_id in self._columns)
             most = max(1, full_bucket(self.bucket, total) // self.topology.sizes.ranks)
@@ -327,8 +326,8 @@ class Slices:
         return self._windows
 
     def _divided(self, number: int, most: int) -> Iterator[Window]:
-        """Yield the windows of a block, of about ``most`` columns: a sub-group may be a parameter larger than asked
-        for, and a window for its end alone would be a message for little."""
+        """Yield the windows of a block, of about ``most`` columns each and about equal width: a window for the end of
+        a large parameter alone would be a tiny message."""
         inside = [(ds_id, columns) for ds_id, (block, columns) in self._columns.items() if block == number]
         filled = self._blocks[number].shape[1]
         width = fill_up(-(-filled // max(1, round(filled / most))), self.redistribution.multiple)
@@ -343,17 +342,17 @@ class Slices:
         changes = {block: self._changed.pop(block, None) for block in {window.buffer for window in windows.values()}}
         for number, window in windows.items():
             rows, change = window.span.of(self._blocks[window.buffer].detach()), changes[window.buffer]
-            arrived = partial(self._to_cache, window)
+            on_arrival = partial(self._to_cache, window)
             if number in code_of:
                 code, width = code_of.pop(number)
-                transfer = self.rows.update(code, rows[:, :width], arrived)
+                transfer = self.rows.update(code, rows[:, :width], on_arrival)
             else:
                 updated = None if change is None else partial(change.filled_row, window.span)
-                transfer = self.rows.gather(rows, arrived, updated)
+                transfer = self.rows.gather(rows, on_arrival, updated)
             self._update_of[number] = self._updates.start(transfer)
 
     def _encode(self, windows: Mapping[int, Window]) -> dict[int, tuple[Tensor, int]]:
-        """Return what is sent of windows as what the others lack, by their numbers, and of how many elements."""
+        """Return encoded updates and their numbers of elements, by window, for windows that are sent encoded."""
         changes = {number: self._changed.get(window.buffer) for number, window in windows.items()}
         updates = {
             number: change.update(windows[number].span, self.rows)
@@ -364,20 +363,22 @@ class Slices:
         return {number: (code, updates[number].most) for number, code in zip(updates, codes, strict=True)}
 
     def _to_cache(self, window: Window, arrived: Tensor) -> None:
-        """Write what has arrived of a window, on the device, to what is there as well."""
+        """Copy a received window, on the device, into the cached rows."""
         for ds_id in window.members:
             columns = self._columns[ds_id][1]
-            both = window.span.common(columns)
-            self.rows.cache.arrive(ds_id, both.shifted(-columns.start), both.shifted(-window.span.start).of(arrived))
+            common = window.span.common(columns)
+            self.rows.cache.arrive(
+                ds_id, common.shifted(-columns.start), common.shifted(-window.span.start).of(arrived)
+            )
 
     def drain(self) -> None:
-        """Wait for all gathers; before row j changes again."""
-        for update in list(self._update_of.values()):  # a thread that gathers may be looking there
+        """Wait for all gathers. Required before row j changes again."""
+        for update in list(self._update_of.values()):  # a copy: a thread that gathers for use pops entries
             self._updates.finish(update)
         self._update_of.clear()
 
     def settle(self) -> None:
-        """Make the host wait as well, before it reads what it holds."""
+        """Make the host wait as well, before it reads rows in host memory."""
         self.drain()
         if self.rows.on_host:
             self._updates.synchronize()
@@ -387,31 +388,31 @@ class Slices:
     def use(self, params: Sequence[ZeroParameter], dtype: torch.dtype) -> list[Tensor]:
         """Return the rows of parameters on the device, side by side in their order: (rows, width) each.
 
-        What reads them waits for their update first; see ``wait_for_updates``.
+        Callers wait for their updates first; see ``wait_for_updates``.
         """
         if not (self.sliced and self.rows.on_host):
             return self.rows.use([self.held(param) for param in params], dtype)
-        found: list[Tensor] = []
+        on_device: list[Tensor] = []
         for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self.rows.cache):
             if cached:
-                found += [self.rows.cache[param.ds_id].to(dtype) for param in run]
+                on_device += [self.rows.cache[param.ds_id].to(dtype) for param in run]
             else:
-                found += self.rows.use(self._runs(run), dtype)
-        return found
+                on_device += self.rows.use(self._runs(run), dtype)
+        return on_device
 
     def _runs(self, params: Iterable[ZeroParameter]) -> Iterator[Tensor]:
-        """Yield what is held of parameters; those that are side by side in a block together."""
+        """Yield shards of parameters; neighbors in a block together."""
         block, columns = -1, Span(0, 0)
         for param in params:
-            number, own = self._columns.get(param.ds_id, (-1, Span(0, 0)))
-            if number == block >= 0 and own.start == columns.stop:
-                columns = Span(columns.start, columns.numel + own.numel)
+            number, span = self._columns.get(param.ds_id, (-1, Span(0, 0)))
+            if number == block >= 0 and span.start == columns.stop:
+                columns = Span(columns.start, columns.numel + span.numel)
                 continue
             if block >= 0:
                 yield columns.of(self._blocks[block].detach())
             if number < 0:
                 yield self.held(param)
-            block, columns = number, own
+            block, columns = number, span
         if block >= 0:
             yield columns.of(self._blocks[block].detach())
 
@@ -420,23 +421,23 @@ class Slices:
         self._wait_for_windows(list(self._update_of))
 
     def wait_for_updates(self, params: Iterable[ZeroParameter]) -> None:
-        """Make the current stream wait for the gathers of the windows that parameters are in."""
+        """Make the current stream wait for the gathers of the parameters' windows."""
         self._wait_for_windows(sorted({number for p in params for number in self._windows_of.get(p.ds_id, ())}))
 
     def _wait_for_windows(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             update = self._update_of.get(number)
             if update is not None:
-                self._updates.finish(update)  # for each stream that reads the window
+                self._updates.finish(update)  # on each stream that reads the window
                 if get_accelerator().is_synchronized_device():
                     self._update_of.pop(number, None)
 
     @torch.no_grad()
     def write_rows(self, param: ZeroParameter) -> None:
-        """Write what a gathered parameter is now into the rows that are held of it."""
-        layout, whole = self.layout(param), param.data.reshape(-1)
-        missing = layout.rows * layout.cols * layout.chunk - layout.numel
-        padded = torch.nn.functional.pad(whole, (0, missing)) if missing else whole
+        """Write the value of a gathered parameter into this rank's rows of it."""
+        layout, flat = self.layout(param), param.data.reshape(-1)
+        padding = layout.rows * layout.cols * layout.chunk - layout.numel
+        padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
         rows = padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col]
         self.held(param).copy_(rows)
         self.rows.cache.take(param.ds_id, rows)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A stage-3 optimizer as its parts see it: the attributes of DeepSpeed's class that this package reads or writes."""
+"""View of a stage-3 optimizer for its parts: attributes of DeepSpeed's class that this package reads or writes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +53,7 @@ class Stage3View:
     offload_optimizer: bool  # whether optimizer states are in host memory
     offload_param: bool  # whether DeepSpeed keeps parameters in host memory
 
-    # Methods of DeepSpeed's that parts call.
+    # DeepSpeed's methods that parts call.
     get_param_id: Callable[[Any], int]  # key of ``norm_for_param_grads``
     reduce_ready_partitions_and_remove_grads: Callable[[Any], None]  # takes a complete gradient
     _DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads: Callable[[torch.dtype], None]  # flushes a bucket
