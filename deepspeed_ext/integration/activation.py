@@ -3,9 +3,9 @@
 """Patches DeepSpeed's modules as they are imported.
 
 torch imports the ``torch.backends`` entry points of installed packages at the end of its own import; ours is
-``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules work in every import order. A
-hook on the package ``deepspeed`` would not: its import has already started. This module only uses the standard library
-and never raises, because an exception would break ``import torch`` for every program in the environment.
+``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules work in every import order.
+A hook on the package ``deepspeed`` would not: its import has already started. This module only uses the standard
+library and never raises, because an exception would break ``import torch`` for every program in the environment.
 
 Most of these programs never import DeepSpeed. Until it is imported, nothing else of this package is imported, and
 nothing is replaced.

@@ -77,7 +77,7 @@ def parse_our_keys(
     check_top_level(param_dict)
     section: Any = param_dict.get(SECTION)
     forget_stage(section)
-    if not our_keys(section):  # without our keys, any DeepSpeed version works
+    if not our_keys(section):  # nothing so far depends on DeepSpeed's version
         return parse(param_dict, *args, **kwargs)
     require()
     from deepspeed_ext.config.section import parse_and_imply
@@ -209,7 +209,7 @@ def modify_in_all_groups(
     from deepspeed_ext.zero.sharded.parameter_chunks import listed, replicated, sharded_over_all
     from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
 
-    wait_for_whole_parameters()  # otherwise an update in flight would overwrite the modification
+    wait_for_whole_parameters()  # an update in flight would overwrite the modification
     if modifier_rank is not None:
         ask_all()  # quantized differences would need several steps to send a large modification
     if not enabled:  # DeepSpeed ignores the parameters, which may be a generator: ``listed`` would consume it
