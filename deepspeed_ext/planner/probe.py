@@ -111,7 +111,7 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 def _seconds(run: Callable[[], Any]) -> float:
     """Return the seconds of one run, or the mean of several in a row; the same on all ranks."""
-    # The maximum over all ranks, so that all take the same branch below: its runs are collective.
+    # ``_slowest`` lets all ranks take the same branch. Otherwise they would hang: ``_timed`` is collective.
     once = _slowest([_timed(run)])
     if once > ENOUGH:
         return _slowest([once, *(_timed(run) for _ in range(REPEATS - 1))])

@@ -35,7 +35,7 @@ def report_versions() -> None:
 
 
 def report_groups(ranks: int | None, group_size: int | None) -> None:
-    """Print the groups that would be formed; by default, for the ranks in the launcher's environment."""
+    """Print the groups that would be formed, by default for the ranks in the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     m = group_size or default_group_size(range(ranks), ranks_per_node())
     sizes = GroupSizes(ranks, m)
@@ -68,7 +68,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
-    """Run a command, of ``report`` what comes before its script; return the exit status."""
+    """Run a command (for ``report``, the part before its script), and return the exit status."""
     if arguments.command == comparing.NAME:
         return comparing.run_command(arguments, script)
     if arguments.command == "plan":
@@ -87,11 +87,11 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return our arguments, and those after ``--``, which are a script's: argparse would look for options there."""
+    """Return our arguments, and the script's after ``--``, in which argparse would look for our options."""
     if not {comparing.NAME, reporting.NAME} & set(words) or comparing.SEPARATOR not in words:
         return words, ()
-    where = words.index(comparing.SEPARATOR)
-    return words[:where], words[where + 1 :]
+    index = words.index(comparing.SEPARATOR)
+    return words[:index], words[index + 1 :]
 
 
 def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
@@ -99,10 +99,10 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
 
     Args:
         report_patches: prints which of DeepSpeed's symbols are patched, or have a hook.
-        patch_problems: returns what of that is not as expected.
+        patch_problems: returns the problems of patches and hooks.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
-    # Their names must differ from those of all commands' arguments, since defaults of those would replace these.
+    # These names must differ from all commands' arguments, whose defaults would overwrite these values.
     ranks, size = "report_ranks", "report_group_size"
     parser.add_argument("--ranks", dest=ranks, type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
     parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")
@@ -134,7 +134,7 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         except ValueError as error:
             parser.exit(2, f"{error}\n")
         if arguments.command == reporting.NAME:
-            reporting.run(script[0])  # not above, since a ValueError of the script is no refusal of ours
+            reporting.run(script[0])  # outside of the try, because the script's own ValueErrors need a traceback
         if status:
             parser.exit(status)
         return
