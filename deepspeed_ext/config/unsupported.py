@@ -53,7 +53,7 @@ def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine
 
 def _other_than_sharded_experts(engine: Any) -> str:
     keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
-    # Without one of our keys this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines only support stages 0 and 1.
+    # Without one of our keys this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
     plain = f"Remove {keys}, and set {SECTION}.stage to 1 or 2" if keys else f"Set {SECTION}.stage to 1"
     return f"{plain}; strategies with p = N have experts whole"
 

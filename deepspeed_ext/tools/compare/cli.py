@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext compare`` runs a script under several configurations in turns: which is faster."""
+"""``python -m deepspeed_ext compare`` runs a script under several configurations in turns and compares speeds."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ _EARLY = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")  # 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``compare``; what follows ``--`` is the script's."""
+    """Add the arguments of ``compare``; the script and its arguments follow ``--``."""
     some = number(int)
     parser.usage = f"%(prog)s A.json B.json [options] {SEPARATOR} script.py [arguments, with {PLACEHOLDER}]"
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations; A is the first one")
@@ -59,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
-    """Run all turns and print the verdict; return the exit status: 1 where losses differ or a turn failed.
+    """Run all turns and print the verdict; return the exit status: 1 if losses differ or a turn failed.
 
     Args:
-        arguments: of ``add_arguments``.
-        script: its path, or -m and a module, and its arguments.
+        arguments: arguments from ``add_arguments``.
+        script: the script's path, or -m and a module, and its arguments.
 
     Raises:
         ValueError: nothing could be run.
@@ -93,7 +93,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
     """Return the content of each configuration.
 
     Raises:
-        ValueError: an argument contradicts another, or names what is not there.
+        ValueError: an argument contradicts another, or names a missing file.
     """
     placeholder = any(PLACEHOLDER in word for word in script)
     if len(arguments.configs) not in range(2, len(string.ascii_uppercase) + 1):
@@ -131,10 +131,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
-    """Refuse what cannot be put into the configuration that a script passes.
+    """Refuse keys and values that cannot be replaced in a script's own configuration.
 
     Raises:
-        ValueError: it has such a key or value.
+        ValueError: the configuration has such a key or value.
     """
     use = f"Write {PLACEHOLDER} where the script takes the path of its configuration."
     if early := [key for key in _EARLY if key in content]:
@@ -144,7 +144,7 @@ def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
 
 
 def _order(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Yield the number of the round, from 1, and the index of the configuration, the same on all nodes."""
+    """Yield the number of the round, from 1, and the index of the configuration, identically on all nodes."""
     shuffled = random.Random(arguments.seed)
     for round_ in range(1, arguments.rounds + 1):
         indices = list(range(len(arguments.configs)))
@@ -161,16 +161,16 @@ def _take_turn(
     index: int,
     content: dict[str, Any],
 ) -> dict[str, Any]:
-    """Run the script once, and return what its ranks report.
+    """Run the script once, and return its ranks' report.
 
     Raises:
         RunFailed: it failed, or took too few steps.
     """
     stem = f"{round_}-{string.ascii_uppercase[index]}"
-    # With a prefix, there is a command on each node, maybe with one folder for all.
+    # With a prefix, each node runs this command, possibly with a shared folder: the log needs the node's name.
     node = "" if arguments.launch is None else f"-{platform.node()}"
     report, log = folder / f"{stem}.json", folder / f"{stem}{node}.log"
-    report.unlink(missing_ok=True)  # of an earlier comparison
+    report.unlink(missing_ok=True)  # a report of an earlier comparison would hide a failure
     replaced = None if any(PLACEHOLDER in word for word in script) else content
     turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
     launcher = Launcher(arguments.launcher, arguments.turn_ranks, arguments.hostfile, arguments.launch)
@@ -202,9 +202,9 @@ def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]
     ]
     first, *others = contestants
     comparisons = [compare(first, other, arguments.loss_bound) for other in others]
-    what = first.first
+    info = first.first
     print(
-        f"{what['ranks']} rank(s) of {what['device']}, {what['dtype']}, DeepSpeed {what['versions']['deepspeed']}; "
+        f"{info['ranks']} rank(s) of {info['device']}, {info['dtype']}, DeepSpeed {info['versions']['deepspeed']}; "
         f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
     )
     print(table(contestants, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")

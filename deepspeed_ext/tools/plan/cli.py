@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext plan`` shows what each strategy would cost, and which to use, or writes a page that does.
+"""``python -m deepspeed_ext plan`` prints the predicted cost of each strategy and a choice, or writes a calculator.
 
 Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rates that are not given are measured.
 """
@@ -29,9 +29,9 @@ from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 from deepspeed_ext.tools.plan.what_if import WhatIf
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward
-TERMINAL = Path("-")  # as a file
-# Options, those that each needs, and why.
+FLOPS, FROZEN_FLOPS = 6, 4  # per parameter and token, forward and backward
+TERMINAL = Path("-")  # value of --json
+# Option, the option that it needs, and the reason.
 NEEDED = (
     ("trainable", "params", "of a --model those count that require a gradient"),
     ("largest_layer", "params", "of a --model it is counted"),
@@ -50,7 +50,7 @@ NEEDED = (
     ("restart_seconds", "mtbf_hours", ""),
     ("async_save", "mtbf_hours", ""),
 )
-# Options that exclude each other, and why.
+# Options that exclude each other, and the reason.
 EXCLUSIVE = (
     ("expert_params", "trainable", "all parameters are trained"),
     ("tokens", "micro_step_seconds", "either of them gives the seconds of a micro-step"),
@@ -59,7 +59,7 @@ EXCLUSIVE = (
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
 
-# Options that go with --from; the first ones replace what was recorded of the cluster.
+# Options that go with --from; those of ``_REPLACING`` replace recorded values of the cluster.
 _REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
 WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
 
@@ -70,7 +70,7 @@ _Adder = Callable[..., argparse.Action]
 
 
 def _adder(group: argparse._ActionsContainer) -> _Adder:
-    """Return a function that adds an option: its flag, metavar, help, type if it has a value, and the rest."""
+    """Return a function that adds an option from its flag, metavar, help, type if it has a value, and the rest."""
 
     def add(
         flag: str, metavar: Any, text: str | None, kind: Callable[[str], Any] | None = None, **rest: Any
@@ -190,7 +190,7 @@ def _write(file: Path | None, document: Mapping[str, Any], table: Callable[[], s
 
 
 def _what_if(arguments: argparse.Namespace) -> WhatIf:
-    """Return predictions of a recorded training, with the cluster and the memory of the arguments.
+    """Return predictions of a recorded training for the arguments' cluster and memory.
 
     Raises:
         ValueError: the report cannot be used.
@@ -214,7 +214,7 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
 
 
 def _document(planned: Plan, saves: Saves | None) -> dict[str, Any]:
-    """Return a plan as plain values; ``saves`` is None where they are not predicted."""
+    """Return a plan as plain values; ``saves`` is None if saves are not predicted."""
     document = planned.as_dict() | {"reason": report.reason(planned)}
     document["saves"] = None if saves is None else saves.as_dict()
     _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
@@ -227,7 +227,7 @@ def _add_key(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that contradict one another."""
+    """Refuse arguments that contradict each other."""
     given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
     given -= {"command", "local_rank"}
     others = sorted(given - {"page"})
@@ -257,7 +257,7 @@ def _flag(name: str) -> str:
 
 
 def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
-    """Return the settings of --outer; None without."""
+    """Return the settings of --outer; None without it."""
     if arguments.outer is None:
         return None
     names = [name for name, _ in arguments.outer]
@@ -268,7 +268,7 @@ def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
 
 
 def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
-    """Return where a run saves and how often it fails; None without --mtbf-hours."""
+    """Return the storage and failure rate of a run; None without --mtbf-hours."""
     if arguments.mtbf_hours is None:
         return None
     return Saves(
@@ -282,7 +282,7 @@ def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on each node."""
+    """Return the number of nodes and of ranks per node."""
     given = arguments.nodes, arguments.ranks_per_node
     if not launched:
         if None in given:
@@ -306,15 +306,15 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    """Return what is trained: a model that is made and counted, or one of a size."""
+    """Return the model to train, by counting a built model or from its size."""
     width, muon = BYTES[arguments.dtype or "bf16"], arguments.muon is not None
     if arguments.model is not None:
-        made = import_callable(arguments.model)()
+        module = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
 
         if muon:
-            mark_matrices(made)
-        model = describe(made, parameter_bytes=width)
+            mark_matrices(module)
+        model = describe(module, parameter_bytes=width)
     else:
         model = Model.of_size(
             arguments.params,
@@ -341,22 +341,22 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
-    """Return the model with what is in host memory, of experts as well."""
+    """Return the model with its offloaded states, including those of experts."""
     offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
-    none = {name: 0.0 for name, wanted in offloaded.items() if wanted}
-    if not none:
+    no_bytes = {name: 0.0 for name, wanted in offloaded.items() if wanted}
+    if not no_bytes:
         return model
     cache = (arguments.parameter_cache_gb or 0.0) * GIGA
     return replace(
         model,
-        held=replace(model.states, **none),
-        experts=tuple(replace(family, held=replace(family.states, **none)) for family in model.experts),
+        held=replace(model.states, **no_bytes),
+        experts=tuple(replace(family, held=replace(family.states, **no_bytes)) for family in model.experts),
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
-    """Return the rates of the hops: from figures, or measured."""
+    """Return the rates of the hops, from specifications or measured."""
     if arguments.inter_gbps is not None:
         latencies = Latencies.of(sizes, per_node)
         if arguments.latency_us is not None:
@@ -372,7 +372,7 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     from deepspeed_ext.planner import probe
 
     copies = arguments.offload_param or arguments.mtbf_hours is not None
-    # Otherwise all ranks of a node would measure on its first device.
+    # Without this, all ranks of a node would measure on its first device.
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype or "bf16"]
