@@ -76,9 +76,11 @@ def _check_muon(config: "DeepSpeedConfig") -> None:
         return
     from deepspeed.runtime.zero.muon.original_muon import NS_METHODS
 
-    known = sorted(NS_METHODS)
-    if params["ns_method"] not in known:
-        raise ValueError(f"optimizer.params.ns_method must be one of {', '.join(known)}, got {params['ns_method']!r}.")
+    methods = sorted(NS_METHODS)
+    if params["ns_method"] not in methods:
+        raise ValueError(
+            f"optimizer.params.ns_method must be one of {', '.join(methods)}, got {params['ns_method']!r}."
+        )
 
 
 def use_strategy_of_stage(config: "DeepSpeedConfig", mpu: Any) -> None:
@@ -113,8 +115,8 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
         except (ValueError, AssertionError) as error:
             reasons.setdefault(str(error).replace(name, "it"), []).append(name)
     if not possible:
-        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {why}")
+        details = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {details}")
     return possible
 
 
@@ -181,10 +183,10 @@ def refuse_mesh(keys: Sequence[str], mpu: Any, mesh_device: Any) -> None:
         return
     data, sequence = mesh.mesh.shape
     if sequence > 1:
-        whose = " of an earlier engine of this process" if mesh_device is None else ""
+        source = " of an earlier engine of this process" if mesh_device is None else ""
         raise ValueError(
             f"zero_optimization.{keys[0]} cannot be combined with a mesh of data_parallel_size {data} and "
-            f"sequence_parallel_size {sequence} (or mesh_param){whose}: DeepSpeed takes {data} of the "
+            f"sequence_parallel_size {sequence} (or mesh_param){source}: DeepSpeed takes {data} of the "
             f"{data * sequence} ranks that hold the same parameters for all of them. Pass "
             f"mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize, after its "
             f"initialize_sequence_parallel({sequence}), and remove data_parallel_size (or mesh_param); or remove "

@@ -119,6 +119,6 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
 
 
 def _without_stage(why: str, stage: int | None = None) -> str:
-    given = f"{SECTION}.{STRATEGY}" if stage else f'{SECTION}.{STRATEGY} "{FASTEST}"'
+    key = f"{SECTION}.{STRATEGY}" if stage else f'{SECTION}.{STRATEGY} "{FASTEST}"'
     value = f"{stage}" if stage else "1, 2 or 3: the fastest strategy of that stage is chosen"
-    return f"{given} needs {SECTION}.stage with Accelerate, HF Trainer and TRL, {why}. Set {SECTION}.stage to {value}."
+    return f"{key} needs {SECTION}.stage with Accelerate, HF Trainer and TRL, {why}. Set {SECTION}.stage to {value}."

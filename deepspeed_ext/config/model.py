@@ -144,13 +144,13 @@ class ParoConfig(BaseModel):
         Raises:
             ValueError: unknown, missing, mistyped, or contradicting values.
         """
-        given = {key: section[key] for key in our_keys(section)}
-        for key, value in given.items():
+        values = {key: section[key] for key in our_keys(section)}
+        for key, value in values.items():
             if key not in cls.model_fields:
                 raise no_key(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
             if value is None and cls.model_fields[key].default is None:  # None as default means that the key is absent
                 raise must_be(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
-        model = parse(cls, given, SECTION)
+        model = parse(cls, values, SECTION)
         model._revive_mics(section)
         model._imply_strategy(section)
         if model.paro_strategy is None:
@@ -172,11 +172,11 @@ class ParoConfig(BaseModel):
                 raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
             return
         # III also supports quantized sums and an outer optimizer, so their keys are not refused here.
-        given = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
-        if given:
+        keys = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
+        if keys:
             raise ValueError(
-                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} "
-                f"is set as well ({', '.join(repr(section[key]) for key in given)}). Keep one of the two."
+                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(keys)} "
+                f"is set as well ({', '.join(repr(section[key]) for key in keys)}). Keep one of the two."
             )
         if section.get(STAGE, 3) not in (0, 3):
             raise ValueError(f"{SECTION}.{MICS_SIZE} needs {SECTION}.stage 3, got {section[STAGE]!r}.")

@@ -56,12 +56,12 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     written = as_written(section)
     our_fields = ParoConfig.of(written)
     their_keys = {key: value for key, value in written.items() if key not in ParoConfig.model_fields}
-    given = {key: getattr(our_fields, key) for key in our_fields.model_fields_set}
+    our_values = {key: getattr(our_fields, key) for key in our_fields.model_fields_set}
     if our_fields.paro_strategy is None:
         return (
             DeepSpeedZeroConfig(**their_keys)
             if our_fields.paro_report is None
-            else ParoZeroConfig(**given, **their_keys)
+            else ParoZeroConfig(**our_values, **their_keys)
         )
     if written.get(MICS_HIERARCHICAL):
         _log(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
@@ -71,7 +71,7 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
     stage = strategy.stage if strategy else 1
-    return ParoZeroConfig(**{"stage": stage, **given, **their_keys})
+    return ParoZeroConfig(**{"stage": stage, **our_values, **their_keys})
 
 
 def _log(message: str) -> None:
@@ -132,9 +132,9 @@ def save_settings(config: "DeepSpeedConfig") -> SaveSettings:
     settings = SaveSettings.parse(section)
     writer = (config._param_dict.get(SaveSettings.key) or {}).get("writer")
     if settings.async_save and (writer is not None or config.datastates_config.enabled):
-        given = "datastates_ckpt" if writer is None else f"{SaveSettings.key}.writer"
+        other = "datastates_ckpt" if writer is None else f"{SaveSettings.key}.writer"
         raise ValueError(
-            f"{SaveSettings.key}.async_save cannot be combined with {given}, which writes checkpoints its own way. "
+            f"{SaveSettings.key}.async_save cannot be combined with {other}, which writes checkpoints its own way. "
             f"Remove one of the two."
         )
     return settings

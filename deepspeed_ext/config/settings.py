@@ -291,10 +291,10 @@ class ReportSettings(Settings):
         if text is None:
             return getattr(zero_config, REPORT, None)
         try:
-            given = json.loads(text)
+            values = json.loads(text)
         except ValueError as error:
             raise must_be(REPORT_VARIABLE, "a dictionary in JSON, {} for the defaults", text) from error
-        return cls.parse(given, REPORT_VARIABLE)
+        return cls.parse(values, REPORT_VARIABLE)
 
     def as_variable(self) -> str:
         """Return the environment variable's value for these settings."""

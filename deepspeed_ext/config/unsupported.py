@@ -124,8 +124,8 @@ def _sharded_by_init(model: Any) -> str:
 def _other_muon(optimizer: object) -> str:
     """Return the class of an optimizer that is a Muon, but not DeepSpeed's; else empty."""
     kind = type(optimizer)
-    known = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
-    return kind.__name__ if "muon" in kind.__name__.lower() and not known else ""
+    is_supported = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
+    return kind.__name__ if "muon" in kind.__name__.lower() and not is_supported else ""
 
 
 def _no_matrix(engine: Any, optimizer: Any) -> str:

@@ -43,6 +43,7 @@ class _PostImportHook(importlib.abc.MetaPathFinder):
         if not fullname.startswith(_INSIDE) or fullname not in _patcher().modules():
             return None
         for finder in sys.meta_path:
+            # Skip this finder itself: calling it would recurse endlessly.
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:

@@ -77,7 +77,7 @@ def apply(module: str) -> None:
         extra = (require,) if patch.takes_require else ()
         replacement: Any = patch.replace(getattr(original, "__func__", original), *extra)
         setattr(replacement, MARK, True)
-        if isinstance(original, staticmethod):
+        if isinstance(original, staticmethod):  # a plain function would receive ``self``
             replacement = staticmethod(replacement)
         history = _applied.setdefault(patch.path, [])
         old_values = [original, *(applied.replacement for applied in history)]

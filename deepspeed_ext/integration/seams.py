@@ -326,12 +326,12 @@ def save_as_a_whole(save: Callable[..., Any], self: "Engine", save_dir: str | No
 def load_what_was_checked(
     load: Callable[..., Any], self: "Engine", load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    ours = _has_our_files(self)
-    if not ours and not (self.load_universal_checkpoint() and self.zero_optimization()):
+    has_our_files = _has_our_files(self)
+    if not has_our_files and not (self.load_universal_checkpoint() and self.zero_optimization()):
         return load(self, load_dir, tag, *args, **kwargs)
     from deepspeed_ext.checkpoint import loading
 
-    load_ours = loading.load_checkpoint if ours else loading.load_into_stock
+    load_ours = loading.load_checkpoint if has_our_files else loading.load_into_stock
     return load_ours(load, self, load_dir, tag, *args, **kwargs)
 
 

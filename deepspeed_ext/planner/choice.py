@@ -88,9 +88,9 @@ class Plan:
         if not rivals:
             return ""
         row = min(rivals, key=lambda row: (row.total_memory, row.total_seconds))
-        how = "as fast" if self._ties(row) else "faster"
+        speed = "as fast" if self._ties(row) else "faster"
         price = ", with more memory" if self._larger(row) else ": no strategy is needed"
-        return f"; {how}: plain {_figures(row)}{price}"
+        return f"; {speed}: plain {_figures(row)}{price}"
 
     def _is_faster(self, row: Prediction) -> bool:
         assert self.choice is not None

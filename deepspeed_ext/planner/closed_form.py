@@ -254,8 +254,8 @@ def _overlapped(compute: Seconds, sent: _Sent, units: int, gathered: _Sent | Non
     slowest = max(waits, key=lambda part: waits[part], default=BETWEEN)
     if waits.get(slowest, 0.0) <= sum(stalls.values()) + tail:
         return _total(base, stalls, sent.divide(tail))
-    others = max(0.0, sent.chained - sent.on_links[slowest]) / units
-    return _total(base, {slowest: waits[slowest] - others}, sent.divide(others, without=slowest))
+    other_hops = max(0.0, sent.chained - sent.on_links[slowest]) / units
+    return _total(base, {slowest: waits[slowest] - other_hops}, sent.divide(other_hops, without=slowest))
 
 
 def _stalls(length: float, sent: _Sent, units: int, gathered: _Sent, layers: int) -> Seconds:

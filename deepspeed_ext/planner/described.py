@@ -65,9 +65,9 @@ def same_everywhere(model: Model) -> Model:
     numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
     numbers += [family.matrices for family in model.experts]
     maxima = reduced([*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX)
-    largest, fetches, regathered, matrices, *rest = maxima
-    of_experts, rest = rest[: len(model.experts)], rest[len(model.experts) :]
-    max_states = [ModelStates(*rest[start : start + 4]) for start in range(0, len(rest), 4)]
+    largest, fetches, regathered, matrices, *state_values = maxima
+    of_experts, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
+    max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
     return replace(
         model,
         states=max_states[0],

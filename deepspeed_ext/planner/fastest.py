@@ -132,9 +132,9 @@ def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype
 
     No data is available before training starts, so the estimate uses this device's rate of matrix products.
     """
-    given = config.zero_config.paro_micro_step_seconds
-    if given is not None:
-        return replace(model, compute=given), f"compute of a micro-step: {given:.3g} s, as {MICRO_STEP} says"
+    seconds = config.zero_config.paro_micro_step_seconds
+    if seconds is not None:
+        return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, as {MICRO_STEP} says"
     rate = probe.flops(dtype)
     source = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
     return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you know better)"
@@ -157,9 +157,9 @@ def _measured_plan(config: Config, topology: Topology, model: Model, allowed: li
 
 def _budget(config: Config, model: nn.Module) -> float:
     """Return the bytes for model states on the rank with the least memory."""
-    given = config.zero_config.paro_memory_gb
-    if given is not None:
-        return float(given) * 1e9
+    memory_gb = config.zero_config.paro_memory_gb
+    if memory_gb is not None:
+        return float(memory_gb) * 1e9
     accelerator = get_accelerator()
     free, kind = accelerator.available_memory(), accelerator.device_name().partition(":")[0]
     if kind == "cpu":
@@ -222,6 +222,7 @@ class Decisions:
         """Return the strategy that was chosen for the same inputs; None without such a decision."""
         entries = self._read()
         for entry in entries:
+            # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
                 say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {name}, as decided on {entry["date"]} ({self.path})')
@@ -244,7 +245,7 @@ class Decisions:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
             temporary.write_text(text + "\n")
-            temporary.replace(self.path)
+            temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
             say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):

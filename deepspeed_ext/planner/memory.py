@@ -90,12 +90,12 @@ class Copies:
         """
         if host is None or strategy.p == Placement.N:
             return cls()
-        held, updated_shard = states.parameters / sizes.shards(strategy.p), states.updated / sizes.shards(strategy.os)
+        shard, updated_shard = states.parameters / sizes.shards(strategy.p), states.updated / sizes.shards(strategy.os)
         if strategy.p == strategy.os or sizes.groups == 1:
-            return cls(use=held, down=0.0 if offloaded_optimizer else updated_shard, in_step=True)
-        updated, cached = states.updated / sizes.shards(strategy.p), min(host.cache, held)
+            return cls(use=shard, down=0.0 if offloaded_optimizer else updated_shard, in_step=True)
+        updated, cached = states.updated / sizes.shards(strategy.p), min(host.cache, shard)
         return cls(
-            use=held - cached,
+            use=shard - cached,
             up=(updated if few_bits else 0.0) + (updated_shard if offloaded_optimizer else 0.0),
             down=updated,
             cached=cached,
@@ -187,9 +187,11 @@ class Model:
         optimizer_bytes = OPTIMIZER_BYTES["muon" if muon else "adam"]
         each = {"parameter_bytes": width, "gradient_bytes": width, "optimizer_bytes": optimizer_bytes}
         dense, of_rank = parameters - experts, experts // expert_parallel
-        states, own = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
-        trained = round((states.gradients + own.gradients) / width)
-        family = Experts(expert_parallel, own, None, max(1, of_rank // FETCHED), own.gradients if muon else 0.0)
+        states, expert_states = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
+        trained = round((states.gradients + expert_states.gradients) / width)
+        family = Experts(
+            expert_parallel, expert_states, None, max(1, of_rank // FETCHED), expert_states.gradients if muon else 0.0
+        )
         return cls(
             states,
             width,
@@ -246,8 +248,8 @@ class Model:
 
     def times(self, phase: Phase) -> int:
         """Return how often a phase runs in a step."""
-        kept = phase.each_micro_step == 2 and not self.regathered
-        return phase.times(self.accumulation) // (2 if kept else 1)
+        is_kept = phase.each_micro_step == 2 and not self.regathered
+        return phase.times(self.accumulation) // (2 if is_kept else 1)
 
     @property
     def buckets(self) -> int:
@@ -297,10 +299,10 @@ def _total(parts: Sequence[StateBytes]) -> StateBytes:
 
 def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:
     """Return the other bytes that a step holds for a family; see ``Prediction.transient``."""
-    trainable, held = model.trainable, model.held or model.states
+    trainable, states = model.trainable, model.held or model.states
     total = 0.0
-    if held.optimizer:  # not both: Muon's new momentum is committed or dropped before gradients are cast to fp32
-        elements = trainable if held.gradients < 4 * trainable else model.matrices / model.gradient_bytes
+    if states.optimizer:  # not both: Muon's new momentum is committed or dropped before gradients are cast to fp32
+        elements = trainable if states.gradients < 4 * trainable else model.matrices / model.gradient_bytes
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters

@@ -94,11 +94,11 @@ def micro_step_flops(model: nn.Module, samples: int) -> float:
     """
     config = _language_model(model)
     share = _experts_used(config)
-    ranks = {id(param): size for size, some in experts_of_sizes(model).items() for param in some}
+    ranks = {id(param): size for size, params in experts_of_sizes(model).items() for param in params}
     flops_per_token, seen = 0.0, set()
     for name, module in model.named_modules():
         for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
-            if id(parameter) not in seen:
+            if id(parameter) not in seen:  # shared parameters count once
                 # With expert parallelism over E ranks, a rank has 1/E of the experts, but the tokens of E ranks.
                 of_experts = share * ranks.get(id(parameter), 1) if "experts" in name.split(".") else 1.0
                 elements = numel_of(parameter) * of_experts
@@ -135,6 +135,6 @@ def _layers_with(model: nn.Module, some: list[nn.Parameter]) -> Iterator[nn.Modu
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:
     """Yield each module's own parameters, which ZeRO-3 gathers together."""
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if own:
-            yield own
+        params = list(module.parameters(recurse=False))
+        if params:
+            yield params

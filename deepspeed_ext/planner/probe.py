@@ -89,7 +89,7 @@ def sampled(ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[],
         run()  # opens connections
         seconds = _seconds(run)
         times.append((float(share * (ranks - 1) * dtype.itemsize), seconds))
-        if seconds > LONG and len(times) > 2:
+        if seconds > LONG and len(times) > 2:  # equal on all ranks, so all stop after the same size
             break
     return times
 
@@ -119,11 +119,11 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _timed(run: Callable[[], Any], times: int = 1) -> float:
-    dist.barrier()
+    dist.barrier()  # a rate is for a hop that all ranks run at once
     begin = time.perf_counter()
     for _ in range(times):
         run()
-    get_accelerator().synchronize()
+    get_accelerator().synchronize()  # otherwise only launches would be timed
     return (time.perf_counter() - begin) / times
 
 

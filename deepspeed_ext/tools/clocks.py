@@ -85,7 +85,7 @@ class DeviceClock(Clock):
         return bool(get_accelerator().current_stream() == self._stream)
 
     def settle(self) -> None:
-        get_accelerator().synchronize()
+        get_accelerator().synchronize()  # elapsed_time needs completed events
 
     def seconds(self, moment: Any) -> float:
         return float(self._zero.elapsed_time(moment)) / 1e3  # elapsed_time is in milliseconds

@@ -30,8 +30,8 @@ def run(arguments: argparse.Namespace) -> None:
         ValueError: an argument is not a function's name, or the budget does not fit the model.
     """
     section: dict[str, Any] = {"stage": 3}
-    given = {key: value for key, value in vars(arguments).items() if key.startswith("stage3_") and value is not None}
-    section.update(given)
+    options = {key: value for key, value in vars(arguments).items() if key.startswith("stage3_") and value is not None}
+    section.update(options)
     if arguments.threshold is not None:
         section |= {STRATEGY: "GGG", THRESHOLD: arguments.threshold}  # plain ZeRO-3 would choose other modules
     if arguments.threshold is None or arguments.bytes is not None:

@@ -121,11 +121,11 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         ),
     ):
         add(commands.add_parser(name, help=text))
-    ours, script = _split(sys.argv[1:])
-    arguments = parser.parse_args(ours)
-    given = arguments.report_ranks, arguments.report_group_size
+    our_words, script = _split(sys.argv[1:])
+    arguments = parser.parse_args(our_words)
+    group_options = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
-        if given != (None, None):
+        if group_options != (None, None):
             parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
         if arguments.command == "doctor":
             sys.exit(examining.run(arguments, patch_problems))
@@ -141,6 +141,6 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
     report_versions()
     report_patches()
     try:
-        report_groups(*given)
+        report_groups(*group_options)
     except ValueError as error:
         parser.exit(2, f"\n{error}\n")

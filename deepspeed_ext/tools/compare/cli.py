@@ -29,13 +29,15 @@ _EARLY = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")  # 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``compare``; the script and its arguments follow ``--``."""
-    some = number(int)
+    positive_int = number(int)
     parser.usage = f"%(prog)s A.json B.json [options] {SEPARATOR} script.py [arguments, with {PLACEHOLDER}]"
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations; A is the first one")
     turns = parser.add_argument_group("turns")
-    turns.add_argument("--rounds", type=some, default=3, help="turns of each configuration (default: 3)")
-    turns.add_argument("--steps", type=some, default=10, help="optimizer steps to time in a turn (default: 10)")
-    turns.add_argument("--warm-up", type=some, default=3, help="optimizer steps before them (default: 3)")
+    turns.add_argument("--rounds", type=positive_int, default=3, help="turns of each configuration (default: 3)")
+    turns.add_argument(
+        "--steps", type=positive_int, default=10, help="optimizer steps to time in a turn (default: 10)"
+    )
+    turns.add_argument("--warm-up", type=positive_int, default=3, help="optimizer steps before them (default: 3)")
     order = "in each round as given, or shuffled (default: given)"
     turns.add_argument("--order", choices=("given", "random"), default="given", help=order)
     turns.add_argument("--seed", type=int, default=0, help="of --order random (default: 0)")
@@ -44,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch = parser.add_argument_group("how the script is launched")
     launchers = launching.LAUNCHERS
     launch.add_argument("--launcher", choices=launchers, default=launchers[0], help="(default: deepspeed)")
-    launch.add_argument("--ranks", type=some, dest="turn_ranks", help="on each node (default: one for each device)")
+    launch.add_argument(
+        "--ranks", type=positive_int, dest="turn_ranks", help="on each node (default: one for each device)"
+    )
     hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
     launch.add_argument("--hostfile", metavar="FILE", help=hosts)
     prefix = 'what to put before the script instead, such as "torchrun --nnodes 4 ..." on each node'
@@ -120,7 +124,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(hjson.dumpsJSON(hjson.loads(path.read_text())))  # what DeepSpeed reads
+        content = json.loads(hjson.dumpsJSON(hjson.loads(path.read_text())))  # parse as DeepSpeed does
     except OSError as error:
         raise ValueError(f"the configuration {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:

@@ -116,6 +116,7 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: floa
     env = {**env, _LAUNCH: mark}
     with log.open("wb") as file:
         try:
+            # In its own session: ``stop`` kills the launcher's process group, which must not contain this process.
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )

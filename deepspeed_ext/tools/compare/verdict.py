@@ -69,7 +69,10 @@ def ratio(seconds: Sequence[Sequence[float]], of_other: Sequence[Sequence[float]
     rounds = draw.integers(len(own), size=(DRAWS, len(own)))
     drawn = [numpy.log(_medians(config_seconds, rounds, draw)).mean(axis=1) for config_seconds in (own, other)]
     low, high = numpy.quantile(numpy.exp(drawn[1] - drawn[0]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    logs = [math.log(median(theirs) / median(mine)) for mine, theirs in zip(seconds, of_other, strict=True)]
+    logs = [
+        math.log(median(other_steps) / median(own_steps))
+        for own_steps, other_steps in zip(seconds, of_other, strict=True)
+    ]
     return Ratio(math.exp(sum(logs) / len(logs)), float(low), float(high))
 
 
@@ -202,13 +205,13 @@ def compare(first: Contestant, other: Contestant, bound: float | None = None) ->
         bound: largest relative difference of losses; by default the bound of the coarser dtype in ``BOUNDS``.
     """
     if bound is None:
-        bound = max(BOUNDS.get(one.first["dtype"], max(BOUNDS.values())) for one in (first, other))
+        bound = max(BOUNDS.get(config.first["dtype"], max(BOUNDS.values())) for config in (first, other))
     speed = ratio(other.seconds_per_sample, first.seconds_per_sample)
     problem = _incomparable(first, other)
     loss = None
     if not problem:
         pairs = zip(first.reports, other.reports, strict=True)
-        loss = max(difference(mine["losses"], theirs["losses"]) for mine, theirs in pairs)
+        loss = max(difference(first_report["losses"], other_report["losses"]) for first_report, other_report in pairs)
         if loss > bound:
             problem = f"the largest relative difference is {loss:.1e}, the bound {bound:g}"
             problem += _spread_of_own(first, other, bound)
@@ -228,9 +231,9 @@ def _incomparable(first: Contestant, other: Contestant) -> str:
 def _spread_of_own(first: Contestant, other: Contestant, bound: float) -> str:
     """Return a clause about a configuration whose own rounds differ, which makes the comparison inconclusive."""
     for config in (first, other):
-        own = max(difference(config.first["losses"], report["losses"]) for report in config.reports)
-        if own > bound:
-            return f", and two runs of {config.letter} differ by {own:.1e}: set the same seed in each run"
+        spread = max(difference(config.first["losses"], report["losses"]) for report in config.reports)
+        if spread > bound:
+            return f", and two runs of {config.letter} differ by {spread:.1e}: set the same seed in each run"
     return ""
 
 

@@ -93,7 +93,7 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
 
 def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator[Finding]:
     for name, pattern, effect, level in HARMFUL:
-        values = by_value({rank: given[name] for rank, given in variables.items() if name in given})
+        values = by_value({rank: row[name] for rank, row in variables.items() if name in row})
         for value, ranks in values.items():
             harmless = pattern == _LOOPBACK and hosts == 1
             if re.fullmatch(pattern, value.strip(), re.IGNORECASE) and not harmless:
@@ -101,8 +101,8 @@ def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator
 
 
 def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
-    for name in sorted({name for given in variables.values() for name in given} - _MAY_DIFFER):
-        values = by_value({rank: given.get(name, "") for rank, given in variables.items()})
+    for name in sorted({name for row in variables.values() for name in row} - _MAY_DIFFER):
+        values = by_value({rank: row.get(name, "") for rank, row in variables.items()})
         if len(values) > 1:
             text = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
             advice = "Set it alike on all nodes. Launchers pass on only some variables to other hosts."
@@ -113,14 +113,14 @@ def _threads(answers: Answers, launch: Launch) -> Finding:
     """Return a finding on the first host with too many or too few threads, if ranks compute on their hosts."""
     problems = []
     for host, ranks in launch.ranks_of_hosts().items():
-        given = [answers[rank] for rank in ranks if rank in answers]
-        cores = max((answer["cores"] for answer in given), default=0)
-        threads = sum(answer["threads"] for answer in given)
+        host_answers = [answers[rank] for rank in ranks if rank in answers]
+        cores = max((answer["cores"] for answer in host_answers), default=0)
+        threads = sum(answer["threads"] for answer in host_answers)
         text = f"{threads} threads of {len(ranks)} rank(s) on {cores} core(s) of {host}, where ranks compute"
         advice = f"Set OMP_NUM_THREADS={max(1, cores // len(ranks))}."
         if len(ranks) > 1 and threads > 2 * cores:
             problems.append((f"{text}: each waits for the others", advice))
-        elif given and 2 * threads <= cores:
+        elif host_answers and 2 * threads <= cores:
             problems.append((f"{text}: most cores idle (torchrun sets OMP_NUM_THREADS=1)", advice))
     if not problems:
         return Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")

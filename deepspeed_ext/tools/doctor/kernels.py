@@ -41,10 +41,10 @@ def differing(operators: Any, device: str) -> list[str]:
     wrong: dict[str, str] = {}
     for name, case, oracle, arguments in (*_gradients_and_updates(), *_lossless_updates()):
         expected, actual = (
-            [value.clone().to(where) if isinstance(value, Tensor) else value for value in arguments]
-            for where in ("cpu", device)
+            [value.clone().to(target) if isinstance(value, Tensor) else value for value in arguments]
+            for target in ("cpu", device)
         )
-        oracle(*expected)
+        oracle(*expected)  # both write into their arguments, hence the clones
         getattr(operators, name)(*actual)
         for position, pair in enumerate(zip(expected, actual, strict=True)):
             if isinstance(pair[0], Tensor) and not torch.equal(*map(_bits, pair)):
@@ -65,26 +65,31 @@ def _gradients_and_updates() -> Iterator[_Case]:
         yield "loco_compress", case, reference.compress, (gradient, empty, error, torch.zeros_like(error), *settings)
         yield "loco_decompress", case, reference.decompress, (wire, out, *sizes, _FACTOR, hadamard)
         if not hadamard:
-            updated, held = _numbers(dtype, 3), _numbers(dtype, 4)
+            updated, params = _numbers(dtype, 3), _numbers(dtype, 4)
             difference = packing.empty(3, _WIDTH, updated)
-            reference.difference(updated, held, difference, *sizes)
-            yield "loco_difference", case, reference.difference, (updated, held, empty, *sizes)
-            yield "loco_apply", case, reference.apply, (difference, held, *sizes)
+            reference.difference(updated, params, difference, *sizes)
+            yield "loco_difference", case, reference.difference, (updated, params, empty, *sizes)
+            yield "loco_apply", case, reference.apply, (difference, params, *sizes)
 
 
 def _lossless_updates() -> Iterator[_Case]:
     for dtype in ops.LOSSLESS_DTYPES:
-        held = _numbers(dtype, 5).view(1, -1)
-        updated = held.clone()
+        params = _numbers(dtype, 5).view(1, -1)
+        updated = params.clone()
         updated[:, ::3] *= 1 + 2**-7  # most differences are small, as in a training step
-        tiles = torch.zeros(lossless.tiles_of(held.shape[-1]), dtype=torch.int32)
-        yield "lossless_measure", str(dtype), lossless.measure, (updated, held, tiles.clone())
-        lossless.measure(updated, held, tiles)
+        tiles = torch.zeros(lossless.tiles_of(params.shape[-1]), dtype=torch.int32)
+        yield "lossless_measure", str(dtype), lossless.measure, (updated, params, tiles.clone())
+        lossless.measure(updated, params, tiles)
         header, nbytes = lossless.header_of(tiles)
         wire = torch.zeros(1, int(nbytes) + 16, dtype=torch.uint8)
-        yield "lossless_pack", str(dtype), lossless.pack, (updated, held, header, wire.clone())
-        lossless.pack(updated, held, header, wire)
-        yield "lossless_apply", str(dtype), lambda _, restored, updated=updated: restored.copy_(updated), (wire, held)
+        yield "lossless_pack", str(dtype), lossless.pack, (updated, params, header, wire.clone())
+        lossless.pack(updated, params, header, wire)
+        yield (
+            "lossless_apply",
+            str(dtype),
+            lambda _, restored, updated=updated: restored.copy_(updated),
+            (wire, params),
+        )
 
 
 def _numbers(dtype: torch.dtype, seed: int) -> Tensor:

@@ -177,6 +177,7 @@ def _examine_pairs(launch: Launch) -> list[list[Any]]:
     """Return both ranks and the fields of ``PairTimes`` for the pairs in which this rank is the lower rank."""
     rows, teams = [], launch.teams()
     for pairs in (*inside(teams, MOST_ROUNDS), *between(teams, MOST_ROUNDS)):
+        # The barrier separates rounds: the pairs of one round, and no others, share links at a time.
         if distributed.get_backend() == "gloo":  # its monitored barrier names the missing ranks
             distributed.monitored_barrier(timeout=timedelta(seconds=launch.options.timeout), wait_all_ranks=True)
         else:
@@ -192,16 +193,16 @@ def _measure(partner: int) -> list[Any]:
     """Return the fields of ``PairTimes``; both ranks measure the same sizes."""
     # ``_exchange_seconds`` is equal on both ranks, so both end the loop together.
     seconds: dict[int, list[float]] = {}
-    whole: dict[int, float] = {}
+    totals: dict[int, float] = {}
     ping, _ = _ping(partner)
     for size in SIZES:
         payload, received = _zeros(size, torch.uint8), _zeros(size, torch.uint8)
         begin = time.perf_counter()
         seconds[size] = [_exchange_seconds(partner, payload, received) for _ in range(_REPEATS)]
-        whole[size] = time.perf_counter() - begin
+        totals[size] = time.perf_counter() - begin
         if min(seconds[size]) > ENOUGH:
             break
-    return [ping, seconds, whole]
+    return [ping, seconds, totals]
 
 
 def _ping(partner: int) -> tuple[float, float]:
@@ -212,6 +213,7 @@ def _ping(partner: int) -> tuple[float, float]:
     note, best = _zeros(1, torch.int64), (float("inf"), 0.0)
     for _ in range(_PINGS):
         clock, begin = time.time(), time.perf_counter()
+        # Opposite orders: if both ranks sent first, blocking sends could deadlock.
         if distributed.get_rank() < partner:
             distributed.send(note, partner)
             distributed.recv(note, partner)
@@ -226,12 +228,12 @@ def _ping(partner: int) -> tuple[float, float]:
 
 def _exchange_seconds(partner: int, payload: Tensor, received: Tensor) -> float:
     """Send and receive the same number of bytes at the same time. Returns the seconds of the slower rank."""
-    own, theirs = _zeros(1, torch.int64), _zeros(1, torch.int64)
-    _exchange(partner, own, theirs)  # synchronizes both ranks before the timed exchange
+    own_time, partner_time = _zeros(1, torch.int64), _zeros(1, torch.int64)
+    _exchange(partner, own_time, partner_time)  # synchronizes both ranks before the timed exchange
     begin = time.perf_counter()
     _exchange(partner, payload, received)
-    _exchange(partner, own.fill_(round((time.perf_counter() - begin) * 1e9)), theirs)
-    return max(own.item(), theirs.item()) / 1e9
+    _exchange(partner, own_time.fill_(round((time.perf_counter() - begin) * 1e9)), partner_time)
+    return max(own_time.item(), partner_time.item()) / 1e9
 
 
 def _exchange(partner: int, sent: Tensor, received: Tensor) -> None:
@@ -248,9 +250,9 @@ def _zeros(count: int, dtype: torch.dtype) -> Tensor:
 def judge_pairs(answers: Answers, launch: Launch) -> list[Finding]:
     """Return slow nodes, ranks and pairs, and the number of measured rounds."""
     times = {
-        (a, b): PairTimes(ping, *({int(size): value for size, value in sizes.items()} for sizes in (seconds, whole)))
+        (a, b): PairTimes(ping, *({int(size): value for size, value in sizes.items()} for sizes in (seconds, totals)))
         for rows in answers.values()
-        for a, b, ping, seconds, whole in rows
+        for a, b, ping, seconds, totals in rows
     }
     team_of = {rank: number for number, team in enumerate(launch.teams()) for rank in team}
     across = {pair: row for pair, row in times.items() if team_of[pair[0]] != team_of[pair[1]]}

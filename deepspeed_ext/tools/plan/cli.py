@@ -75,8 +75,8 @@ def _adder(group: argparse._ActionsContainer) -> _Adder:
     def add(
         flag: str, metavar: Any, text: str | None, kind: Callable[[str], Any] | None = None, **rest: Any
     ) -> argparse.Action:
-        given = _SWITCH if kind is None else {"type": kind, "metavar": metavar}
-        return group.add_argument(flag, help=text, **{**given, **rest})
+        keywords = _SWITCH if kind is None else {"type": kind, "metavar": metavar}
+        return group.add_argument(flag, help=text, **{**keywords, **rest})
 
     return add
 
@@ -103,9 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(add: _Adder) -> None:
-    whole = number(count, zero=True)
-    add("--trainable", "N", "of these (default: all)", whole)
-    add("--largest-layer", "N", "parameters of the largest module, with --params", whole)
+    non_negative = number(count, zero=True)
+    add("--trainable", "N", "of these (default: all)", non_negative)
+    add("--largest-layer", "N", "parameters of the largest module, with --params", non_negative)
     add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _SOME)
     add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _RANKS)
     add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
@@ -228,27 +228,29 @@ def _add_key(rows: Sequence[dict[str, Any]]) -> None:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse arguments that contradict each other."""
-    given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
-    given -= {"command", "local_rank"}
-    others = sorted(given - {"page"})
-    if arguments.page and others:
-        raise ValueError(f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(others[0])}.")
-    if "from" in given:
-        for option in sorted(given - {"from", *WITH_RECORD}):
+    options = {name for name, value in vars(arguments).items() if value is not None and value is not False}
+    options -= {"command", "local_rank"}
+    other_options = sorted(options - {"page"})
+    if arguments.page and other_options:
+        raise ValueError(
+            f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(other_options[0])}."
+        )
+    if "from" in options:
+        for option in sorted(options - {"from", *WITH_RECORD}):
             raise ValueError(f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, WITH_RECORD))} do.")
         return
-    for option, needed, why in NEEDED:
-        if option in given and needed not in given:
-            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{why and ': '}{why}.")
-    for option, other, why in EXCLUSIVE:
-        if {option, other} <= given:
-            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {why}.")
+    for option, needed, reason in NEEDED:
+        if option in options and needed not in options:
+            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{reason and ': '}{reason}.")
+    for option, other, reason in EXCLUSIVE:
+        if {option, other} <= options:
+            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {reason}.")
     params, experts, trained = arguments.params, arguments.expert_params, arguments.trainable
     if experts is not None and experts >= params:
         raise ValueError(f"--expert-params {experts} leaves nothing of --params {params}.")
     if trained is not None and trained > params:
         raise ValueError(f"--trainable {trained} is more than --params {params}.")
-    if "mtbf_hours" in given and not arguments.micro_step_seconds and "tokens" not in given:
+    if "mtbf_hours" in options and not arguments.micro_step_seconds and "tokens" not in options:
         raise ValueError("--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens.")
 
 
@@ -283,11 +285,11 @@ def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
     """Return the number of nodes and of ranks per node."""
-    given = arguments.nodes, arguments.ranks_per_node
+    requested = arguments.nodes, arguments.ranks_per_node
     if not launched:
-        if None in given:
+        if None in requested:
             raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which says how many there are).")
-        return given
+        return requested
     ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
     if per_node is None:
         raise ValueError(
@@ -297,10 +299,10 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
     actual = ranks // per_node, per_node
-    if any(value not in (None, have) for value, have in zip(given, actual, strict=True)):
+    if any(value not in (None, have) for value, have in zip(requested, actual, strict=True)):
         raise ValueError(
-            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {given[0]} "
-            f"--ranks-per-node {given[1]}: leave them out."
+            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {requested[0]} "
+            f"--ranks-per-node {requested[1]}: leave them out."
         )
     return actual
 
@@ -343,7 +345,7 @@ def _model(arguments: argparse.Namespace) -> Model:
 def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
     """Return the model with its offloaded states, including those of experts."""
     offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
-    no_bytes = {name: 0.0 for name, wanted in offloaded.items() if wanted}
+    no_bytes = {name: 0.0 for name, enabled in offloaded.items() if enabled}
     if not no_bytes:
         return model
     cache = (arguments.parameter_cache_gb or 0.0) * GIGA

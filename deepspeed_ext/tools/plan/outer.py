@@ -130,7 +130,7 @@ def predict_outer(
     one_group = GroupSizes(sizes.group_size, sizes.group_size)
     inner = predict(strategy, one_group, model, rates)
     elements, bits = model.states.gradients / model.gradient_bytes, _Bits.of(settings, sizes.groups)
-    held, host, transfer = _memory(elements, bits, sizes, settings)
+    outer_bytes, host, transfer = _memory(elements, bits, sizes, settings)
     change_bytes, weight_bytes = (
         redistribution_volume(sizes, Placement.I, Placement.G, elements * wire / BITS).inter
         for wire in (bits.change, bits.weight)
@@ -142,13 +142,13 @@ def predict_outer(
     exposed = parts * max(0.0, seconds - settings.delay * inner.total_seconds)
     average = replace(
         inner,
-        transient=inner.transient + held + transfer,
+        transient=inner.transient + outer_bytes + transfer,
         host=inner.host + host,
         volume=inner.volume + Volume(inter=(change_bytes + weight_bytes) / settings.steps),
         seconds=inner.seconds | {BETWEEN: exposed / settings.steps},
         busy=inner.busy | {BETWEEN: parts * seconds / settings.steps},
     )
-    return OuterPrediction(average, held, transfer, change_bytes + weight_bytes, exposed, parts * seconds)
+    return OuterPrediction(average, outer_bytes, transfer, change_bytes + weight_bytes, exposed, parts * seconds)
 
 
 def _memory(elements: float, bits: _Bits, sizes: GroupSizes, settings: OuterSettings) -> tuple[float, float, float]:

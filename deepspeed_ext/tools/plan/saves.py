@@ -323,14 +323,14 @@ def predict_saves(
     writing = saves.writing(files.all)
     at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
     overlapped = min(of_states, step - row.seconds[UPDATE])
-    held = waits + of_states - overlapped
+    blocked = waits + of_states - overlapped
     save_prediction = SavePrediction(
         of_first,
         sum(file.total for file in files.all),
         of_first if saves.asynchronous else 0.0,
         "asynchronous" if saves.asynchronous else "synchronous",
         Schedule.of(at_once, at_once, step, saves),
-        Schedule.of(held, held + overlapped + writing, step, saves),
+        Schedule.of(blocked, blocked + overlapped + writing, step, saves),
     )
     fields_of_row = {field.name: getattr(row, field.name) for field in fields(row)}
     return SavedPrediction(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)

@@ -36,10 +36,10 @@ def prepare(arguments: argparse.Namespace, command: Sequence[str], local_rank: s
         ValueError: there is no script, or a setting is not valid.
     """
     if not command or not Path(command[0]).is_file():
-        given = command[0] if command else "nothing"
+        script = command[0] if command else "nothing"
         raise ValueError(
             f"report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got "
-            f"{given!r}, which is no file."
+            f"{script!r}, which is no file."
         )
     names = ("folder", "after", "steps", "probe")
     settings = ReportSettings.parse({name: getattr(arguments, name) for name in names}, "report")

@@ -58,16 +58,16 @@ def make(
         held: bytes of model states on this rank.
         probes: whether to measure the links and predict.
     """
-    own = measures.summary(steps)
-    own["held"] = [held.parameters, held.gradients, held.optimizer]
-    ranks = _rows_of_ranks(own)
+    summary = measures.summary(steps)
+    summary["held"] = [held.parameters, held.gradients, held.optimizer]
+    ranks = _rows_of_ranks(summary)
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
     step = measures.middle(steps)
     timelines = [_timeline(which, rank, ranks, step) for which, rank in (("slowest", slowest), ("fastest", fastest))]
-    measured = json.loads(broadcast_text(json.dumps(own), slowest))
+    measured = json.loads(broadcast_text(json.dumps(summary), slowest))
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
-    if dist.get_rank() != 0:
+    if dist.get_rank() != 0:  # no collectives after this line: they would hang
         return None
     now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
     usual = median(undisturbed) if undisturbed else None
@@ -115,7 +115,7 @@ def _rows_of_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
     """Return the timeline of one rank on all ranks. Collective."""
-    own = {
+    row = {
         "which": which,
         "rank": rank,
         "host": ranks[rank]["host"],
@@ -123,7 +123,7 @@ def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step
         "seconds": step.seconds,
         "lanes": measures.timeline(step) if rank == dist.get_rank() else [],
     }
-    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(own), rank))
+    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(row), rank))
     return shown
 
 
@@ -238,8 +238,8 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         The groups, the predictions, and the reasons if there are no predictions.
     """
     try:
-        own: Topology | None = getattr(engine.optimizer, "topology", None)
-        topology = get_topology(groups._get_sequence_data_parallel_group()) if own is None else own.whole
+        current: Topology | None = getattr(engine.optimizer, "topology", None)
+        topology = get_topology(groups._get_sequence_data_parallel_group()) if current is None else current.whole
         if not probes:
             return topology.sizes, None, []
         model = same_everywhere(describe_engine(engine, engine.module))

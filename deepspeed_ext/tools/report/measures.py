@@ -143,17 +143,17 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the parts of ``intervals`` outside ``others``; each argument must be a ``union``."""
-    rest: list[Interval] = []
+    remaining: list[Interval] = []
     for begin, end in intervals:
         for other_begin, other_end in others:
             if other_end <= begin or other_begin >= end:
                 continue
             if other_begin > begin:
-                rest.append((begin, other_begin))
+                remaining.append((begin, other_begin))
             begin = max(begin, other_end)
         if begin < end:
-            rest.append((begin, end))
-    return rest
+            remaining.append((begin, end))
+    return remaining
 
 
 # Measures #########################################################################################
@@ -170,14 +170,15 @@ def exposed(step: Step) -> Charges:
     other_lanes = [(wait.communication, wait.begin, wait.end) for wait in step.waits if not wait.trains]
     wire = [(sent, sent.begin, sent.end) for sent in sorted(step.communications, key=lambda sent: sent.hop != BETWEEN)]
     for wait in (wait for wait in step.waits if wait.trains and wait.communication is None):
+        # Seconds that are charged to a handle must not be charged again.
         uncharged = without(union([(wait.begin, wait.end)]), charged)
         for sent, begin, end in [*other_lanes, *wire]:
             if sent is None or not sent.hop or begin >= wait.end or end <= wait.begin:
                 continue
-            rest = without(uncharged, [(begin, end)])
-            if rest != uncharged:
-                charges[sent.name, sent.hop, wait.module] += length(uncharged) - length(rest)
-                uncharged = rest
+            remaining = without(uncharged, [(begin, end)])
+            if remaining != uncharged:
+                charges[sent.name, sent.hop, wait.module] += length(uncharged) - length(remaining)
+                uncharged = remaining
     return charges
 
 

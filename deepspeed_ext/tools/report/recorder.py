@@ -240,13 +240,13 @@ def recorded(recorder: Recorder, name: str, operation: Operation, run: Callable[
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if watching.is_ours():
             return run(*args, **kwargs)
-        given = operation.given(args, kwargs)
-        group = given["p2p_op_list"][0].group if "p2p_op_list" in given else given.get("group")
-        nbytes = operation.received(given, dist.get_world_size(group=group))
+        arguments = operation.given(args, kwargs)
+        group = arguments["p2p_op_list"][0].group if "p2p_op_list" in arguments else arguments.get("group")
+        nbytes = operation.received(arguments, dist.get_world_size(group=group))
         begin = recorder.clock.mark()
         with watching.ours():  # operations that it calls internally would be recorded twice
             result = run(*args, **kwargs)
-        if not (operation.asynchronous or given.get("async_op")):
+        if not (operation.asynchronous or arguments.get("async_op")):
             recorder.completed(name, group, nbytes, begin)
             return result
         if isinstance(result, list):  # a batch of messages: record all bytes with the first message

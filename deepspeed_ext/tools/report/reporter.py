@@ -59,6 +59,7 @@ class _Reporter:
     """Counts the steps of one engine; see Note [Recorded steps]."""
 
     def __init__(self, engine: Engine, settings: ReportSettings) -> None:
+        # Weak: ``_reporter`` and atexit refer to this object, and must not keep the engine alive.
         self._engine, self._settings = weakref.proxy(engine), settings
         self._taken, self._known = 0, engine.global_steps
         self._clock: Clock | None = None
