@@ -113,6 +113,7 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
             decided(config, strategy)
             possible.append(strategy)
         except (ValueError, AssertionError) as error:
+            # Without the strategy's name, equal reasons of several strategies merge into one.
             reasons.setdefault(str(error).replace(name, "it"), []).append(name)
     if not possible:
         details = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())

@@ -107,7 +107,7 @@ def activate() -> None:
     if is_off():
         return
     if _hook not in sys.meta_path:
-        sys.meta_path.insert(0, _hook)
+        sys.meta_path.insert(0, _hook)  # first: any earlier finder would load modules without the hook
     if not any(name in sys.modules for name in _WATCHED):
         return
     for name in _patcher().modules():

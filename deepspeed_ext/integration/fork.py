@@ -23,7 +23,7 @@ REMEDY = (
 def version() -> int | None:
     """Return the hook version of the DeepSpeed that would be imported; None if it has no hooks."""
     try:
-        spec = importlib.util.find_spec("deepspeed")
+        spec = importlib.util.find_spec("deepspeed")  # does not import it
         folders = [] if spec is None else spec.submodule_search_locations or []
         files = [file for folder in folders if (file := Path(folder, f"{MODULE}.py")).is_file()]
         match = re.search(r"^VERSION = (\d+)", files[0].read_text(encoding="utf-8"), re.MULTILINE) if files else None

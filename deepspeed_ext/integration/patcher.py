@@ -72,7 +72,7 @@ def apply(module: str) -> None:
             continue
         try:
             owner, name, original = patch.locate()
-        except AttributeError:
+        except AttributeError:  # ``require`` reports a missing symbol
             continue
         extra = (require,) if patch.takes_require else ()
         replacement: Any = patch.replace(getattr(original, "__func__", original), *extra)
@@ -98,6 +98,7 @@ def _is_in_place(patch: Patch) -> bool:
     function = getattr(value, "__func__", value)
     package = patch.module.partition(".")[0]
     is_original = str(getattr(function, "__module__", "")).partition(".")[0] == package
+    # Other packages' wrappers around a replacement also have the mark: ``functools.wraps`` copies it.
     return hasattr(function, MARK) or (patch.path in _applied and not is_original)
 
 
@@ -234,7 +235,7 @@ def require() -> None:
     is_supported = not problems
     for patch in patches.PATCHES:
         importlib.import_module(patch.module)
-        if patch.path in _applied and not _is_in_place(patch):
+        if patch.path in _applied and not _is_in_place(patch):  # a reload has restored the original
             apply(patch.module)
         problem = patch.problem()  # compares the original: ``functools.wraps`` keeps its signature
         if problem or (is_supported and patch.replace and not _replaced_by(patch)):

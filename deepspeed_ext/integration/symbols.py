@@ -75,6 +75,7 @@ class Patch:
         *parents, name = self.target.partition(":")[2].split(".")
         for parent in parents:
             owner = getattr(owner, parent)
+        # Not ``getattr``, which would turn a staticmethod into its function.
         return owner, name, inspect.getattr_static(owner, name)
 
     def problem(self) -> str | None:

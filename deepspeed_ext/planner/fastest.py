@@ -88,6 +88,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
             f"{', '.join(row.name for row in strategies)}."
         )
     engine._config = decided(config, STRATEGIES[name])
+    # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if new_plan is not None and dist.get_rank() == 0:
         say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')

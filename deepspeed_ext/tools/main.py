@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line.
 
-Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` what each strategy costs, ``report`` where a step's time goes, and ``doctor`` what is wrong with nodes.
+Without a command it shows versions and groups. ``leaf-modules`` shows the leaf modules that ZeRO-3 would use, ``plan``
+the predicted cost of each strategy, ``report`` the parts of a step's time, and ``doctor`` the problems of nodes.
 ``compare`` runs a script under several configurations, and ``convert`` makes a universal checkpoint.
 """
 

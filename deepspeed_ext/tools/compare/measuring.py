@@ -85,7 +85,7 @@ class Measurement:
         peak = get_accelerator().max_memory_allocated()  # on a host, the peak over these calls only
         if self._ended == self._turn.warm_up:
             self._peak_of_warm_up = peak
-            get_accelerator().reset_peak_memory_stats()
+            get_accelerator().reset_peak_memory_stats()  # ``peak_bytes`` excludes the warm-up
         if self._ended >= self._turn.warm_up:
             self._clock = self._clock or make_clock()  # the script has chosen its device by now
             self._ends.append(self._clock.mark())  # no synchronization, which would prevent overlap with the forward

@@ -67,6 +67,7 @@ def ratio(seconds: Sequence[Sequence[float]], of_other: Sequence[Sequence[float]
     own, other = numpy.asarray(seconds), numpy.asarray(of_other)
     draw = numpy.random.default_rng(0)  # fixed seed: the same seconds give the same interval
     rounds = draw.integers(len(own), size=(DRAWS, len(own)))
+    # Both configurations use the same drawn rounds, since the ratio is taken within a round.
     drawn = [numpy.log(_medians(config_seconds, rounds, draw)).mean(axis=1) for config_seconds in (own, other)]
     low, high = numpy.quantile(numpy.exp(drawn[1] - drawn[0]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     logs = [

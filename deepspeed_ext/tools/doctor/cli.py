@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, patch_problems: Callable[[], list[str]]) 
     """Examine this launch.
 
     Args:
-        arguments: those of ``add_arguments``.
+        arguments: arguments from ``add_arguments``.
         patch_problems: returns the patches of DeepSpeed that are not as expected.
 
     Returns:

@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
     model, saves = _model(arguments), _saves(arguments, per_node)
     rates = _rates(arguments, sizes, per_node, launched)
-    if not first_rank and launched:
+    if not first_rank and launched:  # not earlier: all ranks must take part in measuring rates
         return
     if arguments.inter_gbps is None:
         from deepspeed.accelerator import get_accelerator

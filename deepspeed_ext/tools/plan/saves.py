@@ -322,6 +322,7 @@ def predict_saves(
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
     at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    # Optimizer states are copied during forward and backward, which is the step without its update.
     overlapped = min(of_states, step - row.seconds[UPDATE])
     blocked = waits + of_states - overlapped
     save_prediction = SavePrediction(

@@ -61,6 +61,7 @@ def make(
     summary = measures.summary(steps)
     summary["held"] = [held.parameters, held.gradients, held.optimizer]
     ranks = _rows_of_ranks(summary)
+    # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
     step = measures.middle(steps)
