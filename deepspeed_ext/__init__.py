@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Group-aware ZeRO for DeepSpeed: PaRO sharding strategies, switched on by ds_config keys.
+"""Group-aware ZeRO for DeepSpeed: PaRO sharding strategies, enabled by ds_config keys.
 
 Installing the package is enough: it activates itself when torch is imported. ``import deepspeed_ext`` does the same.
 This module runs inside ``import torch`` of every program in the environment, so it imports only the standard library.

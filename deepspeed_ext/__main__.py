@@ -24,7 +24,7 @@ def report_patches() -> None:
 
 
 def patch_problems() -> list[str]:
-    """Return what of the patches, or of the hooks of a fork, is not as expected."""
+    """Return the problems of the patches, or of a fork's hooks."""
     patcher.import_all()
     problem = patcher.foreign()
     states = [f"{patch.path}: {state}" for patch, state in patcher.status() if state not in _EXPECTED]

@@ -1,7 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How our keys of the ``zero_optimization`` section are read, once, and what is refused beside them.
+"""Parses our keys of the ``zero_optimization`` section, and refuses options that contradict them.
 
-A raw section is normalized (``normalize``) and validated (``validate``), and becomes the parsed ``section``, which
-holds the strategy. ``check`` then looks at the rest of the configuration and at the ranks.
+The raw section is validated (``model``) and becomes the parsed ``section``, which contains the strategy. Then
+``check`` compares it with the rest of the configuration and the ranks.
 """

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What our keys contradict: everything that is refused when DeepSpeed has parsed a configuration.
+"""Checks our keys against the rest of a configuration that DeepSpeed has parsed.
 
-It runs on every rank alike, before any communication of ours.
+The checks run identically on every rank, before any communication of ours.
 """
 
 import copy
@@ -24,16 +24,16 @@ def check_config(config: "DeepSpeedConfig", mpu: Any = None, mesh_device: Any = 
     """Validate our keys against the rest of a parsed configuration and the ranks.
 
     Args:
-        mpu, mesh_device: what DeepSpeed was given of other kinds of parallelism.
+        mpu, mesh_device: DeepSpeed's arguments for other kinds of parallelism.
 
     Raises:
-        ValueError: what is configured contradicts the strategy, or the group size does not fit.
+        ValueError: the configuration contradicts the strategy, or the group size does not fit.
     """
-    given = our_keys(config._param_dict.get(SECTION))
+    keys = our_keys(config._param_dict.get(SECTION))
     zero = config.zero_config
     if isinstance(zero, ParoZeroConfig):
-        _check_strategy(config, zero, given, mpu, mesh_device)
-    if given:
+        _check_strategy(config, zero, keys, mpu, mesh_device)
+    if keys:
         refuse_unread_stage(config)
 
 
@@ -66,7 +66,7 @@ def _check_strategy(
 def _check_muon(config: "DeepSpeedConfig") -> None:
     """Refuse a Newton-Schulz method that DeepSpeed does not have.
 
-    DeepSpeed does so as well, when it makes the optimizer, with a text that differs between ranks: it prints a set.
+    DeepSpeed does so when it builds the optimizer. Its message differs between ranks, because it prints a set.
 
     Raises:
         ValueError: there is no such method.
@@ -76,82 +76,85 @@ def _check_muon(config: "DeepSpeedConfig") -> None:
         return
     from deepspeed.runtime.zero.muon.original_muon import NS_METHODS
 
-    known = sorted(NS_METHODS)
-    if params["ns_method"] not in known:
-        raise ValueError(f"optimizer.params.ns_method must be one of {', '.join(known)}, got {params['ns_method']!r}.")
+    methods = sorted(NS_METHODS)
+    if params["ns_method"] not in methods:
+        raise ValueError(
+            f"optimizer.params.ns_method must be one of {', '.join(methods)}, got {params['ns_method']!r}."
+        )
 
 
 def use_strategy_of_stage(config: "DeepSpeedConfig", mpu: Any) -> None:
-    """Make a parsed configuration of plain ZeRO ask for the strategy that its stage is.
+    """Set the strategy that equals the stage in a parsed configuration of plain ZeRO.
 
     Args:
         mpu: a pipeline's grid.
 
     Raises:
-        ValueError: what is configured contradicts it.
+        ValueError: the configuration contradicts the strategy.
     """
     section = config._param_dict[SECTION]
     config.zero_config = parse_section({**section, STRATEGY: STRATEGY_OF_STAGE[int(config.zero_config.stage)]})
     check_config(config, mpu)
 
 
-# The strategies that a configuration leaves to choose from, if it asks for the fastest ##########################
+# Strategies to choose from, if a configuration asks for the fastest #################################
 
 
 def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
-    """Return the strategies from which a parsed configuration leaves to choose.
+    """Return the strategies that a parsed configuration allows.
 
     Raises:
-        ValueError: there is none; with the reason for each.
+        ValueError: it allows none; the message has the reason for each.
     """
-    found: list[Strategy] = []
+    possible: list[Strategy] = []
     reasons: dict[str, list[str]] = {}
     for name, strategy in STRATEGIES.items():
         try:
             decided(config, strategy)
-            found.append(strategy)
+            possible.append(strategy)
         except (ValueError, AssertionError) as error:
+            # Without the strategy's name, equal reasons of several strategies merge into one.
             reasons.setdefault(str(error).replace(name, "it"), []).append(name)
-    if not found:
-        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {why}")
-    return found
+    if not possible:
+        details = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
+        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {details}")
+    return possible
 
 
 def decided(config: "DeepSpeedConfig", strategy: Strategy) -> "DeepSpeedConfig":
-    """Return a parsed configuration that asks for the fastest, with this strategy instead.
+    """Return a copy of a parsed configuration with this strategy in place of the fastest.
 
     Raises:
-        ValueError: what is configured beside it contradicts it.
-        AssertionError: DeepSpeed's own checks find such a thing.
+        ValueError: the rest of the configuration contradicts the strategy.
+        AssertionError: DeepSpeed's own checks fail.
     """
     written = as_written(config._param_dict[SECTION])
     section = {key: value for key, value in written.items() if key not in OF_FASTEST} | {STRATEGY: strategy.name}
-    # Not parsed as a whole: batch sizes were settled with the number of ranks that was known then.
-    found = copy.copy(config)
-    found._param_dict = {**config._param_dict, SECTION: section}
-    found.zero_config = parse_section(section)
-    found.zero_optimization_stage = found.zero_config.stage
-    found.zero_enabled = True
-    found.strategy_was_chosen = True
-    refuse_beside(found, strategy)
-    found._do_error_check()
-    return found
+    # Only parse the section: parsing everything again would recompute batch sizes from the number of ranks.
+    new_config = copy.copy(config)
+    new_config._param_dict = {**config._param_dict, SECTION: section}
+    new_config.zero_config = parse_section(section)
+    new_config.zero_optimization_stage = new_config.zero_config.stage
+    new_config.zero_enabled = True
+    new_config.strategy_was_chosen = True
+    refuse_beside(new_config, strategy)
+    new_config._do_error_check()
+    return new_config
 
 
-# Over which ranks ZeRO shards and reduces ##########################################################
+# Ranks over which ZeRO shards and reduces ##########################################################
 #
-# Each place in DeepSpeed that asks for the data-parallel ranks has an answer of its own: DeepSpeedConfig.world_size
-# counts batches, and leaves sequence parallelism out; utils.groups asks the mesh before the mpu in one function and
-# after it in the next; ZeRO-3 reduces each parameter over the group over which zero.Init has sharded it.
+# DeepSpeed determines the data-parallel ranks differently in each place. DeepSpeedConfig.world_size counts batches,
+# and ignores sequence parallelism. utils.groups prefers the mesh to the mpu in one function, and the mpu in the next.
+# ZeRO-3 reduces each parameter over the group over which zero.Init has sharded it.
 
 
 def sharding_ranks(config: "DeepSpeedConfig", mpu: Any) -> int:
-    """Return the number of ranks over which ZeRO shards and reduces: data- and sequence-parallel ones together.
+    """Return the number of ranks over which ZeRO shards and reduces: data- and sequence-parallel ranks together.
 
     Args:
-        config: parsed; the process groups have been initialized.
-        mpu: the caller's, or None.
+        config: parsed configuration; the process groups must be initialized.
+        mpu: the caller's mpu, or None.
     """
     from deepspeed import comm as dist
 
@@ -163,13 +166,13 @@ def sharding_ranks(config: "DeepSpeedConfig", mpu: Any) -> int:
 def refuse_mesh(keys: Sequence[str], mpu: Any, mesh_device: Any) -> None:
     """Refuse a mesh whose second axis is sequence parallelism, unless an mpu names the group over both axes.
 
-    With such a mesh DeepSpeed 0.19.8 takes the first axis for the ranks of ZeRO (``utils.groups``). Stages 1 and 2
-    then reduce gradients over a part of the ranks, and replicas drift apart. Stage 3 reduces over all of them, but
-    takes norms and overflows over that part, and its ranks write their shards under the names of one another's.
+    With such a mesh DeepSpeed 0.19.8 uses the first axis as the ranks of ZeRO (``utils.groups``). Stages 1 and 2
+    then reduce gradients over only a part of the ranks, and replicas drift apart. Stage 3 reduces over all ranks, but
+    computes norms and overflows over that part, and its ranks write their shards under the names of each other's.
 
     Args:
-        keys: those of ours that are set.
-        mpu, mesh_device: what DeepSpeed was given, or None. It keeps the mesh of an engine for all later ones.
+        keys: our keys that are set.
+        mpu, mesh_device: DeepSpeed's arguments, or None. DeepSpeed keeps an engine's mesh for all later engines.
 
     Raises:
         ValueError: there is such a mesh.
@@ -181,10 +184,10 @@ def refuse_mesh(keys: Sequence[str], mpu: Any, mesh_device: Any) -> None:
         return
     data, sequence = mesh.mesh.shape
     if sequence > 1:
-        whose = " of an earlier engine of this process" if mesh_device is None else ""
+        source = " of an earlier engine of this process" if mesh_device is None else ""
         raise ValueError(
             f"zero_optimization.{keys[0]} cannot be combined with a mesh of data_parallel_size {data} and "
-            f"sequence_parallel_size {sequence} (or mesh_param){whose}: DeepSpeed takes {data} of the "
+            f"sequence_parallel_size {sequence} (or mesh_param){source}: DeepSpeed takes {data} of the "
             f"{data * sequence} ranks that hold the same parameters for all of them. Pass "
             f"mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize, after its "
             f"initialize_sequence_parallel({sequence}), and remove data_parallel_size (or mesh_param); or remove "

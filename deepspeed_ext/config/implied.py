@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What Accelerate, HF Trainer, TRL and Lightning read of a configuration themselves: the stage.
+"""Writes the implied stage into a configuration, for Accelerate, HF Trainer, TRL and Lightning, which read it.
 
-Plain DeepSpeed does not need it beside a strategy, which implies it. Frameworks look it up in the dictionary that
-they keep: Accelerate before the model is made, to decide on ``zero.Init``, and again when it saves. So where a user
-leaves it out, we write it there: for Accelerate, and all that is built on it, before it looks; for others when
-DeepSpeed reads it. (Lightning decides on ``zero.Init`` before that.)
+A strategy implies the stage, so DeepSpeed itself does not need it. Frameworks look it up in their own dictionary:
+Accelerate before the model is built, to decide on ``zero.Init``, and again when it saves. If a user omits the stage,
+we write it there: for Accelerate and frameworks based on it, before Accelerate reads it; for others, when DeepSpeed
+parses it. (Lightning decides on ``zero.Init`` before that.)
 """
 
 import logging
@@ -21,31 +21,31 @@ if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
     from torch import nn
 
-# By id: sections into which we have written the stage that was left out, and what it was. They are kept, so that no
-# other dictionary gets the id. The stage itself is a plain number, for it is saved with checkpoints.
+# Maps the id of a section to the section and the stage that we wrote into it. The reference keeps the section alive:
+# otherwise another dictionary could get its id. The stage is a plain number, because it is saved with checkpoints.
 _implied: dict[int, tuple[Mapping[str, Any], int]] = {}
 
 
 def is_implied(section: Mapping[str, Any]) -> bool:
     """Whether the stage of a raw section was written by us."""
-    known, stage = _implied.get(id(section), (None, None))
-    return known is section and section.get("stage") == stage
+    registered, stage = _implied.get(id(section), (None, None))
+    return registered is section and section.get("stage") == stage
 
 
 def as_written(section: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a raw section as its user has written it."""
+    """Return a copy of a raw section without a stage of ours."""
     return {key: value for key, value in section.items() if key != "stage" or not is_implied(section)}
 
 
 def imply_stage(section: Any, stage: int) -> None:
-    """Write a stage into a raw section that leaves it out, such that the next reader may imply another one."""
+    """Write a stage into a raw section whose user omits it; a later call may replace it."""
     if isinstance(section, dict) and (section.get("stage") is None or is_implied(section)):
         section["stage"] = stage
         _implied[id(section)] = (section, stage)
 
 
 def imply_stage_of_raw(section: Any) -> None:
-    """Write the stage that follows from our keys into a raw section that leaves it out, before DeepSpeed parses it.
+    """Write the stage that our keys imply into a raw section that omits it, before DeepSpeed parses the section.
 
     Raises:
         ValueError: the section is not valid, or asks for the fastest strategy, whose stage is not known yet.
@@ -53,38 +53,38 @@ def imply_stage_of_raw(section: Any) -> None:
     if not isinstance(section, dict) or not keys_of_strategies(section):
         return
     if section.get("stage") is not None and (not is_implied(section) or section.get(STRATEGY) == FASTEST):
-        return  # it is its user's, or was decided
-    ours = ParoConfig.of(as_written(section))
-    if ours.paro_strategy is None:
+        return  # the user has set the stage, or the fastest strategy has been chosen
+    keys = ParoConfig.of(as_written(section))
+    if keys.paro_strategy is None:
         return
-    if ours.named_strategy is None:
+    if keys.named_strategy is None:
         raise ValueError(_without_stage("which decide before the model is known"))
-    imply_stage(section, ours.named_strategy.stage)
+    imply_stage(section, keys.named_strategy.stage)
 
 
 def read_with_stage(read: Callable[[Any], None], reader: Any) -> None:
-    """Write the stage that is implied into the section of Accelerate's ``reader``, then make it ``read`` that."""
+    """Write the implied stage into the section of Accelerate's ``reader``, then call ``read``."""
     imply_stage_of_raw(reader.config.get(SECTION))
     read(reader)
 
 
 def forget_stage(section: Any) -> None:
-    """Take the stage out of a section whose user has removed our keys from it since it was written."""
+    """Remove our stage from a section whose user has since removed our keys."""
     if isinstance(section, dict) and is_implied(section) and not our_keys(section):
         del section["stage"]
 
 
 def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
-    """Refuse a stage that nobody has written, where Accelerate has decided already, and for another stage.
+    """Refuse an omitted stage if Accelerate has already decided for another stage.
 
-    Where our seam in Accelerate is in place, Accelerate has read what we have written. A DeepSpeed that has these
-    features built in has no such seam, nor has an Accelerate that has changed.
+    With our seam in Accelerate, it has read the stage that we wrote. The seam is missing in a DeepSpeed with these
+    features built in, and in an Accelerate that has changed.
 
     Args:
-        config: parsed.
+        config: parsed configuration.
 
     Raises:
-        ValueError: Accelerate would take sharded parameters for whole ones.
+        ValueError: Accelerate would treat sharded parameters as unsharded.
     """
     state = sys.modules.get("accelerate.state")
     if state is None or not state.is_initialized():
@@ -101,12 +101,12 @@ def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
 
 
 def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model: "nn.Module") -> None:
-    """Warn on rank 0 where parameters are to be sharded, the stage was left out, and the model was made whole.
+    """Warn on rank 0 if the strategy shards parameters, the stage was omitted, and the model was built unsharded.
 
-    A framework that reads the stage by itself, before DeepSpeed does, has then not used ``zero.Init``.
+    A framework that reads the stage before DeepSpeed does has then not used ``zero.Init``.
     """
-    whole = not any(hasattr(param, "ds_id") for param in model.parameters())
-    if strategy.p != Placement.N and whole and is_implied(config._param_dict[SECTION]):
+    is_unsharded = not any(hasattr(param, "ds_id") for param in model.parameters())
+    if strategy.p != Placement.N and is_unsharded and is_implied(config._param_dict[SECTION]):
         from deepspeed.utils import log_dist
 
         log_dist(
@@ -119,6 +119,6 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
 
 
 def _without_stage(why: str, stage: int | None = None) -> str:
-    given = f"{SECTION}.{STRATEGY}" if stage else f'{SECTION}.{STRATEGY} "{FASTEST}"'
+    key = f"{SECTION}.{STRATEGY}" if stage else f'{SECTION}.{STRATEGY} "{FASTEST}"'
     value = f"{stage}" if stage else "1, 2 or 3: the fastest strategy of that stage is chosen"
-    return f"{given} needs {SECTION}.stage with Accelerate, HF Trainer and TRL, {why}. Set {SECTION}.stage to {value}."
+    return f"{key} needs {SECTION}.stage with Accelerate, HF Trainer and TRL, {why}. Set {SECTION}.stage to {value}."

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Names of keys in ``zero_optimization`` for errors and other files, and which keys of a raw section are ours.
+"""Names of keys in ``zero_optimization``, and functions that find our keys in a raw section.
 
-Each of ours is a field of ``model.ParoConfig``.
+Each of our keys is a field of ``model.ParoConfig``.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 
 SECTION = "zero_optimization"
 STRATEGY = "paro_strategy"
-FASTEST = "fastest"  # as a strategy: decide when the model is known
+FASTEST = "fastest"  # value of STRATEGY: choose when the model is known
 GROUP_SIZE = "paro_group_size"
 OVERLAP_UPDATES = "paro_overlap_updates"
 QUANTIZED_UPDATES = "paro_quantized_updates"
@@ -21,50 +21,50 @@ DECISION = "paro_decision_file"
 MICRO_STEP = "paro_micro_step_seconds"
 OF_FASTEST = (MEMORY, DECISION, MICRO_STEP)
 LEAF_BYTES = "stage3_leaf_bytes"
-REPORT = "paro_report"  # the only one that is for plain stages, too
+REPORT = "paro_report"  # the only one of our keys that also works with plain stages
 
-# DeepSpeed's own until 0.19.6 (MiCS) and 0.19.7 (LoCo); since then it refuses them, and they are ours.
+# DeepSpeed's own until 0.19.6 (MiCS) and 0.19.7 (LoCo). Since then it refuses them, and they are ours.
 MICS_SIZE = "mics_shard_size"
 MICS_HIERARCHICAL = "mics_hierarchical_params_gather"
 LOCO = "zeropp_loco_param"
 REMOVED = (MICS_SIZE, MICS_HIERARCHICAL, LOCO)
 
-# DeepSpeed's.
+# DeepSpeed's keys.
 STAGE = "stage"
 THRESHOLD = "stage3_module_granularity_threshold"
 MOST_LIVE = "stage3_max_live_parameters"
-QUANTIZED = "zero_quantized_gradients"  # for stage 3; with a strategy ours
+QUANTIZED = "zero_quantized_gradients"  # DeepSpeed's for stage 3; ours with a strategy
 
 _PREFIXES = ("paro", "stage3_leaf")
 
 
 def our_keys(section: Any) -> list[str]:
-    """Return the keys of a raw section that are meant for us, misspelled ones included."""
+    """Return our keys in a raw section, including misspelled ones."""
     if not isinstance(section, Mapping):
         return []
     return [key for key in section if str(key).lower().startswith(_PREFIXES) or key in REMOVED]
 
 
 def keys_of_strategies(section: Any) -> list[str]:
-    """Return those of ``our_keys`` that need a strategy, or imply one."""
+    """Return the ``our_keys`` that need or imply a strategy."""
     return [key for key in our_keys(section) if key != REPORT]
 
 
 def asked_by(section: Mapping[str, Any]) -> str:
-    """Return the key through which a user has asked for a strategy: ours, or the stage."""
+    """Return the key by which a user has selected a strategy: ours, or the stage."""
     if {STRATEGY, MICS_SIZE} & set(section):
         return STRATEGY
     return next((key for key in (LOCO, LEAF_BYTES, QUANTIZED_UPDATES) if key in section), STAGE)
 
 
 def as_given(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a key of ``zero_optimization`` in a raw configuration; None if it is not there."""
+    """Return the value of a key of ``zero_optimization`` in a raw configuration; None if it is not set."""
     section = config.get(SECTION)
-    return section.get(key) if isinstance(section, Mapping) else None  # DeepSpeed takes true for stage 1
+    return section.get(key) if isinstance(section, Mapping) else None  # the section may be true, for stage 1
 
 
 def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration without the keys of MiCS and LoCo, which DeepSpeed would refuse as removed."""
+    """Return the configuration without the keys of MiCS and LoCo, which DeepSpeed would refuse."""
     section = config.get(SECTION)
     if not isinstance(section, Mapping) or not set(REMOVED) & set(section):
         return config
@@ -72,10 +72,10 @@ def without_removed(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_top_level(config: Mapping[str, Any]) -> None:
-    """Refuse our keys outside their section, where DeepSpeed would ignore them.
+    """Refuse our keys at the top level, at which DeepSpeed would ignore them.
 
     Raises:
-        ValueError: one is there.
+        ValueError: one of our keys is there.
     """
     for key in our_keys(config):
         raise ValueError(f"{key!r} is at the top level of the configuration; it belongs into {SECTION}.")

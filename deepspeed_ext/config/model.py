@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Our keys of ``zero_optimization`` as one pydantic model, and what it refuses. Pure: no torch, no DeepSpeed.
+"""Our keys of ``zero_optimization`` as one pydantic model with its checks. Pure: no torch, no DeepSpeed.
 
-Errors are one paragraph with the key, what was expected, and what was given; they are the same on all ranks.
+Errors are one paragraph with the key, the expected value, and the given value. They are the same on all ranks.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ from deepspeed_ext.config.settings import (
 )
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, parse_strategy
 
-STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # the strategy that is a stage of DeepSpeed's
+STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # DeepSpeed's stage -> the equal strategy
 WITH_OUTER = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)  # may have an outer optimizer
 
 
@@ -136,47 +136,47 @@ class ParoConfig(BaseModel):
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ParoConfig":
-        """Return our keys of a raw section, with a strategy in the place of keys that imply one.
+        """Return our keys of a raw section. A strategy replaces keys that imply one.
 
         Args:
-            section: as its user wrote it, without a stage of ours.
+            section: the user's section, without a stage of ours.
 
         Raises:
             ValueError: unknown, missing, mistyped, or contradicting values.
         """
-        given = {key: section[key] for key in our_keys(section)}
-        for key, value in given.items():
+        values = {key: section[key] for key in our_keys(section)}
+        for key, value in values.items():
             if key not in cls.model_fields:
                 raise no_key(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
-            if value is None and cls.model_fields[key].default is None:  # which means that a key is absent
+            if value is None and cls.model_fields[key].default is None:  # None as default means that the key is absent
                 raise must_be(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
-        ours = parse(cls, given, SECTION)
-        ours._revive_mics(section)
-        ours._imply_strategy(section)
-        if ours.paro_strategy is None:
-            ours._refuse_without_strategy(section)
+        model = parse(cls, values, SECTION)
+        model._revive_mics(section)
+        model._imply_strategy(section)
+        if model.paro_strategy is None:
+            model._refuse_without_strategy(section)
         else:
-            ours._check_strategy(section)
-        return ours
+            model._check_strategy(section)
+        return model
 
     @property
     def named_strategy(self) -> Strategy | None:
-        """The strategy; None without one, and if the fastest is asked for."""
+        """The strategy; None without a strategy, or if the fastest is requested."""
         return STRATEGIES.get(self.paro_strategy or "")
 
     def _revive_mics(self, section: Mapping[str, Any]) -> None:
-        """Replace the keys of MiCS by ours: III, with that group size."""
+        """Replace the keys of MiCS by ours: III, with its shard size as group size."""
         size = self.mics_shard_size
         if size == -1:
             if self.mics_hierarchical_params_gather:
                 raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
             return
-        # III's sums may be quantized, and III may have an outer optimizer.
-        given = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
-        if given:
+        # III also supports quantized sums and an outer optimizer, so their keys are not refused here.
+        keys = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
+        if keys:
             raise ValueError(
-                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(given)} "
-                f"is set as well ({', '.join(repr(section[key]) for key in given)}). Keep one of the two."
+                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(keys)} "
+                f"is set as well ({', '.join(repr(section[key]) for key in keys)}). Keep one of the two."
             )
         if section.get(STAGE, 3) not in (0, 3):
             raise ValueError(f"{SECTION}.{MICS_SIZE} needs {SECTION}.stage 3, got {section[STAGE]!r}.")
@@ -184,7 +184,7 @@ class ParoConfig(BaseModel):
         self.mics_shard_size, self.mics_hierarchical_params_gather = -1, False
 
     def _imply_strategy(self, section: Mapping[str, Any]) -> None:
-        """Set the strategy that the stage is, if one of our keys implies it, and LoCo's settings if implied."""
+        """Set the strategy that equals the stage if one of our keys implies it, and LoCo's settings if implied."""
         budget, threshold, quantized = self.stage3_leaf_bytes, section.get(THRESHOLD), section.get(QUANTIZED)
         if budget and threshold:
             raise ValueError(

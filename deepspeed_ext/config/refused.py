@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Options of DeepSpeed that cannot be combined with a strategy, a row for each. They are refused, never skipped.
+"""Table of DeepSpeed options that cannot be combined with a strategy. They are refused, never ignored.
 
-What only the model or the optimizer object can tell is in ``unsupported.py``.
+Checks that need the engine, the model or the optimizer are in ``unsupported.py``.
 """
 
 from collections.abc import Callable
@@ -58,10 +58,10 @@ class Refusal:
     """A key that cannot be used with a strategy.
 
     Attributes:
-        key: its full name.
+        key: the full name.
         why: the reason.
-        find: looks for it in the parsed configuration, and returns something true if it is there.
-        applies: with which strategies.
+        find: returns a true value if the key is set in the parsed configuration.
+        applies: whether it is refused with a strategy.
     """
 
     key: str
@@ -74,14 +74,16 @@ def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
     """Refuse the options that a strategy's optimizer does not support.
 
     Raises:
-        ValueError: one of them is configured.
+        ValueError: one of the options is set.
     """
-    asked = asked_by(config._param_dict[SECTION])
+    key = asked_by(config._param_dict[SECTION])
     names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
-    given = names.get(asked, asked)
+    requested = names.get(key, key)
     for row in REFUSED:
         if row.applies(strategy) and row.find(config):
-            raise ValueError(f"{row.key} cannot be combined with {SECTION}.{given}: {row.why}. Remove one of the two.")
+            raise ValueError(
+                f"{row.key} cannot be combined with {SECTION}.{requested}: {row.why}. Remove one of the two."
+            )
 
 
 def _in_zero(
@@ -90,7 +92,7 @@ def _in_zero(
     applies: Callable[[Strategy], bool] = always,
     find: Callable[[Any], Any] | None = None,
 ) -> Refusal:
-    """Return the refusal of a key of ``zero_optimization``: if it is true, or if ``find`` says so of the section."""
+    """Return the refusal of a key of ``zero_optimization`` if it is true, or if ``find(section)`` is."""
     look = find or (lambda zero: getattr(zero, key))
     return Refusal(f"{SECTION}.{key}", why, lambda config: look(config.zero_config), applies)
 
@@ -100,7 +102,7 @@ def _on_nvme(section: Any) -> bool:
 
 
 def _passes(config: "DeepSpeedConfig") -> set[str]:
-    """Return the passes of DeepCompile; none if it is off."""
+    """Return the passes of DeepCompile; empty if it is off."""
     return set(config.compile_config.passes or []) if config.compile_config.deepcompile else set()
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parsed section: DeepSpeed's class with our keys as fields.
 
-A section in which ``our_keys`` finds none is not read here: DeepSpeed parses it with its own class.
+DeepSpeed parses a section without ``our_keys`` with its own class.
 """
 
 from collections.abc import Mapping
@@ -27,18 +27,16 @@ _REMOVED_SAVE_KEY = "zero_order"  # of ``checkpoint``
 class ParoZeroConfig(ParoConfig, DeepSpeedZeroConfig):
     """``zero_optimization`` with PaRO, or of an engine whose steps are recorded."""
 
-    model_config = ConfigDict(strict=False)  # so that DeepSpeed's fields take what they take without us
+    model_config = ConfigDict(strict=False)  # DeepSpeed's fields accept the same values as in its own class
 
     _has_optimizer: bool = PrivateAttr(default=False)
 
 
 def parse_and_imply(section: dict[str, Any]) -> DeepSpeedZeroConfig:
-    """Parse a raw section that has one of our keys, and write the stage that is implied into it.
-
-    Frameworks look it up there.
+    """Parse a raw section that has one of our keys, and write the implied stage into it for frameworks.
 
     Args:
-        section: as the caller keeps it.
+        section: the caller's own dictionary.
 
     Raises:
         ValueError: see ``parse_section``.
@@ -53,23 +51,27 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """Validate and parse a raw ``zero_optimization`` section that has one of our keys.
 
     Raises:
-        ValueError: see ``ParoConfig.of``; pydantic's for DeepSpeed's own keys.
+        ValueError: see ``ParoConfig.of``; for DeepSpeed's own keys, pydantic's error.
     """
     written = as_written(section)
-    ours = ParoConfig.of(written)
-    theirs = {key: value for key, value in written.items() if key not in ParoConfig.model_fields}
-    given = {key: getattr(ours, key) for key in ours.model_fields_set}
-    if ours.paro_strategy is None:
-        return DeepSpeedZeroConfig(**theirs) if ours.paro_report is None else ParoZeroConfig(**given, **theirs)
+    our_fields = ParoConfig.of(written)
+    their_keys = {key: value for key, value in written.items() if key not in ParoConfig.model_fields}
+    our_values = {key: getattr(our_fields, key) for key in our_fields.model_fields_set}
+    if our_fields.paro_strategy is None:
+        return (
+            DeepSpeedZeroConfig(**their_keys)
+            if our_fields.paro_report is None
+            else ParoZeroConfig(**our_values, **their_keys)
+        )
     if written.get(MICS_HIERARCHICAL):
         _log(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
-    if theirs.get("stage") == 0:
+    if their_keys.get("stage") == 0:
         _log(f"{SECTION}.{asked_by(section)} does nothing at stage 0")
-    theirs.pop(QUANTIZED, None)  # LoCo's settings are in the place of it
-    strategy = ours.named_strategy
-    # The stage of the fastest is not known: any but 0 stands for it.
+    their_keys.pop(QUANTIZED, None)  # replaced by LoCo's settings
+    strategy = our_fields.named_strategy
+    # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
     stage = strategy.stage if strategy else 1
-    return ParoZeroConfig(**{"stage": stage, **given, **theirs})
+    return ParoZeroConfig(**{"stage": stage, **our_values, **their_keys})
 
 
 def _log(message: str) -> None:
@@ -77,13 +79,13 @@ def _log(message: str) -> None:
 
 
 def active_strategy(config: "DeepSpeedConfig") -> Strategy | None:
-    """Return the strategy of a parsed configuration; None without our keys, with stage 0, or while undecided."""
+    """Return the strategy of a parsed configuration; None without our keys, at stage 0, or while undecided."""
     zero = config.zero_config
     return zero.named_strategy if isinstance(zero, ParoZeroConfig) and zero.stage != 0 else None
 
 
 def record_optimizer(config: "DeepSpeedConfig") -> None:
-    """Record that the engine of a parsed configuration has an optimizer for its strategy."""
+    """Record in its parsed configuration that an engine has an optimizer for its strategy."""
     config.zero_config._has_optimizer = True
 
 
@@ -91,7 +93,7 @@ def require_optimizer(config: "DeepSpeedConfig") -> None:
     """Check that an engine has an optimizer for its strategy.
 
     Raises:
-        RuntimeError: it has DeepSpeed's own, since other code has replaced the function that would make ours.
+        RuntimeError: it has DeepSpeed's own, because other code has replaced the function that builds ours.
     """
     strategy = active_strategy(config)
     if strategy and not config.zero_config._has_optimizer:
@@ -118,8 +120,8 @@ def save_settings(config: "DeepSpeedConfig") -> SaveSettings:
     """Return our keys in the section ``checkpoint`` of a configuration.
 
     Raises:
-        ValueError: a value is of another type, another writer is configured beside ``async_save``, or a key is there
-            that has been removed.
+        ValueError: a value has another type, another writer is configured together with ``async_save``, or a removed
+            key is set.
     """
     section = _save_keys(config)
     if _REMOVED_SAVE_KEY in (config._param_dict.get(SaveSettings.key) or {}):
@@ -130,19 +132,19 @@ def save_settings(config: "DeepSpeedConfig") -> SaveSettings:
     settings = SaveSettings.parse(section)
     writer = (config._param_dict.get(SaveSettings.key) or {}).get("writer")
     if settings.async_save and (writer is not None or config.datastates_config.enabled):
-        given = "datastates_ckpt" if writer is None else f"{SaveSettings.key}.writer"
+        other = "datastates_ckpt" if writer is None else f"{SaveSettings.key}.writer"
         raise ValueError(
-            f"{SaveSettings.key}.async_save cannot be combined with {given}, which writes checkpoints its own way. "
+            f"{SaveSettings.key}.async_save cannot be combined with {other}, which writes checkpoints its own way. "
             f"Remove one of the two."
         )
     return settings
 
 
 def refuse_saves_without_strategy(config: "DeepSpeedConfig") -> None:
-    """Refuse our keys of saves in an engine that has no strategy, where they would do nothing.
+    """Refuse our keys of saves in an engine without a strategy, in which they would do nothing.
 
     Raises:
-        ValueError: one is there.
+        ValueError: one of the keys is set.
     """
     for key in _save_keys(config):
         stages = ", ".join(f"{name} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items())

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The keys that have sub-keys, as pydantic models, and our keys of ``checkpoint``. Pure: no torch, no DeepSpeed.
+"""Keys with sub-keys, and our keys of ``checkpoint``, as pydantic models. Pure: no torch, no DeepSpeed.
 
-The description of a field says which values it takes, for errors; the string below the field says what it means. The
+A field's description lists the values that it accepts, for errors. The string below the field gives its meaning. The
 tables of keys on pages have both.
 """
 
@@ -18,15 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from deepspeed_ext.config.keys import LOCO, OUTER, QUANTIZED_UPDATES, REPORT, SECTION
 
 EXACT: Literal["exact"] = "exact"
-# For differences, and for everything in 8 bits. Sums of gradients in 4 bits take smaller blocks: with blocks of 128,
+# For differences, and for everything in 8 bits. Gradient sums in 4 bits need smaller blocks: with blocks of 128,
 # training ends 0.65 % from exact training. Measured by tests/perf/convergence.py.
 _BLOCK, _BLOCK_OF_SUMS = 128, 32
-# Bits that a parameter takes without loss at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
+# Bits per parameter for a lossless update at a learning rate of 3e-4; from 1.2 at 1e-5 to 6 at 1e-3. Measured by
 # tests/perf/lossless_updates.py.
 EXACT_BITS = 3.6
 MOST_AT_ONCE = 2**26  # elements that an outer step sends at once: this bounds the memory of a transfer
 REPORT_VARIABLE = "DEEPSPEED_EXT_REPORT"
-UNDISTURBED = 3  # steps before the recorded ones, and as many after, with which these are compared
+UNDISTURBED = 3  # unrecorded steps on each side of the recorded steps, for comparison
 _Model = TypeVar("_Model", bound=BaseModel)
 _Own = TypeVar("_Own", bound="Settings")
 
@@ -45,16 +45,16 @@ def no_key(where: str, key: object, known: Iterable[str], whose: str = "its keys
 
 
 def parse(kind: type[_Model], given: object, where: str, inside: str = "{where}.{key}") -> _Model:
-    """Return a model of the values that a user has written.
+    """Return a model of the user's values.
 
     Args:
-        kind: its fields have descriptions: what a value must be.
+        kind: the model; the descriptions of its fields state the expected values.
         given: the keys and their values.
-        where: the name of the place of these values, for errors.
-        inside: how to name a key there.
+        where: the name of the section, for errors.
+        inside: format of a key's name.
 
     Raises:
-        ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or of another type.
+        ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or has another type.
     """
     fields = kind.model_fields
     if not isinstance(given, Mapping):
@@ -66,30 +66,30 @@ def parse(kind: type[_Model], given: object, where: str, inside: str = "{where}.
         return kind(**given)
     except ValidationError as error:
         first = error.errors()[0]
-        if first["type"] == "value_error":  # of a validator, with all that there is to say
+        if first["type"] == "value_error":  # raised by one of our validators, with a complete message
             raise first["ctx"]["error"] from None
         key = str(first["loc"][0])
         raise must_be(inside.format(where=where, key=key), fields[key].description or "", given[key]) from None
 
 
 def dictionary_of(kind: type[BaseModel]) -> str:
-    """Return what a value must be to become a model, for errors."""
+    """Return the expected value for a model, for errors."""
     return f"a dictionary of {', '.join(kind.model_fields)} (each may be left out)"
 
 
 class Settings(BaseModel):
-    """The sub-keys of one key, or our keys of one section. ``key``: its name."""
+    """The sub-keys of one key, or our keys of one section; ``key`` is its name."""
 
     model_config = ConfigDict(strict=True, frozen=True)  # 4 is neither true nor "4"
     key: ClassVar[str]
 
     @classmethod
     def parse(cls: type[_Own], given: object, where: str = "", inside: str = "{where}.{key}") -> _Own:
-        """Return the settings that a user has written, or settings that have been parsed; see ``parse``."""
+        """Return the user's settings, or settings that are parsed already; see ``parse``."""
         return given if isinstance(given, cls) else parse(cls, given, where or cls.key, inside)
 
     def as_dict(self, given: bool = False) -> dict[str, Any]:
-        """Return plain values, for checkpoints and logs; only those that a user has given, if so asked."""
+        """Return plain values, for checkpoints and logs; if ``given``, only those that the user has set."""
         return self.model_dump(exclude_unset=given)
 
 
@@ -102,9 +102,9 @@ def allowed(expected: str, shown: str = "", **bounds: Any) -> Any:
     """Return a field of a key.
 
     Args:
-        expected: what a value must be, for errors.
-        shown: its default in tables of keys, if that is not a value.
-        bounds: of pydantic's ``Field``.
+        expected: the expected value, for errors.
+        shown: the default in tables of keys, if it is not a value.
+        bounds: bounds for pydantic's ``Field``.
     """
     return Field(description=expected, json_schema_extra={"shown": shown} if shown else None, **bounds)
 
@@ -117,7 +117,7 @@ _Flag = Annotated[bool, allowed("true or false")]
 
 
 class LocoSettings(Settings):
-    """How gradients are quantized between groups."""
+    """Quantization of gradients between groups."""
 
     key: ClassVar[str] = f"{SECTION}.{LOCO}"
 
@@ -139,19 +139,19 @@ class LocoSettings(Settings):
 
     @property
     def wire_bits(self) -> float:
-        """Return the bits that are sent for a gradient: its own, and its share of a scale of 16 bits."""
+        """Return the bits that are sent for a gradient, including its share of a 16-bit scale."""
         return self.bits + 16 / self.block_size
 
     @property
     def kept_bits(self) -> float:
-        """Return the bits that a gradient's error takes, including its share of a scale."""
+        """Return the bits of a gradient's stored error, including its share of a scale."""
         if not self.error_feedback:
             return 0.0
         return self.error_bits + (16 / self.block_size if self.error_bits == 8 else 0)
 
 
 class UpdateSettings(Settings):
-    """How updated parameters, or sums of gradients that are sent back, are quantized between groups."""
+    """Quantization of updated parameters, or of gathered gradient sums, between groups."""
 
     key: ClassVar[str] = f"{SECTION}.{QUANTIZED_UPDATES}"
 
@@ -180,10 +180,10 @@ class UpdateSettings(Settings):
 
     @property
     def sums(self) -> LocoSettings:
-        """Return how sums of gradients that are sent back are quantized: as LoCo quantizes gradients.
+        """Return the settings for gradient sums that are gathered: those of LoCo for gradients.
 
         With LoCo's moving average of errors, the noise of a sum has 1.1 times the variance of a quantization. If
-        errors were added whole, it would have twice that variance.
+        errors were added in full, it would have twice that variance.
         """
         assert isinstance(self.bits, int)
         block = self.block_size or (_BLOCK_OF_SUMS if self.bits == 4 else _BLOCK)
@@ -191,7 +191,7 @@ class UpdateSettings(Settings):
 
     @property
     def wire_bits(self) -> float:
-        """Return the bits that are sent for a parameter: its own, and its share of its block's scale.
+        """Return the bits that are sent for a parameter, including its share of its block's scale.
 
         For "exact" this is an estimate, ``EXACT_BITS``.
         """
@@ -199,8 +199,7 @@ class UpdateSettings(Settings):
 
 
 class OuterSettings(Settings):
-    """How groups are brought together; the words are those of DiLoCo (arXiv:2311.08105) and Streaming DiLoCo
-    (arXiv:2501.18512)."""
+    """Outer optimizer; the terms are those of DiLoCo (arXiv:2311.08105) and Streaming DiLoCo (arXiv:2501.18512)."""
 
     key: ClassVar[str] = f"{SECTION}.{OUTER}"
 
@@ -226,33 +225,33 @@ class OuterSettings(Settings):
     @classmethod
     def parse(cls, given: object, where: str = "", inside: str = "{where}.{key}") -> "OuterSettings":
         """Parse the key, and also refuse fragments that cannot be sent by turns; see ``Settings``."""
-        found = super().parse(given, where, inside)
+        settings = super().parse(given, where, inside)
         names = ("steps", "fragments", "delay")
         steps, fragments, delay = (inside.format(where=where or cls.key, key=key) for key in names)
-        if found.fragments > found.steps:
+        if settings.fragments > settings.steps:
             raise ValueError(
                 f"{fragments} must be at most {steps}, since at most one fragment is sent after each inner step; got "
-                f"{found.fragments} fragments and {found.steps} steps."
+                f"{settings.fragments} fragments and {settings.steps} steps."
             )
-        most = found.steps // found.fragments
-        if found.delay >= most and found.delay:
+        most = settings.steps // settings.fragments
+        if settings.delay >= most and settings.delay:
             raise ValueError(
                 f"{delay} must be less than steps / fragments, after which the next fragment is sent: with "
-                f"{found.steps} steps and {found.fragments} fragments less than {most}, got {found.delay}."
+                f"{settings.steps} steps and {settings.fragments} fragments less than {most}, got {settings.delay}."
             )
-        return found
+        return settings
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Return after how many inner steps, modulo ``steps``, each fragment is sent; the last one after all."""
+        """Return the number of inner steps, modulo ``steps``, after which each fragment is sent; 0 for the last."""
         return tuple((i + 1) * self.steps // self.fragments % self.steps for i in range(self.fragments))
 
 
 def of_outer_steps(bits: int) -> tuple[LocoSettings, UpdateSettings]:
-    """Return how an outer step quantizes the changes of a group's weights, and the outer weights that are sent back.
+    """Return an outer step's settings for a group's pseudo-gradients, and for the gathered outer weights.
 
     Args:
-        bits: of an element that is sent, 4 or 8.
+        bits: bits of an element that is sent, 4 or 8.
     """
     return LocoSettings(bits=bits, block_size=_BLOCK), UpdateSettings(bits=bits)
 
@@ -278,27 +277,27 @@ class ReportSettings(Settings):
 
     @property
     def last(self) -> int:
-        """Return the number of the step after which the report is made."""
+        """Return the number of the step after which the report is written."""
         return self.first + self.steps + UNDISTURBED - 1
 
     @classmethod
     def asked_for(cls, zero_config: Any) -> "ReportSettings | None":
-        """Return the settings of the variable, or else those of a parsed section; None without both.
+        """Return the settings in the environment variable, else those of a parsed section, else None.
 
         Raises:
-            ValueError: the value of the variable is not valid.
+            ValueError: the variable's value is not valid.
         """
         text = os.environ.get(REPORT_VARIABLE)
         if text is None:
             return getattr(zero_config, REPORT, None)
         try:
-            given = json.loads(text)
+            values = json.loads(text)
         except ValueError as error:
             raise must_be(REPORT_VARIABLE, "a dictionary in JSON, {} for the defaults", text) from error
-        return cls.parse(given, REPORT_VARIABLE)
+        return cls.parse(values, REPORT_VARIABLE)
 
     def as_variable(self) -> str:
-        """Return the value of the variable for these settings."""
+        """Return the environment variable's value for these settings."""
         return json.dumps(self.as_dict())
 
 

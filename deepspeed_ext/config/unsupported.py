@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What our optimizers do not run with, and only the engine, the model or the optimizer can tell; a row for each.
+"""Table of engines, models and optimizers that our optimizers do not support.
 
-What the configuration tells is in ``refused.py``.
+Checks that only need the configuration are in ``refused.py``.
 """
 
 import sys
@@ -17,13 +17,13 @@ from deepspeed_ext.strategy import Strategy
 
 @dataclass(frozen=True)
 class Unsupported:
-    """A kind of engine, model or optimizer that a strategy does not run with.
+    """A type of engine, model or optimizer that a strategy does not support.
 
     Attributes:
-        find: looks for it in the engine and what it was given, and returns something true if it is there.
-        why: the reason; ``{}`` stands for what was found.
-        applies: with which strategies.
-        advice: what to do instead, or a function of the engine that returns it.
+        find: returns a true value if the engine or its argument is of this type.
+        why: the reason; ``{}`` is replaced by the value of ``find``.
+        applies: whether it is refused with a strategy.
+        advice: the remedy, or a function of the engine that returns it.
     """
 
     find: Callable[[Any, Any], Any]
@@ -33,39 +33,39 @@ class Unsupported:
 
 
 def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, given: Any) -> None:
-    """Refuse what only objects can tell; the same on all ranks.
+    """Refuse unsupported objects; the result is the same on all ranks.
 
     Args:
-        given: what the rows look at beside the engine: an optimizer, or a model.
+        given: the second argument of ``find``: an optimizer, or a model.
 
     Raises:
-        ValueError: the engine, the model or the optimizer is of a kind that the strategy does not support.
+        ValueError: the strategy does not support the engine, the model or the optimizer.
     """
     for row in rows:
-        found = row.applies(strategy) and row.find(engine, given)
-        if found:
+        details = row.applies(strategy) and row.find(engine, given)
+        if details:
             advice = row.advice if isinstance(row.advice, str) else row.advice(engine)
             raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(found)}."
+                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(details)}."
                 f"{advice and f' {advice}.'}"
             )
 
 
 def _other_than_sharded_experts(engine: Any) -> str:
     keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
-    # Without a key of ours this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
+    # Without one of our keys this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
     plain = f"Remove {keys}, and set {SECTION}.stage to 1 or 2" if keys else f"Set {SECTION}.stage to 1"
     return f"{plain}; strategies with p = N have experts whole"
 
 
 def _has_compiled_modules(model: Any) -> bool:
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # whoever has compiled a module has imported it
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # compiling a module imports it
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
 def _spread_over_lanes(engine: Any) -> str:
-    """Return by how many ranks AutoEP has folded experts into how many tensor-parallel ones, where ranks with the same
-    experts are then not data-parallel ones of each other; else nothing."""
+    """Return AutoEP's folding of experts into tensor-parallel ranks if ranks with the same experts are then not
+    data-parallel to each other; else empty."""
     spec: Any = getattr(engine, "_autoep_folding_spec", None)
     if spec is None or spec.tp_size == 1 or spec.ep_size % spec.tp_size == 0:
         return ""
@@ -73,16 +73,20 @@ def _spread_over_lanes(engine: Any) -> str:
 
 
 def native_mixtures(model: Any) -> dict[str, Any]:
-    """Return DeepSpeed's MoE layers of a model, by name; what AutoEP has made is none of them."""
-    layer = sys.modules.get("deepspeed.moe.layer")  # whoever has such a layer has imported it
-    return {} if layer is None else {name: one for name, one in model.named_modules() if isinstance(one, layer.MoE)}
+    """Return a model's DeepSpeed MoE layers by name, without layers of AutoEP."""
+    layer = sys.modules.get("deepspeed.moe.layer")  # imported if there is such a layer
+    return (
+        {}
+        if layer is None
+        else {name: module for name, module in model.named_modules() if isinstance(module, layer.MoE)}
+    )
 
 
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
 def _unsharded_mixtures(engine: Any) -> str:
-    """Return why experts of DeepSpeed's MoE layers cannot be sharded; nothing if they can, or there are none."""
+    """Return why experts of DeepSpeed's MoE layers cannot be sharded; empty if they can, or there are none."""
     if not engine.has_moe_layers or not native_mixtures(engine.module):
         return ""
     if engine.pipeline_parallelism:
@@ -100,12 +104,12 @@ def _unsharded_mixtures(engine: Any) -> str:
 
 
 def _has_outer_optimizer(engine: Any) -> str:
-    """Return the key of an outer optimizer; nothing without one."""
+    """Return the key of an outer optimizer; empty without an outer optimizer."""
     return OUTER if getattr(engine._config.zero_config, OUTER, None) is not None else ""
 
 
 def _divided_sequences(engine: Any) -> str:
-    """Return how groups that train apart divide the ranks of one sequence; nothing if they do not."""
+    """Return how separately training groups split the ranks of one sequence; empty if they do not."""
     size = engine._config.zero_config.paro_group_size
     if not _has_outer_optimizer(engine) or size is None or size % engine.sequence_parallel_size == 0:
         return ""
@@ -113,19 +117,19 @@ def _divided_sequences(engine: Any) -> str:
 
 
 def _sharded_by_init(model: Any) -> str:
-    """Return the first parameter that ``deepspeed.zero.Init`` has sharded; else nothing."""
+    """Return the first parameter that ``deepspeed.zero.Init`` has sharded; else empty."""
     return next((name for name, param in model.named_parameters() if hasattr(param, "ds_tensor")), "")
 
 
 def _other_muon(optimizer: object) -> str:
-    """Return the class of an optimizer that is a Muon, but not the one that strategies have; else nothing."""
+    """Return the class of an optimizer that is a Muon, but not DeepSpeed's; else empty."""
     kind = type(optimizer)
-    known = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
-    return kind.__name__ if "muon" in kind.__name__.lower() and not known else ""
+    is_supported = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
+    return kind.__name__ if "muon" in kind.__name__.lower() and not is_supported else ""
 
 
 def _no_matrix(engine: Any, optimizer: Any) -> str:
-    """Return what a parameter group for Muon has that is no matrix; else nothing."""
+    """Return a parameter that is no matrix in a parameter group for Muon; else empty."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     groups = getattr(optimizer, "param_groups", ())
     for param in (param for group in groups if group.get("use_muon", False) for param in group["params"]):
@@ -136,7 +140,7 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
 
 
 def _mixed_dtypes(engine: Any, optimizer: Any) -> str:
-    """Return the first trained parameters of two dtypes; nothing if all have one."""
+    """Return the first trained parameter of each dtype; empty if all have the same."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     first: dict[Any, str] = {}
     for param in (param for group in getattr(optimizer, "param_groups", ()) for param in group["params"]):

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How our classes get into DeepSpeed: activation, the table of patches, the patcher, and the seams."""
+"""Integration of our classes into DeepSpeed: activation, the table of patches, the patcher, and the seams."""

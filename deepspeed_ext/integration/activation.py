@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Patch DeepSpeed's modules as they are imported.
+"""Patches DeepSpeed's modules as they are imported.
 
 torch imports the ``torch.backends`` entry points of installed packages at the end of its own import; ours is
-``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules see every import order; a
-hook on the package ``deepspeed`` would not (it is already being imported then). Standard library only, and nothing
-raises: an exception here would break ``import torch`` for every program in the environment.
+``autoload``. DeepSpeed imports torch before any of its submodules, so hooks on submodules work in every import order.
+A hook on the package ``deepspeed`` would not: its import has already started. This module only uses the standard
+library and never raises, because an exception would break ``import torch`` for every program in the environment.
 
-Most of these programs never import DeepSpeed, so until somebody does nothing else of this package is imported, and
+Most of these programs never import DeepSpeed. Until it is imported, nothing else of this package is imported, and
 nothing is replaced.
 """
 
@@ -30,12 +30,12 @@ logger = logging.getLogger(__name__)
 
 
 def _patcher() -> Any:
-    """Return the module ``patcher``, imported when it is needed."""
+    """Import and return the module ``patcher``."""
     return importlib.import_module("deepspeed_ext.integration.patcher")
 
 
 class _PostImportHook(importlib.abc.MetaPathFinder):
-    """Let the other finders find a module, and apply our patches after it has run."""
+    """Delegates to the other finders, and applies our patches after a module has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -43,6 +43,7 @@ class _PostImportHook(importlib.abc.MetaPathFinder):
         if not fullname.startswith(_INSIDE) or fullname not in _patcher().modules():
             return None
         for finder in sys.meta_path:
+            # Skip this finder itself: calling it would recurse endlessly.
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
@@ -52,7 +53,7 @@ class _PostImportHook(importlib.abc.MetaPathFinder):
 
 
 def _run_after(loader: importlib.abc.Loader, name: str) -> None:
-    """Patch module ``name`` when this loader (made for it alone) has executed it."""
+    """Patch module ``name`` after its loader (which serves no other module) has executed it."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -71,18 +72,18 @@ def _apply(name: str) -> None:
 
 
 def _beside() -> list[str]:
-    """Return modules to patch that are imported already, and of packages that are not watched."""
+    """Return already imported modules to patch whose packages are not watched."""
     return [name for name in _patcher().modules() if not name.startswith(_INSIDE) and name in sys.modules]
 
 
 def is_off() -> bool:
-    """Whether the environment switches the package off."""
+    """Whether the environment variable disables the package."""
     return _is_off(os.environ.get(_OFF_SWITCH, ""))
 
 
 @functools.cache
 def _is_off(said: str) -> bool:
-    """Whether a value means yes; any value that is neither yes nor no is warned of, once."""
+    """Whether a value means yes. Warns once about a value that means neither yes nor no."""
     word = said.strip().lower()
     if word and word not in (*_YES, *_NO):
         logger.warning(
@@ -99,24 +100,25 @@ _hook = _PostImportHook()
 
 
 def activate() -> None:
-    """Patch DeepSpeed's modules, those imported already at once and the others when they are. Idempotent.
+    """Patch DeepSpeed's imported modules now, and the others after their import. Idempotent.
 
-    Of a DeepSpeed with hooks for this package nothing is patched, only symbols of other packages.
+    If DeepSpeed has hooks for this package, only symbols of other packages are patched.
     """
     if is_off():
         return
     if _hook not in sys.meta_path:
-        sys.meta_path.insert(0, _hook)
+        sys.meta_path.insert(0, _hook)  # first: any earlier finder would load modules without the hook
     if not any(name in sys.modules for name in _WATCHED):
         return
     for name in _patcher().modules():
         module = sys.modules.get(name)
+        # A module that is still being executed is incomplete; the hook patches it afterwards.
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
             _apply(name)
 
 
 def deactivate() -> None:
-    """Undo all patches, and patch nothing that is imported later. Hooks of DeepSpeed stay as they are."""
+    """Undo all patches, and patch no later imports. A fork's hooks are not affected."""
     if _hook in sys.meta_path:
         sys.meta_path.remove(_hook)
     if "deepspeed_ext.integration.patcher" in sys.modules:
@@ -124,4 +126,4 @@ def deactivate() -> None:
 
 
 def autoload() -> None:
-    """Do nothing: as an entry point of ``torch.backends`` it has this package imported, which activates it."""
+    """Do nothing: loading this ``torch.backends`` entry point imports the package, which activates it."""

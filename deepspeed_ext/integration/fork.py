@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Recognize a DeepSpeed with hooks for this package, which the series in ``patches/`` makes.
+"""Recognizes a DeepSpeed with hooks for this package: one with the patch series of ``patches/`` applied.
 
 It is not patched at run time: each symbol in the table of patches has a decorator in DeepSpeed's source instead, which
-asks ``patcher.replaced`` for the replacement.
+gets the replacement from ``patcher.replaced``.
 """
 
 import importlib.util
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from deepspeed_ext.version import __version__
 
-VERSION = 2  # of the set of hooks: increase it if a hook is added, moved or removed, in patches/ as well
-MODULE = "deepspeed_ext_hooks"  # of DeepSpeed: has the version and the decorator
+VERSION = 2  # of the set of hooks: if a hook is added, moved or removed, increase it here and in patches/
+MODULE = "deepspeed_ext_hooks"  # module of the fork that defines the version and the decorator
 REMEDY = (
     f"For hooks of version {VERSION}, install the fork that was built for deepspeed_ext {__version__}, or apply the "
     f"whole series of its patches"
@@ -21,20 +21,20 @@ REMEDY = (
 
 
 def version() -> int | None:
-    """Return the version of the hooks of the DeepSpeed that would be imported; None if it has none."""
+    """Return the hook version of the DeepSpeed that would be imported; None if it has no hooks."""
     try:
-        spec = importlib.util.find_spec("deepspeed")
+        spec = importlib.util.find_spec("deepspeed")  # does not import it
         folders = [] if spec is None else spec.submodule_search_locations or []
         files = [file for folder in folders if (file := Path(folder, f"{MODULE}.py")).is_file()]
-        found = re.search(r"^VERSION = (\d+)", files[0].read_text(encoding="utf-8"), re.MULTILINE) if files else None
-    except Exception:  # of another package's finder: it may break the import of DeepSpeed, and not that of torch
+        match = re.search(r"^VERSION = (\d+)", files[0].read_text(encoding="utf-8"), re.MULTILINE) if files else None
+    except Exception:  # another package's finder may raise, which must not break ``import torch``
         return None
-    return int(found[1]) if found else 0 if files else None
+    return int(match[1]) if match else 0 if files else None
 
 
 def problem() -> str | None:
-    """Return why this package cannot use the hooks; None if it can, or if there are none."""
-    found = version()
-    if found in (None, VERSION):
+    """Return why this package cannot use the hooks; None if it can, or if DeepSpeed has none."""
+    installed = version()
+    if installed in (None, VERSION):
         return None
-    return f"its hooks have version {found}, and deepspeed_ext {__version__} needs version {VERSION}"
+    return f"its hooks have version {installed}, and deepspeed_ext {__version__} needs version {VERSION}"

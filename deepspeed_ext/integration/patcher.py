@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Replace DeepSpeed's symbols, at run time or by hooks of a fork, undo it, and report the state of each."""
+"""Replaces DeepSpeed's symbols at run time or by a fork's hooks, undoes it, and reports the state of each symbol."""
 
 import contextlib
 import importlib
@@ -25,34 +25,34 @@ class _Applied(NamedTuple):
     replacement: Any
 
 
-_applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several where a module was reloaded
+_applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several if a module was reloaded
 _hooked: list[Any] = []  # replacements, in the order of their hooks
 _unknown: list[str] = []  # hooks without a row in the table of patches
 
 
 def _listed() -> tuple[Patch, ...]:
-    """Return what may be patched: of a DeepSpeed with hooks, only symbols of other packages."""
+    """Return the patches that may be applied; with a DeepSpeed that has hooks, only those of other packages."""
     return patches.BESIDE if fork.version() is not None else patches.PATCHES + patches.BESIDE
 
 
 def modules() -> frozenset[str]:
-    """Return the modules after whose import something is patched."""
+    """Return the modules that are patched after their import."""
     return frozenset({f"deepspeed.{fork.MODULE}", *(patch.module for patch in _listed() if patch.replace)})
 
 
 def foreign() -> str | None:
-    """Return why this DeepSpeed as a whole is none that we know; None if it may be one."""
+    """Return why this DeepSpeed version is not supported; None if it may be."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    said = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
-    if said is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(said).base_version):
-        return f"its version is {said}, supported is {patches.DEEPSPEED_VERSIONS}"
+    version = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
+    if version is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(version).base_version):
+        return f"its version is {version}, supported is {patches.DEEPSPEED_VERSIONS}"
     return fork.problem()
 
 
 def _installed() -> str | None:
-    """Return DeepSpeed's version as pip knows it: while it is imported it does not say it yet."""
+    """Return DeepSpeed's version from package metadata: ``__version__`` is not set while DeepSpeed is imported."""
     try:
         return metadata.version("deepspeed")
     except metadata.PackageNotFoundError:  # a folder on the search path
@@ -60,44 +60,46 @@ def _installed() -> str | None:
 
 
 def apply(module: str) -> None:
-    """Replace the symbols of a module that is imported already, and again those that a reload has restored.
+    """Replace the symbols of an imported module, including those that a reload has restored.
 
-    A symbol that is not as we know it stays as it is, and all do if this DeepSpeed is none that we know. Gates are
-    replaced even then, to refuse our keys.
+    A symbol with an unexpected signature is not replaced. With an unsupported DeepSpeed no symbol is replaced. Gates
+    are replaced in both cases, to refuse our keys.
     """
-    due = [patch for patch in _listed() if patch.module == module and not _is_in_place(patch)]
-    unknown = any(patch.replace for patch in due) and foreign() is not None
-    for patch in due:
-        if patch.replace is None or ((unknown or patch.problem()) and not patch.gate):
+    missing = [patch for patch in _listed() if patch.module == module and not _is_in_place(patch)]
+    unsupported = any(patch.replace for patch in missing) and foreign() is not None
+    for patch in missing:
+        if patch.replace is None or ((unsupported or patch.problem()) and not patch.gate):
             continue
         try:
             owner, name, original = patch.locate()
-        except AttributeError:
+        except AttributeError:  # ``require`` reports a missing symbol
             continue
-        given = (require,) if patch.takes_require else ()
-        replacement: Any = patch.replace(getattr(original, "__func__", original), *given)
+        extra = (require,) if patch.takes_require else ()
+        replacement: Any = patch.replace(getattr(original, "__func__", original), *extra)
         setattr(replacement, MARK, True)
-        if isinstance(original, staticmethod):
+        if isinstance(original, staticmethod):  # a plain function would receive ``self``
             replacement = staticmethod(replacement)
-        every = _applied.setdefault(patch.path, [])
-        known = [original, *(one.replacement for one in every)]
-        every.append(_Applied(owner, name, original, replacement))
-        for holder in (owner, *_importers(every[-1])):
-            _exchange(holder, name, known, replacement)
+        history = _applied.setdefault(patch.path, [])
+        old_values = [original, *(applied.replacement for applied in history)]
+        history.append(_Applied(owner, name, original, replacement))
+        # Modules that imported the function by name keep calling the original unless replaced there, too.
+        for holder in (owner, *_importers(history[-1])):
+            _exchange(holder, name, old_values, replacement)
 
 
 def _is_in_place(patch: Patch) -> bool:
-    """Return whether the present value of a symbol is our replacement, or what another package has made of it.
+    """Return whether a symbol's current value is our replacement, or another package's wrapper around it.
 
-    ``importlib.reload`` restores the original, and so does code that has kept it.
+    ``importlib.reload`` restores the original, and so does code that saved it earlier.
     """
     if not _exists(patch):
         return False
     *_, value = patch.locate()
     function = getattr(value, "__func__", value)
     package = patch.module.partition(".")[0]
-    restored = str(getattr(function, "__module__", "")).partition(".")[0] == package
-    return hasattr(function, MARK) or (patch.path in _applied and not restored)
+    is_original = str(getattr(function, "__module__", "")).partition(".")[0] == package
+    # Other packages' wrappers around a replacement also have the mark: ``functools.wraps`` copies it.
+    return hasattr(function, MARK) or (patch.path in _applied and not is_original)
 
 
 def _exists(patch: Patch) -> bool:
@@ -108,43 +110,45 @@ def _exists(patch: Patch) -> bool:
 
 
 def _importers(applied: _Applied) -> list[Any]:
-    """Return the modules that may have imported a function from the module that defines it, under its name."""
-    defined = isinstance(applied.owner, ModuleType) and applied.owner.__name__ == applied.original.__module__
-    every = list(sys.modules.values()) if defined else []
-    return [module for module in every if applied.name in getattr(module, "__dict__", ())]
+    """Return the modules that may have imported a function by name (``from m import f``) from its defining module."""
+    is_module_level = isinstance(applied.owner, ModuleType) and applied.owner.__name__ == applied.original.__module__
+    candidates = list(sys.modules.values()) if is_module_level else []
+    return [module for module in candidates if applied.name in getattr(module, "__dict__", ())]
 
 
 def _exchange(owner: Any, name: str, old: Iterable[Any], new: Any) -> bool:
-    """Put an object in the place of another one, and return whether that was there."""
-    present = inspect.getattr_static(owner, name, None)
-    found = any(present is one for one in old)
-    if found:
+    """Replace an attribute whose value is one of ``old``, and return whether it was."""
+    value = inspect.getattr_static(owner, name, None)
+    is_old = any(value is candidate for candidate in old)
+    if is_old:
         setattr(owner, name, new)
-    return found
+    return is_old
 
 
 def undo() -> None:
-    """Put the originals back, except where somebody else has patched on top of us."""
-    for path, every in list(_applied.items()):
-        for one in every:
-            for holder in _importers(one):
-                if holder is not one.owner:
-                    _exchange(holder, one.name, [one.replacement], one.original)
-        restored = [_exchange(one.owner, one.name, [one.replacement], one.original) for one in every]
-        if restored[-1]:
+    """Restore the originals, except where other code has patched on top of ours."""
+    for path, history in list(_applied.items()):
+        for applied in history:
+            for holder in _importers(applied):
+                if holder is not applied.owner:
+                    _exchange(holder, applied.name, [applied.replacement], applied.original)
+        are_restored = [
+            _exchange(applied.owner, applied.name, [applied.replacement], applied.original) for applied in history
+        ]
+        if are_restored[-1]:
             del _applied[path]
 
 
 def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the replacement of a function of DeepSpeed: the decorator of its hook calls this.
+    """Return the replacement of a DeepSpeed function; called by the decorator of a hook.
 
     The function is returned unchanged if the package is switched off, if no patch has the name, or if the signature is
-    not the expected one. If the version of the hooks is not ours, only the gates are replaced: they reject our keys.
+    not the expected one. If the hooks have another version, only the gates are replaced: they reject our keys.
 
     Args:
-        version: of the hooks.
-        name: the label of a patch.
-        function: DeepSpeed's.
+        version: version of the hooks.
+        name: label of a patch.
+        function: DeepSpeed's function.
     """
     if activation.is_off():
         return function
@@ -161,31 +165,31 @@ def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[
 
 
 def surplus() -> list[str]:
-    """Return the hooks that no patch corresponds to; all modules of the table must have been imported."""
-    known = set()
+    """Return the hooks without a patch; all modules of the table must have been imported."""
+    patched_ids = set()
     for patch in patches.REPLACED:
-        with contextlib.suppress(AttributeError):  # the symbol is gone, which the patch itself reports
-            value = patch.locate()[2]
-            known.add(id(getattr(value, "__func__", value)))
-    others = [one for one in _hooked if id(one) not in known]
-    names = [f"{getattr(one, MARK)} at {one.__module__}.{one.__qualname__}" for one in others]
+        with contextlib.suppress(AttributeError):  # a missing symbol is reported by ``Patch.problem``
+            function = patch.locate()[2]
+            patched_ids.add(id(getattr(function, "__func__", function)))
+    unmatched = [hook for hook in _hooked if id(hook) not in patched_ids]
+    names = [f"{getattr(hook, MARK)} at {hook.__module__}.{hook.__qualname__}" for hook in unmatched]
     return [f"no patch corresponds to the hook {name}" for name in (*_unknown, *names)]
 
 
 def import_all() -> None:
-    """Import every module that holds a symbol of the list."""
+    """Import every module in the table of patches."""
     for module in {patch.module for patch in patches.PATCHES}:
         importlib.import_module(module)
 
 
 def status() -> list[tuple[Patch, str]]:
-    """Return each patch with its state: applied, hooked, as expected, not imported, or what is wrong.
+    """Return each patch with its state: applied, hooked, as expected, not imported, or the problem.
 
-    Nothing is imported for it.
+    Imports nothing.
     """
     rows = []
-    beside = [patch for patch in patches.BESIDE if patch.module in sys.modules and _exists(patch)]
-    for patch in (*patches.PATCHES, *beside):
+    other_packages = [patch for patch in patches.BESIDE if patch.module in sys.modules and _exists(patch)]
+    for patch in (*patches.PATCHES, *other_packages):
         if patch.module not in sys.modules:
             state = "not imported"
         elif problem := patch.problem():
@@ -208,7 +212,7 @@ def _unreplaced(patch: Patch) -> str:
 
 
 def override_problems() -> list[str]:
-    """Return what of DeepSpeed's classes is not as our subclasses know it. Imports them."""
+    """Return where DeepSpeed's classes differ from the expectations of our subclasses. Imports them."""
     problems: list[str] = []
     for cls in patches.OVERRIDING:
         module, _, name = cls.partition(":")
@@ -222,19 +226,19 @@ def override_problems() -> list[str]:
 
 
 def require() -> None:
-    """Check that this DeepSpeed is one that we know: the seams where our keys arrive call it.
+    """Check that this DeepSpeed is supported; called by the seams that receive our keys.
 
     Raises:
-        RuntimeError: this DeepSpeed is not one that we know, or a symbol has moved or changed.
+        RuntimeError: this DeepSpeed is not supported, or a symbol has moved or changed.
     """
     problems = [problem for problem in [foreign()] if problem]
-    known = not problems
+    is_supported = not problems
     for patch in patches.PATCHES:
         importlib.import_module(patch.module)
-        if patch.path in _applied and not _is_in_place(patch):
+        if patch.path in _applied and not _is_in_place(patch):  # a reload has restored the original
             apply(patch.module)
-        problem = patch.problem()  # of the original: a replacement shows the signature of what it wraps
-        if problem or (known and patch.replace and not _replaced_by(patch)):
+        problem = patch.problem()  # compares the original: ``functools.wraps`` keeps its signature
+        if problem or (is_supported and patch.replace and not _replaced_by(patch)):
             problems.append(problem or f"{patch.path} is {_unreplaced(patch)}")
     problems += override_problems()
     if problems:

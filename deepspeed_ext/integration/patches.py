@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Every DeepSpeed symbol that we replace or override: what for, by what, and in which form we know it.
+"""Table of the DeepSpeed symbols that we replace or override: purpose, replacement, and expected signature.
 
-Each is checked where one of our keys is used. Symbols that we only call are compared by ``scripts/patches drift``.
+Each is checked when one of our keys is used. Symbols that we only call are compared by ``scripts/patches drift``.
 """
 
 from deepspeed_ext.integration import seams
 from deepspeed_ext.integration.seams import lazily
 from deepspeed_ext.integration.symbols import ENGINE, PIPELINE, STAGES, ZERO3, ZERO12, Patch
 
-DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"  # setup.py reads it as well: pip installs no other
+DEEPSPEED_VERSIONS = ">=0.19.8,<0.20"  # also read by setup.py, as a requirement for pip
 TESTED_VERSIONS = ("0.19.8",)
 
 
@@ -165,7 +165,7 @@ REPLACED: tuple[Patch, ...] = (
     ),
 )
 
-# Functions that our code replaces for the time of one of its calls.
+# Functions that our code replaces temporarily, during one of its calls.
 _CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
     Patch(
@@ -198,7 +198,7 @@ REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
 
 PATCHES = REPLACED + REPLACED_WITHIN_CALLS
 
-# Classes of ours with overrides; importing one checks them.
+# Our classes with overrides, which are checked on import.
 OVERRIDING = (
     "deepspeed_ext.zero.stage12:Stage12Optimizer",
     "deepspeed_ext.zero.stage3:Stage3Optimizer",
@@ -206,7 +206,7 @@ OVERRIDING = (
     "deepspeed_ext.pipeline.engine:ShardedPipelineEngine",
 )
 
-# Symbols of other packages: replaced where these are imported and as we know them; without them all else works.
+# Symbols of other packages, replaced if imported and with the expected signature. Nothing else depends on them.
 BESIDE: tuple[Patch, ...] = (
     Patch(
         "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",

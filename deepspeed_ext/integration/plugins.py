@@ -4,10 +4,10 @@
 
 An entry point names a module or an object. Either of its functions may be missing::
 
-    def configure(config: dict[str, Any]) -> None: ...  # a configuration, before DeepSpeed reads it; may be changed
-    def engine_ready(engine: DeepSpeedEngine) -> None: ...  # its model and its strategy are known
+    def configure(config: dict[str, Any]) -> None: ...  # before DeepSpeed parses the configuration; may change it
+    def engine_ready(engine: DeepSpeedEngine) -> None: ...  # the engine has its model and strategy
 
-Both run on every rank, in the order of the entry points' names. What they raise ends the construction of the engine.
+Both run on every rank, in the order of the entry points' names. An exception ends the construction of the engine.
 """
 
 import functools
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 GROUP = "deepspeed_ext.plugins"
 
 
-@functools.cache  # to search all installed packages takes milliseconds
+@functools.cache  # searching all installed packages takes milliseconds
 def _plugins() -> list[tuple[str, Any]]:
-    entries = set(entry_points(group=GROUP))  # a fork of DeepSpeed that contains this package has the same ones again
+    entries = set(entry_points(group=GROUP))  # a DeepSpeed fork that contains this package lists the same ones again
     return [(entry.name, entry.load()) for entry in sorted(entries, key=lambda entry: (entry.name, entry.value))]
 
 
 def require(name: str, key: str) -> None:
-    """Check that the plugin of a key is installed.
+    """Check that the plugin for a key is installed.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not installed.
     """
     names = [installed for installed, _ in _plugins()]
     if name not in names:
@@ -41,12 +41,12 @@ def require(name: str, key: str) -> None:
 
 
 def configure(config: dict[str, Any]) -> None:
-    """Call ``configure`` of each plugin with a configuration that DeepSpeed is about to read."""
+    """Call ``configure`` of each plugin with a configuration that DeepSpeed is about to parse."""
     _call("configure", config)
 
 
 def engine_ready(engine: "Engine") -> None:
-    """Call ``engine_ready`` of each plugin with an engine that has its model, and not yet its optimizer."""
+    """Call ``engine_ready`` of each plugin with an engine that has its model, but no optimizer yet."""
     _call("engine_ready", engine)
 
 

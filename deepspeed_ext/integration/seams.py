@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions that replace DeepSpeed's, by a patch or by a hook of a fork.
 
-Each takes the original first and then the original's arguments, looks for our keys, and calls the original if there
-are none. Other modules of the package are imported inside of these functions only: most of them import DeepSpeed,
-whose own import may not have ended when this module is imported.
+Each receives the original, followed by the original's arguments. It looks for our keys and calls the original if there
+are none. Other modules of the package are only imported inside these functions: most of them import DeepSpeed, whose
+own import may still be running when this module is imported.
 
 ``require`` raises if this DeepSpeed is not supported.
 """
@@ -24,39 +24,39 @@ if TYPE_CHECKING:
 
     from deepspeed_ext.deepspeed_types import Engine, LeafOptimizer
 
-Replace = Callable[..., Callable[..., Any]]  # makes a replacement from the original, and ``require`` if asked for
+Replace = Callable[..., Callable[..., Any]]  # (original, optional ``require``) -> replacement
 
 
 def lazily(target: str) -> Replace:
-    """Make a function of another module a replacement.
+    """Turn a function of another module into a replacement.
 
     Args:
-        target: ``module:function``, imported when it is first called.
+        target: ``module:function``, imported at the first call.
     """
     module, _, name = target.partition(":")
     return _replacing(module, name, lambda: getattr(importlib.import_module(module), name))
 
 
 def _seam(behavior: Callable[..., Any]) -> Replace:
-    """Make a function of this module a replacement: a decorator."""
+    """Decorator that turns a function of this module into a replacement."""
     return _replacing(behavior.__module__, behavior.__name__, lambda: behavior)
 
 
 def _replacing(module: str, name: str, resolve: Callable[[], Callable[..., Any]]) -> Replace:
     def replace(original: Callable[..., Any], require: Callable[[], None] | None = None) -> Callable[..., Any]:
-        known = {} if require is None else {"require": require}
+        extra = {} if require is None else {"require": require}
         behavior: Callable[..., Any] | None = None
 
         @functools.wraps(original)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             nonlocal behavior
-            if behavior is None:  # resolved once: ZeRO-3's prefetching calls one of these for each parameter
+            if behavior is None:  # resolve only once: ZeRO-3's prefetching calls such a function per parameter
                 behavior = resolve()
-            return behavior(original, *args, **kwargs, **known)
+            return behavior(original, *args, **kwargs, **extra)
 
         return replacement
 
-    replace.__module__, replace.__name__ = module, name
+    replace.__module__, replace.__name__ = module, name  # ``Patch.label`` is built from these
     return replace
 
 
@@ -77,7 +77,7 @@ def parse_our_keys(
     check_top_level(param_dict)
     section: Any = param_dict.get(SECTION)
     forget_stage(section)
-    if not our_keys(section):  # nothing until here needs DeepSpeed
+    if not our_keys(section):  # nothing so far depends on DeepSpeed's version
         return parse(param_dict, *args, **kwargs)
     require()
     from deepspeed_ext.config.section import parse_and_imply
@@ -110,7 +110,7 @@ def check_our_keys(
     try:
         init(self, config, mpu, mesh_device)
     except Exception:
-        # The reason may be that this DeepSpeed is not the one that we patch: then say that instead.
+        # An unsupported DeepSpeed may be the cause. If so, raise that error instead.
         if our_keys(getattr(self, "_param_dict", {}).get(SECTION)):
             require()
         raise
@@ -158,7 +158,7 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
     if "deepspeed_ext.leaf.modules" in sys.modules:
         from deepspeed_ext.leaf.modules import unset_leaves
 
-        unset_leaves(self.module)  # of an engine before this one
+        unset_leaves(self.module)  # an earlier engine may have marked leaf modules of the same model
     if strategy is None:
         chunks = "deepspeed_ext.zero.sharded.parameter_chunks"
         if self.zero_optimization_partition_weights() and chunks in sys.modules:
@@ -171,9 +171,9 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
     from deepspeed_ext.zero.factory import configure_with
 
     warn_without_zero_init(self._config, strategy, self.module)
-    made = configure_with(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
+    result = configure_with(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
     record_optimizer(self._config)
-    return made
+    return result
 
 
 # ZeRO #############################################################################################
@@ -183,8 +183,8 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
 def gather_our_parameters(
     all_gather_dp_groups: Callable[..., None], groups_flat: object, *args: Any, **kwargs: Any
 ) -> None:
-    own = getattr(groups_flat, "all_gather", None)
-    if own is None or not own():
+    gather = getattr(groups_flat, "all_gather", None)
+    if gather is None or not gather():
         all_gather_dp_groups(groups_flat, *args, **kwargs)
 
 
@@ -209,10 +209,10 @@ def modify_in_all_groups(
     from deepspeed_ext.zero.sharded.parameter_chunks import listed, replicated, sharded_over_all
     from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
 
-    wait_for_whole_parameters()
+    wait_for_whole_parameters()  # an update in flight would overwrite the modification
     if modifier_rank is not None:
-        ask_all()
-    if not enabled:  # DeepSpeed does not look at the parameters, and they may come once: ``model.parameters()``
+        ask_all()  # quantized differences would need several steps to send a large modification
+    if not enabled:  # DeepSpeed ignores the parameters, which may be a generator: ``listed`` would consume it
         init(self, params, modifier_rank, fwd_module, enabled)
         return
     params = listed(params)
@@ -247,7 +247,7 @@ def choose_leaves(
 
 
 def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(wrapped)  # neither lazily nor a seam: torch.compile follows only what a statement imports
+    @functools.wraps(wrapped)  # neither lazily nor a seam: torch.compile only traces through import statements
     def zero3_linear_wrap(input: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> Any:
         from deepspeed_ext.leaf.units import linear
 
@@ -261,7 +261,7 @@ def watch_our_leaves(create: Callable[..., None], self: "LeafOptimizer") -> None
     from deepspeed_ext.leaf.gradients import LateGradients
 
     create(self)
-    LateGradients(self)  # a strategy's optimizer replaces these hooks
+    LateGradients(self)  # only for plain stage 3: a strategy's optimizer replaces these hooks
 
 
 @_seam
@@ -281,6 +281,7 @@ def complete_transfers_first(destroy: Callable[..., None], group: Any = None) ->
         return
     from deepspeed_ext.comm import background
 
+    # Transfers in flight need the groups, and other ranks wait for their data: complete them before destroying.
     failure = background.complete(after_an_error=sys.exc_info()[0] is not None)
     destroy(group)
     if failure is not None:
@@ -302,7 +303,8 @@ def write_files_safely(create: Callable[..., Any], config_params: Any, *args: An
     if active_strategy(config_params) is None:
         refuse_saves_without_strategy(config_params)
         return create(config_params, *args, **kwargs)
-    require_optimizer(config_params)  # the engine has made it: of what comes later, this alone is called by all
+    # The engine has built its optimizer by now, and this is the first later function that all engines call.
+    require_optimizer(config_params)
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
     from deepspeed_ext.checkpoint.files import wrap
 
@@ -324,18 +326,18 @@ def save_as_a_whole(save: Callable[..., Any], self: "Engine", save_dir: str | No
 def load_what_was_checked(
     load: Callable[..., Any], self: "Engine", load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
-    ours = _has_our_files(self)
-    if not ours and not (self.load_universal_checkpoint() and self.zero_optimization()):
+    has_our_files = _has_our_files(self)
+    if not has_our_files and not (self.load_universal_checkpoint() and self.zero_optimization()):
         return load(self, load_dir, tag, *args, **kwargs)
     from deepspeed_ext.checkpoint import loading
 
-    by_us = loading.load_checkpoint if ours else loading.load_into_stock
-    return by_us(load, self, load_dir, tag, *args, **kwargs)
+    load_ours = loading.load_checkpoint if has_our_files else loading.load_into_stock
+    return load_ours(load, self, load_dir, tag, *args, **kwargs)
 
 
 def _has_our_files(engine: "Engine") -> bool:
-    """Whether the engine has an optimizer of ours, and writes its files through us."""
-    module = sys.modules.get("deepspeed_ext.zero.optimizer")  # whoever has made one has imported it
+    """Whether the engine has an optimizer of ours and our checkpoint engine."""
+    module = sys.modules.get("deepspeed_ext.zero.optimizer")  # imported if there is such an optimizer
     if module is None or not isinstance(engine.optimizer, module.ParoOptimizer):
         return False
     from deepspeed_ext.checkpoint.files import CheckpointFiles
@@ -347,14 +349,14 @@ def _has_our_files(engine: "Engine") -> bool:
 def find_files_of_other_stages(
     names: Callable[..., list[str]], self: "Engine", checkpoints_path: str, tag: str
 ) -> list[str]:
-    """Find model states in a universal checkpoint of another stage, which have another name: fixes a bug of DeepSpeed.
+    """Find the model states in a universal checkpoint of another stage, whose files have other names (DeepSpeed bug).
 
-    A fork has the fix in DeepSpeed's own files, by a patch of the series; this changes nothing there.
+    A fork has this fix in DeepSpeed's own files, so this function changes nothing there.
     """
-    found = names(self, checkpoints_path, tag)
-    if found or not self.load_universal_checkpoint():
-        return found
+    paths = names(self, checkpoints_path, tag)
+    if paths or not self.load_universal_checkpoint():
+        return paths
     pattern = Path(self._get_ckpt_name(checkpoints_path, tag, mp_placeholder="*", pp_placeholder="0"))
     stages12 = re.sub(r"^zero_pp_rank_\d+_", "", pattern.name)
-    wanted = f"zero_pp_rank_0_{pattern.name}" if stages12 == pattern.name else stages12
-    return sorted(str(path) for path in pattern.parent.glob(wanted))
+    other_name = f"zero_pp_rank_0_{pattern.name}" if stages12 == pattern.name else stages12
+    return sorted(str(path) for path in pattern.parent.glob(other_name))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A symbol of DeepSpeed that we replace, and the classes that have most of them."""
+"""Description of a DeepSpeed symbol that we replace, and paths of the classes with most of them."""
 
 import functools
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 from deepspeed_ext.overrides import plain_signature
 
-MARK = "__deepspeed_ext__"  # attribute of a replacement; of one that a hook of a fork has made, its label
+MARK = "__deepspeed_ext__"  # attribute of a replacement: True, or its label if a fork's hook has made it
 
 ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PIPELINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -26,11 +26,11 @@ class Patch:
 
     Attributes:
         target: module and qualified name, separated by a colon.
-        why: what for.
-        signature: of the symbol as we know it, without annotations; another one is refused.
-        replace: makes the replacement from the original; None where our code replaces it for the time of a call.
-        gate: replaced even if its signature has changed, since it is where our keys arrive and errors come from.
-        takes_require: ``replace`` takes ``patcher.require`` as well, to call it where one of our keys is used.
+        why: purpose of the replacement.
+        signature: expected signature, without annotations; any other is refused.
+        replace: makes the replacement from the original; None if our code replaces the symbol only during a call.
+        gate: whether it is replaced even if its signature has changed, because it receives our keys and raises errors.
+        takes_require: whether ``replace`` also takes ``patcher.require``, to call it when one of our keys is used.
     """
 
     target: str
@@ -52,13 +52,13 @@ class Patch:
 
     @property
     def label(self) -> str:
-        """The name of the replacement in a hook of a fork: without the package, or ``seams``."""
+        """The name of the replacement in a fork's hook: without the package, or ``seams``."""
         assert self.replace is not None
         path = f"{self.replace.__module__}.{self.replace.__name__}"
         return path.removeprefix(f"{__package__}.seams.").removeprefix(f"{__package__.partition('.')[0]}.")
 
     def is_hooked(self) -> bool:
-        """Whether the present value of the symbol is the replacement that a hook has made."""
+        """Whether the symbol's current value is the replacement that a fork's hook has made."""
         try:
             *_, value = self.locate()
         except AttributeError:
@@ -66,19 +66,20 @@ class Patch:
         return getattr(getattr(value, "__func__", value), MARK, None) == self.label
 
     def locate(self) -> tuple[Any, str, Callable[..., Any]]:
-        """Return the owner, the attribute's name and the present value of the symbol.
+        """Return the owner, the attribute's name and the current value of the symbol.
 
         Raises:
-            AttributeError: it is not there.
+            AttributeError: the symbol does not exist.
         """
         owner: Any = importlib.import_module(self.module)
         *parents, name = self.target.partition(":")[2].split(".")
         for parent in parents:
             owner = getattr(owner, parent)
+        # Not ``getattr``, which would turn a staticmethod into its function.
         return owner, name, inspect.getattr_static(owner, name)
 
     def problem(self) -> str | None:
-        """Return why the symbol is not as we know it; None if it is."""
+        """Return how the symbol differs from our expectation; None if it does not."""
         try:
             *_, value = self.locate()
         except (AttributeError, ImportError):
@@ -89,7 +90,7 @@ class Patch:
         return None
 
 
-@functools.cache  # each configuration of ours asks again for all of them, and the same functions answer
+@functools.cache  # every configuration with our keys checks all of the same functions again
 def signature_of(function: Callable[..., Any]) -> str:
-    """Return names, kinds and defaults of what a function takes."""
+    """Return names, kinds and defaults of a function's parameters."""
     return str(plain_signature(function))

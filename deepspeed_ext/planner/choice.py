@@ -13,7 +13,7 @@ from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 
-# Predictions within this of each other count as equally fast; then the one with less memory is better.
+# Relative difference up to which predictions count as equally fast; the one with less memory is then better.
 TIE = 0.03
 T = TypeVar("T")
 
@@ -23,9 +23,9 @@ class Plan:
     """All strategies for one model and cluster, fastest first.
 
     Attributes:
-        sizes, model, rates: the input.
-        budget: bytes that a rank has for model states and for what else a step holds; None for no limit.
-        predictions: of all strategies, the fastest first.
+        sizes, model, rates: the inputs.
+        budget: bytes per rank for model states and transient memory of a step; None for no limit.
+        predictions: all strategies, the fastest first.
         choice: the strategy to use; None if none fits.
         plain: DDP and the plain stages, for comparison.
         overlapped: the best strategy with p = N if ``paro_overlap_updates`` were true; None if it is, or if none fits.
@@ -45,7 +45,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """Return one line on why this is the choice; without a choice, on what is missing."""
+        """Return a one-line reason for the choice, or the reason why nothing fits."""
         least = min(self.predictions, key=lambda row: row.total_memory)
         limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
         if self.choice is None:
@@ -55,42 +55,42 @@ class Plan:
             )
         chosen = self.choice
         compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
-        said = (
+        text = (
             f"{chosen.name}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and exposed "
             f"{within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
         close = [row for row in self.predictions if self.fits(row) and self._ties(row) and self._larger(row)]
         if close:
-            said += f"; as fast within {TIE:.0%}, with more memory: {', '.join(row.name for row in close)}"
+            text += f"; as fast within {TIE:.0%}, with more memory: {', '.join(row.name for row in close)}"
         faster = [row for row in self.predictions if not self.fits(row) and self._is_faster(row)]
         if faster:
-            said += f"; faster, but too large: {_figures(faster[0])}"
+            text += f"; faster, but too large: {_figures(faster[0])}"
         if self.overlapped is not None and self._is_faster(self.overlapped):
-            said += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
+            text += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
         if self.model.experts:
-            said += (
+            text += (
                 f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
                 f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
             )
         if self.model.all_matrices:
-            said += "; plain stages are left out: with Muon they also move whole gradients and momentum"
-        return said + self._compared()
+            text += "; plain stages are left out: with Muon they also move whole gradients and momentum"
+        return text + self._compared()
 
     def _copied(self, row: Prediction) -> str:
         copies = row.seconds[HOST]
         return "" if self.model.host is None else f", and {copies:.3g} s of copies from and to the host"
 
     def _compared(self) -> str:
-        """Return a clause about the smallest plain stage that is at least as fast as the choice; empty if none is."""
+        """Return a clause about the smallest plain stage at least as fast as the choice; empty if there is none."""
         assert self.choice is not None
         rivals = [row for row in self.plain if self.fits(row) and (self._ties(row) or self._is_faster(row))]
         if not rivals:
             return ""
         row = min(rivals, key=lambda row: (row.total_memory, row.total_seconds))
-        how = "as fast" if self._ties(row) else "faster"
+        speed = "as fast" if self._ties(row) else "faster"
         price = ", with more memory" if self._larger(row) else ": no strategy is needed"
-        return f"; {how}: plain {_figures(row)}{price}"
+        return f"; {speed}: plain {_figures(row)}{price}"
 
     def _is_faster(self, row: Prediction) -> bool:
         assert self.choice is not None
@@ -132,14 +132,14 @@ def plan(
     sent: Iterable[Compression] = (AS_IT_IS,),
     allowed: Callable[[Strategy], bool] = lambda _: True,
 ) -> Plan:
-    """Predict all strategies, and choose the fastest that fits; among equally fast ones, the smallest.
+    """Predict all strategies, and choose the fastest that fits; among equally fast strategies, the smallest.
 
     Args:
         sizes: ranks and groups.
-        model: what is trained.
-        rates: of the hops.
+        model: the model to train.
+        rates: rates of the hops.
         budget: bytes on each rank; None for no limit.
-        sent: the forms to predict each strategy in, if it allows them. The choice is made among all.
+        sent: compressions to predict for each strategy that allows them. The choice is among all of them.
         allowed: returns whether to consider a strategy.
 
     Raises:
@@ -152,10 +152,12 @@ def plan(
         raise ValueError("none of the strategies is allowed.")
     predictions.sort(key=lambda row: (row.total_seconds, row.total_memory))
     plain = tuple(row for row in predict_plain(sizes, model, rates) if allowed(STRATEGIES[row.strategy]))
-    whole = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
+    unsharded = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
-    overlapped = [predict(row, sizes, overlapping, rates, form) for form in forms for row in whole if form.allows(row)]
-    choices = [_best_within(budget, some) for some in (predictions, overlapped)]
+    overlapped = [
+        predict(row, sizes, overlapping, rates, form) for form in forms for row in unsharded if form.allows(row)
+    ]
+    choices = [_best_within(budget, rows_by_overlap) for rows_by_overlap in (predictions, overlapped)]
     return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])
 
 
@@ -167,7 +169,7 @@ def _best_within(budget: float | None, rows: Sequence[Prediction]) -> Prediction
 
 
 def best(rows: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
-    """Return the smallest of those within ``TIE`` of the fastest; of equally small ones, the fastest."""
+    """Return the smallest row within ``TIE`` of the fastest; among equally small rows, the fastest."""
     quickest = min(map(seconds, rows))
     close = [row for row in rows if seconds(row) <= (1 + TIE) * quickest]
     return min(close, key=lambda row: (memory(row), seconds(row)))

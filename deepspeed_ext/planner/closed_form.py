@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The seconds of an optimizer step in closed form. Pure: plain numbers in, plain numbers out.
+"""The seconds of an optimizer step in closed form. Pure: the inputs and outputs are plain numbers.
 
 Note [Closed form of a step]
     A step has s micro-batches of L equal layers. Forward takes f, a third of a micro-batch's compute, and backward b.
@@ -13,33 +13,33 @@ Note [Closed form of a step]
 
         updated + (s - 1) (forward + backward) + backward at the boundary + exchange + update.
 
-    *overlapped(A, t, n)*: A seconds of compute, and under it n messages of t seconds in all. Compute hides all but the
-    last (or the first) message, and a slow link waits for the first (or compute for the last):
-    max(A + t/n, t + A/n) = A + max(t/n, t - A (1 - 1/n)). Over several links, t is that of the slowest, and each other
-    one adds the hop of one message.
+    *overlapped(A, t, n)*: A seconds of compute, overlapped with n messages of t seconds in all. Compute hides all but
+    the last (or the first) message, and a slow link waits for the first (or compute for the last):
+    max(A + t/n, t + A/n) = A + max(t/n, t - A (1 - 1/n)). With several links, t is that of the slowest, and each other
+    link adds the hop of one message.
 
-    *forward, backward*: the layers' compute, and gathers of sharded parameters, each under the compute of the layer
-    before. Of h seconds over all hops of a gather, a pass takes max(compute, slowest hop, (compute + h)/2), since a
-    gather starts when the layer before the last one is computed, and the first layer waits for h/L. On a host, where a
-    gather starts when the layer before it does, a pass takes max(compute, h).
+    *forward, backward*: the layers' compute, and gathers of sharded parameters, each during the compute of the
+    previous layer. If all hops of the gathers take h seconds, a pass takes max(compute, slowest hop, (compute + h)/2),
+    because the gather of layer i starts when layer i - 2 has been computed. The first layer waits for h/L. On a host,
+    where it starts together with layer i - 1, a pass takes max(compute, h).
 
     *updated*: the first forward with updated parameters: overlapped(forward, v, messages). If updates do not overlap,
     the forward waits for v.
 
-    *backward* with reductions: overlapped(backward, r, buckets), where gathers of the pass take their share of a link.
-    A bucket that occupies the link of gathers for longer than these are ahead stalls the pass. If gradients do not
+    *backward* with reductions: overlapped(backward, r, buckets), in which gathers of the pass use their share of a
+    link. If a bucket occupies the gathers' link for longer than they are ahead, the pass stalls. If gradients do not
     overlap, the backward waits for r. At the boundary, r includes the reduction over all ranks and the gather of sums.
 
     *exchange* of Muon's matrices in R rounds: x seconds to owners and back, o to orthogonalize: max(x, o + x/R).
 
-    Hops inside groups run on the cores of a host (``Overlap.within``) and count as its compute; so do copies from
+    On a host, hops inside groups run on the cores (``Overlap.within``) and count as compute. So do copies from
     pageable memory.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LAYERS = 32  # the most layers: larger models are divided into this many parts
+LAYERS = 32  # maximum number of layers: larger models are divided into this many parts
 FORWARD = 1 / 3  # of a micro-batch's compute
 COMPUTE, WITHIN, BETWEEN, UPDATE, HOST = PARTS = ("compute", "within", "between", "update", "host")
 
@@ -48,12 +48,12 @@ Seconds = dict[str, float]  # by part
 
 @dataclass(frozen=True)
 class Move:
-    """A redistribution of a whole state.
+    """A redistribution of a complete state.
 
     Attributes:
-        within, between: seconds over each hop.
-        units: number of messages in which it is sent.
-        up, down: seconds of copies to the device before, and to the host after the hops.
+        within, between: seconds of each hop.
+        units: number of messages.
+        up, down: seconds of copies to the device before the hops, and to the host after them.
     """
 
     within: float = 0.0
@@ -65,14 +65,14 @@ class Move:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What is sent under compute; see Note [Closed form of a step].
+    """Communication that overlaps with compute; see Note [Closed form of a step].
 
     Attributes:
-        gradients: whether reductions are.
-        updates: whether gathers of updated parameters are.
-        within: whether hops inside groups are; if not, the cores that compute run them.
+        gradients: whether reductions overlap.
+        updates: whether gathers of updated parameters overlap.
+        within: whether hops inside groups overlap; if not, they run on the cores that compute.
         at_once: whether both hops of a message run at the same time, as in a collective over all ranks.
-        copies: whether copies between host and device are.
+        copies: whether copies between host and device overlap.
     """
 
     gradients: bool = True
@@ -87,17 +87,17 @@ class Step:
     """A step in plain numbers; moves as in ``Strategy.phases``.
 
     Attributes:
-        use: gather of parameters for forward and backward.
+        use: gather of parameters for a forward or backward.
         reduce: reduction of gradients in each micro-batch.
         cross, back: reduction of gradients at the boundary, and gather of their sums.
         updates: gather of updated parameters.
-        exchange: matrices to their owners, and back; see ``Strategy.exchange``.
+        exchange: Muon's matrices to their owners and back; see ``Strategy.exchange``.
         layers: number of layers.
         gathers: gathers of parameters in a micro-batch: 2, or 1 if they are kept for the backward.
         accumulation: number of micro-batches.
         compute: seconds of a micro-batch.
         update: seconds of the optimizer's step.
-        overlap: what is sent under compute.
+        overlap: communication that overlaps with compute.
         orthogonalize: seconds for which a rank orthogonalizes its matrices.
     """
 
@@ -116,7 +116,7 @@ class Step:
     orthogonalize: float = 0.0
 
     def seconds(self) -> Seconds:
-        """Return the seconds that each part adds to the step: of transfers those that nothing hides."""
+        """Return the seconds that each part adds to the step; for transfers, only their exposed seconds."""
         under_forward = self.layers if self.gathers > 1 else self.layers - 1
         forward = self._pass(FORWARD * self.compute, under_forward, waits=True)
         middle, last = self._backward(boundary=False), self._backward(boundary=True)
@@ -125,7 +125,7 @@ class Step:
         return {part: parts.get(part, 0.0) for part in PARTS}
 
     def busy(self) -> Seconds:
-        """Return the seconds for which each part works, hidden or not."""
+        """Return the seconds for which each part is active, hidden or not."""
         s = self.accumulation
         moves = [(self.use, s * self.gathers), (self.reduce, s)]
         moves += [(move, 1) for move in (self.cross, self.back, self.updates, self.exchange)]
@@ -138,11 +138,11 @@ class Step:
         }
 
     def _pass(self, compute: float, gathers: int, waits: bool = False) -> Seconds:
-        """Return a forward or backward pass, each layer of which is gathered while the one before is computed.
+        """Return a forward or backward pass in which each layer is gathered during the compute of the previous layer.
 
         Args:
-            compute: seconds of its compute.
-            gathers: how many layers are gathered under it.
+            compute: seconds of compute.
+            gathers: number of layers that are gathered during the pass.
             waits: whether it waits for the gather of its first layer.
         """
         sent = _Sent.of([self.use], self.overlap)
@@ -157,18 +157,18 @@ class Step:
         return _total({COMPUTE: compute}, sent.on_cores, sent.divide(exposed))
 
     def _updated(self, forward: Seconds) -> Seconds:
-        """Return the forward pass that uses updated parameters, with their gather."""
+        """Return the first forward pass with updated parameters, including their gather."""
         if self.overlap.updates:
             return _overlapped(forward, _Sent.of([self.updates], self.overlap), self.updates.units)
         sent = self._waited([self.updates])
         waits = sent.chained
-        if self.overlap.gradients:  # all messages are queued at once, so that one hop hides the other
+        if self.overlap.gradients:  # all messages are queued at once, so one hop hides the other
             longest = max(sent.on_links.values())
             waits = longest + (waits - longest) / self.updates.units
         return _total(forward, sent.divide(waits))
 
     def _backward(self, boundary: bool) -> Seconds:
-        """Return a backward pass with its reductions; ``boundary``: of the last micro-batch."""
+        """Return a backward pass with its reductions; ``boundary``: whether it is the last micro-batch's."""
         backward = (1 - FORWARD) * self.compute
         compute = self._pass(backward, self.layers - 1) if self.gathers > 1 else {COMPUTE: backward}
         moves = [self.reduce, self.cross, self.back] if boundary else [self.reduce]
@@ -176,15 +176,15 @@ class Step:
             sent = self._waited(moves)
             return _total(compute, sent.divide(sent.chained))
         sent = _Sent.of(moves, self.overlap)
-        gathered = _Sent.of([self.use] if self.gathers > 1 else [], self.overlap)
-        return _overlapped(compute, sent, self.reduce.units, gathered, self.layers)
+        gathers = _Sent.of([self.use] if self.gathers > 1 else [], self.overlap)
+        return _overlapped(compute, sent, self.reduce.units, gathers, self.layers)
 
     def _waited(self, moves: Sequence[Move]) -> "_Sent":
-        """Return moves that nothing is computed beside."""
+        """Return moves during which nothing is computed."""
         return _Sent.of(moves, Overlap(at_once=self.overlap.at_once))
 
     def _exchanged(self) -> Seconds:
-        """Return the exchange of matrices in rounds, each orthogonalized while others are sent."""
+        """Return the exchange of matrices in rounds. Each round is orthogonalized while others are sent."""
         sent = _Sent.of([self.exchange], self.overlap)
         cores = {UPDATE: self.orthogonalize} | sent.on_cores
         slowest = max(sent.on_links.values(), default=0.0)
@@ -197,10 +197,10 @@ class _Sent:
     """Seconds of redistributions.
 
     Attributes:
-        on_cores: on the cores that compute, by part.
-        on_links: on each link.
-        chained: on links, if a message waits for one hop after the other.
-        in_turn: whether it does, rather than run its hops at once.
+        on_cores: seconds on the cores that compute, by part.
+        on_links: seconds on each link.
+        chained: seconds on links, if the hops of a message do not overlap.
+        in_turn: whether the hops of a message run one after the other rather than at once.
     """
 
     on_cores: Seconds
@@ -210,19 +210,19 @@ class _Sent:
 
     @classmethod
     def of(cls, moves: Sequence[Move], overlap: Overlap) -> "_Sent":
-        """Add up moves; what does not overlap with compute runs on its cores."""
-        free = {WITHIN: overlap.within, BETWEEN: True, HOST: overlap.copies}
-        on_cores, on_links, chained = dict.fromkeys(free, 0.0), dict.fromkeys(free, 0.0), 0.0
+        """Add up moves. Hops that do not overlap with compute run on its cores."""
+        overlaps = {WITHIN: overlap.within, BETWEEN: True, HOST: overlap.copies}
+        on_cores, on_links, chained = dict.fromkeys(overlaps, 0.0), dict.fromkeys(overlaps, 0.0), 0.0
         for move in moves:
             hops = {WITHIN: move.within, BETWEEN: move.between, HOST: move.up + move.down}
             for part, seconds in hops.items():
-                (on_links if free[part] else on_cores)[part] += seconds
-            both = max(move.within, move.between) if overlap.at_once else move.within + move.between
-            chained += both - (0.0 if overlap.within else move.within) + (hops[HOST] if overlap.copies else 0.0)
+                (on_links if overlaps[part] else on_cores)[part] += seconds
+            hop_seconds = max(move.within, move.between) if overlap.at_once else move.within + move.between
+            chained += hop_seconds - (0.0 if overlap.within else move.within) + (hops[HOST] if overlap.copies else 0.0)
         return cls(on_cores, on_links, chained, not overlap.at_once)
 
     def divide(self, seconds: float, without: str = "") -> Seconds:
-        """Return these seconds, divided among the links (but for one) as they are busy."""
+        """Return these seconds, divided among the links (except ``without``) in proportion to their busy seconds."""
         links = {part: link for part, link in self.on_links.items() if part != without}
         total = sum(links.values())
         return {part: seconds * link / total for part, link in links.items()} if total else {}
@@ -234,8 +234,8 @@ def _overlapped(compute: Seconds, sent: _Sent, units: int, gathered: _Sent | Non
     Args:
         compute: the pass.
         sent: the transfers.
-        units: number of their messages.
-        gathered: gathers on the same links meanwhile.
+        units: number of messages.
+        gathered: concurrent gathers on the same links.
         layers: number of these gathers.
     """
     base, tail = _total(compute, sent.on_cores), sent.chained / units
@@ -248,34 +248,37 @@ def _overlapped(compute: Seconds, sent: _Sent, units: int, gathered: _Sent | Non
     }
     if gathered is not None and gathered.chained:
         stalls = _stalls(sum(compute.values()), sent, units, gathered, layers)
-        # The first layer was gathered under the forward, and others before the first message.
+        # The first layer was gathered during the forward, and others before the first message.
         share = max(0.0, 1 - 1 / layers - 1 / units)
         waits = {part: wait + share * gathered.on_links[part] for part, wait in waits.items()}
     slowest = max(waits, key=lambda part: waits[part], default=BETWEEN)
     if waits.get(slowest, 0.0) <= sum(stalls.values()) + tail:
         return _total(base, stalls, sent.divide(tail))
-    others = max(0.0, sent.chained - sent.on_links[slowest]) / units
-    return _total(base, {slowest: waits[slowest] - others}, sent.divide(others, without=slowest))
+    other_hops = max(0.0, sent.chained - sent.on_links[slowest]) / units
+    return _total(base, {slowest: waits[slowest] - other_hops}, sent.divide(other_hops, without=slowest))
 
 
 def _stalls(length: float, sent: _Sent, units: int, gathered: _Sent, layers: int) -> Seconds:
-    """Return the seconds for which gathers that are queued behind a bucket delay a pass of this length.
+    """Return the seconds by which gathers that are queued after a bucket delay a pass of this length.
 
-    A gather is two layers ahead of its use. With buckets of less than two layers, several are on their way at a time,
-    and with less than three, one hop of a bucket hides another's.
+    A gather is two layers ahead of its use. If buckets are smaller than two layers, several are in flight at a time.
+    If they are smaller than three, one hop of a bucket hides another's.
     """
-    held = {part: seconds / units for part, seconds in sent.on_links.items() if gathered.on_links[part]}
-    if not any(held.values()) or 2 * units > layers:
+    seconds_per_bucket = {part: seconds / units for part, seconds in sent.on_links.items() if gathered.on_links[part]}
+    if not any(seconds_per_bucket.values()) or 2 * units > layers:
         return {}
-    hides = 3 * units > layers or not sent.in_turn
+    is_pipelined = 3 * units > layers or not sent.in_turn
     ahead = max(0.0, 2 * (length - gathered.chained) / layers)
-    stall = max(0.0, (max(held.values()) if hides else sum(held.values())) - ahead)
-    return {part: (units - 1) * stall * seconds / sum(held.values()) for part, seconds in held.items()}
+    stall = max(0.0, (max(seconds_per_bucket.values()) if is_pipelined else sum(seconds_per_bucket.values())) - ahead)
+    return {
+        part: (units - 1) * stall * seconds / sum(seconds_per_bucket.values())
+        for part, seconds in seconds_per_bucket.items()
+    }
 
 
 def _total(*parts: Seconds) -> Seconds:
-    found: Seconds = {}
-    for one in parts:
-        for part, seconds in one.items():
-            found[part] = found.get(part, 0.0) + seconds
-    return found
+    sums: Seconds = {}
+    for seconds_by_part in parts:
+        for part, seconds in seconds_by_part.items():
+            sums[part] = sums.get(part, 0.0) + seconds
+    return sums

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes gradients, updates and sums take between groups, quantized or not. Pure."""
+"""Bytes of gradients, updates and sums between groups, quantized or not. Pure."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ BITS = 8
 
 @dataclass(frozen=True)
 class Compression:
-    """What crosses between groups in few bits.
+    """Quantization of data between groups.
 
     Attributes:
-        loco: how gradients are quantized; None: they are not.
-        updates: how updated parameters, or sums that come back, are quantized; None: they are not.
+        loco: settings for gradients; None if they are not quantized.
+        updates: settings for updated parameters or gathered gradient sums; None if they are not quantized.
     """
 
     loco: LocoSettings | None = None
@@ -24,7 +24,7 @@ class Compression:
 
     @classmethod
     def parse(cls, loco: object, updates: object) -> "Compression":
-        """Return the compression of the values of our two keys; None for a key that is not set.
+        """Return the compression for the values of our two keys; None for a key that is not set.
 
         Raises:
             ValueError: a value is not valid.
@@ -36,13 +36,13 @@ class Compression:
 
     @property
     def label(self) -> str:
-        """Return what follows a strategy's name."""
+        """Return the suffix of a strategy's name."""
         return label(self.loco is not None, self.updates is not None)
 
     def allows(self, strategy: Strategy) -> bool:
-        """Return whether a strategy can be combined with it.
+        """Return whether a strategy can be combined with this compression.
 
-        With p = G no rank holds parameters that an update could differ from. Sums cannot be sent without loss.
+        With p = G no rank holds the old parameters that a difference needs. Sums cannot be sent losslessly.
         """
         if self.updates is None:
             return True
@@ -51,12 +51,11 @@ class Compression:
     def volume(self, phase: Phase, gradient_bytes: float, parameter_bytes: float) -> Volume:
         """Return the bytes that a rank receives in a phase of a step.
 
-        Reductions, and sums that come back, shrink between groups. Updated parameters that cross are decoded on the
-        ranks that hold them, so with p = N they shrink inside the group as well. One update in ``resync_T`` travels
-        unquantized.
+        Reductions and gathered sums shrink between groups. Updated parameters are decoded on their final ranks, so
+        with p = N they shrink inside the group as well. One update in ``resync_T`` is sent unquantized.
 
         Args:
-            phase: one of a strategy's phases.
+            phase: a phase of a strategy.
             gradient_bytes, parameter_bytes: bytes of an element.
         """
         intra, inter = phase.volume.intra, phase.volume.inter
@@ -65,9 +64,11 @@ class Compression:
         if phase.kind == Direction.REDUCE or self.updates is None or phase.each_micro_step or not inter:
             return phase.volume
         if phase.name == "gather updates":
-            plain = BITS * parameter_bytes
-            shrunk = (self.updates.wire_bits + (plain - self.updates.wire_bits) / self.updates.resync_T) / plain
-            return Volume(intra * shrunk, inter * shrunk)
+            exact_bits = BITS * parameter_bytes
+            ratio = (
+                self.updates.wire_bits + (exact_bits - self.updates.wire_bits) / self.updates.resync_T
+            ) / exact_bits
+            return Volume(intra * ratio, inter * ratio)
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
     def kept_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
@@ -77,18 +78,18 @@ class Compression:
     def saved_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds between steps, and saves."""
         if sizes.groups == 1:
-            return 0.0  # nothing crosses
-        kept = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
+            return 0.0  # nothing is sent between groups
+        total = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
         if self.updates is not None and strategy.os != Placement.G:
-            kept += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
-        return kept
+            total += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
+        return total
 
 
 def label(loco: bool, updates: bool) -> str:
-    """Return what follows a strategy's name with LoCo, and with updates in few bits."""
+    """Return the suffix of a strategy's name with LoCo, and with quantized updates."""
     return (" + LoCo" if loco else "") + (" + updates" if updates else "")
 
 
 AS_IT_IS = Compression()
-# As planned side by side: exact, with LoCo, and with updates in few bits as well.
+# The compressions that a plan compares: exact, with LoCo, and also with quantized updates.
 FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))

@@ -1,22 +1,22 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs under a strategy: bytes, memory, and seconds. Pure.
+"""Predicts the cost of a step under a strategy: bytes, memory, and seconds. Pure.
 
 Note [Cost model]
-    The input are the strategy's phases: each takes messages * latency + bytes / bandwidth over each hop. Sharded
-    parameters, and their updates, are sent layer by layer; gradients, and updates of parameters that each rank holds
-    whole, bucket by bucket. How much of that compute hides is in closed form (Note [Closed form of a step]).
+    The inputs are the strategy's phases. Each takes messages * latency + bytes / bandwidth over each hop. Sharded
+    parameters and their updates are sent layer by layer. Gradients, and updates of replicated parameters, are sent
+    bucket by bucket. A closed form gives the part that compute hides (Note [Closed form of a step]).
 
-    Between forward and backward, either all parameters are kept or none; small parameters that persist, and modules
-    that are fetched together, are not modeled. The model ranks strategies; it does not promise their times.
+    Between forward and backward, either all parameters are kept or none. Small parameters that persist and modules
+    that are fetched together are not modeled. The model ranks strategies; it does not promise their times.
 
     An Adam update reads and writes its 12 bytes per parameter (master copy and two moments in fp32), reads the
     gradient and writes the parameter. In the rank's memory, this is 2.5 times the bytes of its states.
 
 Note [Plain ZeRO]
     DDP and the plain stages are predicted as if configured for the fewest bytes (reductions to one rank instead of
-    all-reduces; whole gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
-    ranks, and both of their hops run at the same time. Gradients are reduced under the backward. ZeRO-1 and ZeRO-2
+    all-reduces; unsharded gradients reduced at the boundary only), and with ``overlap_comm``. Collectives are over all
+    ranks, and both of their hops run at the same time. Gradients are reduced during the backward. ZeRO-1 and ZeRO-2
     wait for updated parameters, and ZeRO-3 prefetches. On a host, DeepSpeed's stages wait for each reduction, and only
     DDP hides them. With Muon there is no such prediction, since DeepSpeed's stages send much more for it.
 """
@@ -32,30 +32,30 @@ from deepspeed_ext.planner.memory import Copies, Model, copies, held_bytes, tran
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
 
-UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, for each byte of the optimizer's states
-# The strategies that plain stages run, without groups.
+UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, per byte of optimizer states
+# Strategies that equal a plain stage, which has no groups.
 PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A strategy, and what it costs each rank.
+    """The predicted cost of a strategy for each rank.
 
     Attributes:
         strategy: the three letters.
-        loco: whether gradients cross between groups in few bits.
-        updates: whether updated parameters, or sums that come back, cross in few bits.
+        loco: whether gradients are sent between groups in few bits.
+        updates: whether updated parameters, or gathered gradient sums, are sent between groups in few bits.
         memory: bytes of model states.
-        transient: bytes of what else a step holds: the fp32 gradient that the optimizer updates from, or before that
-            Muon's momentum until the step is decided; the largest gathered layer; the error feedback before and after
-            the step (Note [Errors of buckets]); windows of updates that go to host memory. Activations and buckets are
-            not included.
+        transient: other bytes that a step holds: the fp32 gradient for the optimizer, or, before that, Muon's momentum
+            until the step is known to be applied; the largest gathered layer; the error feedback before and after the
+            step (Note [Errors of buckets]); windows of updates that are copied to host memory. Activations and buckets
+            are not included.
         host: bytes in host memory.
-        volume: bytes received in a step; ``of_experts``: those of them that are of experts.
-        seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and of those
-            between, the update, and the exposed part of copies from and to the host.
-        busy: seconds for which each part works in a step, exposed or not.
+        volume: bytes received in a step; ``of_experts``: the part that belongs to experts.
+        seconds: seconds that each part adds to a step: compute, the exposed part of hops within groups and between
+            groups, the update, and the exposed part of copies from and to the host.
+        busy: seconds for which each part is active in a step, exposed or not.
         plain: whether this is a plain stage instead; see Note [Plain ZeRO].
     """
 
@@ -86,7 +86,7 @@ class Prediction:
         return self.memory.total + self.transient
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values, with the totals."""
         totals = {"total_memory": self.total_memory, "total_seconds": self.total_seconds}
         return asdict(self) | totals
 
@@ -94,22 +94,22 @@ class Prediction:
 def predict(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> Prediction:
-    """Predict what a strategy costs; see Note [Cost model]."""
+    """Predict the cost of a strategy; see Note [Cost model]."""
     return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
 
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
-    """Predict what the plain stages cost; see Note [Plain ZeRO]."""
+    """Predict the cost of the plain stages; see Note [Plain ZeRO]."""
     if model.all_matrices:
         return []
     return [predict_plain_stage(name, sizes, model, rates) for name in PLAIN]
 
 
 def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates) -> Prediction:
-    """Predict what one plain stage costs; ``name``: its three letters in ``PLAIN``. See Note [Plain ZeRO]."""
+    """Predict the cost of the plain stage ``name``, a key of ``PLAIN``; see Note [Plain ZeRO]."""
     strategy, ddp = STRATEGIES[name], name == "NNN"
     bucket = max(1, min(model.bucket, DDP_BUCKET // model.gradient_bytes)) if ddp else model.bucket
-    # DDP gathers no updates, so nothing waits for any.
+    # DDP gathers no updates, so ``overlap.updates`` has no effect on it.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
     return replace(_prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap), plain=True)
@@ -119,8 +119,8 @@ def _prediction(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression, overlap: Overlap
 ) -> Prediction:
     families = model.families(sizes)
-    copied = copies(strategy, families, sent)
-    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, sent, copied)
+    host_copies = copies(strategy, families, sent)
+    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, sent, host_copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
     of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
     memory, host = held_bytes(strategy, families)
@@ -143,8 +143,9 @@ def _prediction(
         strategy.name,
         loco=sent.loco is not None,
         updates=sent.updates is not None,
-        memory=replace(memory, parameters=memory.parameters + copied.cached),
-        transient=sum(transient_bytes(strategy, ranks, family, sent) for ranks, family in families) + copied.windows,
+        memory=replace(memory, parameters=memory.parameters + host_copies.cached),
+        transient=sum(transient_bytes(strategy, ranks, family, sent) for ranks, family in families)
+        + host_copies.windows,
         host=host,
         volume=volumes[0] + exchanged[0] + of_experts,
         seconds=step.seconds(),
@@ -161,38 +162,38 @@ def _moves(
     sent: Compression,
     copied: Copies,
 ) -> tuple[list[Volume], list[Move]]:
-    """Return the bytes that a rank receives in a step, of each family; and the moves. Without whole matrices."""
+    """Return the bytes that a rank receives in a step, by family, and the moves. Excludes Muon's exchange."""
     sharded, moves = strategy.p != Placement.N, []
-    total = [Volume() for _ in families]
-    of_all = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
-    for phases, by_layer in zip(of_all, (sharded, False, False, False, sharded), strict=True):
+    volumes = [Volume() for _ in families]
+    phases_by_family = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
+    for phases, by_layer in zip(phases_by_family, (sharded, False, False, False, sharded), strict=True):
         within = between = 0.0
         units, hops = 0, rates.of(phases[0].kind)
-        for number, (phase, (_, family)) in enumerate(zip(phases, families, strict=True)):
+        for index, (phase, (_, family)) in enumerate(zip(phases, families, strict=True)):
             volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
             messages = family.fetches if by_layer else family.buckets
-            total[number] += volume * model.times(phase)
+            volumes[index] += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
             units += messages
         moves.append(Move(within, between, units=min(units, model.layers)))
     moves[0] = replace(moves[0], up=copied.use / rates.host)
-    # What a step waits for is one unit, which every layer waits for.
+    # A copy inside the step must end before any layer of the next forward starts: it is one unit.
     units = 1 if copied.in_step else moves[-1].units
     moves[-1] = replace(moves[-1], units=units, up=copied.up / rates.host, down=copied.down / rates.host)
-    return total, moves
+    return volumes, moves
 
 
 def _exchange(exchanged: Sequence[Volume], layers: int, rates: Rates) -> Move:
-    """Return the move of the matrices that a step needs whole, of all families, each in rounds of its own."""
+    """Return the move of Muon's matrices to their owners and back. Each family has its own rounds."""
     hops, rounds = rates.gather, min(ROUNDS, layers)
-    within = sum(hops.intra.seconds(one.intra, 2 * rounds) for one in exchanged)
-    between = sum(hops.inter.seconds(one.inter, 2 * rounds) for one in exchanged)
+    within = sum(hops.intra.seconds(volume.intra, 2 * rounds) for volume in exchanged)
+    between = sum(hops.inter.seconds(volume.inter, 2 * rounds) for volume in exchanged)
     return Move(within, between, rounds)
 
 
 def _orthogonalizing(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
-    """Return the seconds for which a rank orthogonalizes: its shares of each family, taken to be as long as large."""
+    """Return the seconds for which a rank orthogonalizes its shares of all families, in proportion to their bytes."""
     (_, model), *_ = families
     shares = [ranks.group_size if strategy.os == Placement.N else ranks.shards(strategy.os) for ranks, _ in families]
     if len(families) == 1 or not model.all_matrices:

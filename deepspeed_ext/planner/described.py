@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner is told of an engine: its model, what crosses in few bits, and the links as measured."""
+"""The planner's inputs from an engine: its model, its compression, and measured link rates."""
 
 from dataclasses import astuple, replace
 
@@ -25,24 +25,24 @@ from deepspeed_ext.strategy import ModelStates
 
 
 def describe_engine(engine: Engine, model: nn.Module) -> Model:
-    """Return the planner's description of the model: its bytes as they are moved, and as the device holds them."""
+    """Return the planner's description of the model: its bytes as communicated, and as held on the device."""
     config = engine._config
     zero = config.zero_config
     model_dtype, _ = engine.get_data_types()
     wire = engine.communication_data_type.itemsize
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
-    found = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
+    description = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
     elements = sum(map(numel_of, model.parameters()))
-    kept = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
+    keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(
-        found,
+        description,
         held=on_device(engine, dense(model)),
         experts=tuple(
-            replace(one, held=on_device(engine, some))
-            for one, some in zip(found.experts, experts_of_sizes(model).values(), strict=True)
+            replace(family, held=on_device(engine, params))
+            for family, params in zip(description.experts, experts_of_sizes(model).values(), strict=True)
         ),
-        regathered=not kept,
+        regathered=not keeps_gathered,
         streams=not get_accelerator().is_synchronized_device(),
         overlap=as_given(config._param_dict, "overlap_comm"),
         overlap_updates=getattr(zero, OVERLAP_UPDATES, False),
@@ -51,7 +51,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
 
 
 def _host_parameters(config: Config) -> HostParameters | None:
-    """Return how parameters are in host memory; None if they are not."""
+    """Return the settings of parameters in host memory; None if they are on the device."""
     zero = config.zero_config
     if zero.offload_param is None or not offloads(zero.offload_param):
         return None
@@ -59,48 +59,53 @@ def _host_parameters(config: Config) -> HostParameters | None:
 
 
 def same_everywhere(model: Model) -> Model:
-    """Return the maximum over all ranks, since with tensor parallelism they may hold different models."""
-    pairs = [(model.states, model.held), *((one.states, one.held) for one in model.experts)]
-    held = [states for pair in pairs for states in pair if states is not None]
+    """Return the maximum over all ranks, which may hold different models with tensor parallelism."""
+    pairs = [(model.states, model.held), *((family.states, family.held) for family in model.experts)]
+    all_states = [states for pair in pairs for states in pair if states is not None]
     numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
-    numbers += [one.matrices for one in model.experts]
-    found = reduced([*numbers, *(number for states in held for number in astuple(states))], dist.ReduceOp.MAX)
-    largest, fetches, regathered, matrices, *rest = found
-    of_experts, rest = rest[: len(model.experts)], rest[len(model.experts) :]
-    alike = [ModelStates(*rest[start : start + 4]) for start in range(0, len(rest), 4)]
+    numbers += [family.matrices for family in model.experts]
+    maxima = reduced([*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX)
+    largest, fetches, regathered, matrices, *state_values = maxima
+    of_experts, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
+    max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
     return replace(
         model,
-        states=alike[0],
-        held=alike[1],
+        states=max_states[0],
+        held=max_states[1],
         largest_layer=largest,
         fetches=int(fetches),
         regathered=bool(regathered),
         matrices=matrices,
         experts=tuple(
-            replace(one, states=alike[2 * number], held=alike[2 * number + 1], matrices=of_experts[number - 1])
-            for number, one in enumerate(model.experts, 1)
+            replace(
+                family,
+                states=max_states[2 * number],
+                held=max_states[2 * number + 1],
+                matrices=of_experts[number - 1],
+            )
+            for number, family in enumerate(model.experts, 1)
         ),
     )
 
 
 def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Reduce integers over all ranks, and return the result."""
-    found = all_reduced(torch.tensor([int(number) for number in numbers]), op)
-    return [float(number) for number in found.tolist()]
+    result = all_reduced(torch.tensor([int(number) for number in numbers]), op)
+    return [float(number) for number in result.tolist()]
 
 
 def compression_of(config: Config) -> Compression:
-    """Return what crosses in few bits, by a parsed configuration."""
+    """Return the compression that a parsed configuration sets."""
     loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
     return Compression(loco, updates)
 
 
 def measured_rates(config: Config, topology: Topology, model: Model) -> Rates:
-    """Measure the links with what they will carry of a model. Collective; takes some seconds."""
+    """Measure the links with a model's dtype and collectives. Collective over all ranks; takes some seconds."""
     pinned = None if model.host is None else model.host.pinned
     return probe.measure(topology, dtype_of(model), config.zero_config.reduce_scatter, pinned)
 
 
 def dtype_of(model: Model) -> torch.dtype:
-    """Return a dtype with as many bytes as a gradient."""
+    """Return a dtype of a gradient's size."""
     return {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``"paro_strategy": "fastest"``: measures the links and decides, once, and the same on all ranks.
+"""``"paro_strategy": "fastest"``: measures the links and chooses a strategy once, identically on all ranks.
 
-The decision is kept in a file, together with its inputs. A run with the same inputs takes the decision from the file,
-so a resumed run has the strategy that its checkpoint was saved with.
+The decision and its inputs are written to a file. A run with the same inputs reads the decision from the file, so a
+resumed run has the strategy of its checkpoint.
 """
 
 import contextlib
@@ -50,12 +50,10 @@ STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations a
 
 
 def decide_for(engine: Engine, model: nn.Module) -> None:
-    """Set an engine's configuration to the fastest strategy for this model.
-
-    Collective over all ranks.
+    """Set an engine's configuration to the fastest strategy for this model. Collective over all ranks.
 
     Args:
-        engine: a DeepSpeedEngine that knows its groups, but has not moved its model to a device yet.
+        engine: a DeepSpeedEngine with its process groups, before it moves its model to a device.
         model: the model that it will train.
 
     Raises:
@@ -63,36 +61,38 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
     """
     config = engine._config
     if engine.mpu is not None:
-        groups.mpu = engine.mpu  # as the engine does a moment later
+        groups.mpu = engine.mpu  # the engine sets this later, but the process groups are needed now
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
-    allowed = _allowed(engine, model)
-    described = same_everywhere(describe_engine(engine, model))
+    strategies = _allowed(engine, model)
+    description = same_everywhere(describe_engine(engine, model))
     flops = _flops(config, model)
-    inputs = _inputs(config, topology, described, allowed) | {"micro_step_flops": flops}
+    inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
-    kept = run_on_all_or_raise(
+    # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
+    recorded_name = run_on_all_or_raise(
         lambda: file.find(inputs) if dist.get_rank() == 0 else None, f"{file.path} cannot be read", ValueError
     )
-    name = broadcast_text(kept or "", 0)
-    made, compute = None, ""
+    name = broadcast_text(recorded_name or "", 0)
+    new_plan, compute = None, ""
     if not name:
         dtype, _ = engine.get_data_types()
-        described, compute = _with_compute(described, config, flops, dtype)
-        if described.all_matrices:
-            described = replace(described, orthogonalizing=_orthogonalizing(config, model))
-        made = _measured_plan(config, topology, described, allowed, _budget(config, model))
-        name = broadcast_text(made.choice.strategy if made.choice else "", 0)
+        description, compute = _with_compute(description, config, flops, dtype)
+        if description.all_matrices:
+            description = replace(description, orthogonalizing=_orthogonalizing(config, model))
+        new_plan = _measured_plan(config, topology, description, strategies, _budget(config, model))
+        name = broadcast_text(new_plan.choice.strategy if new_plan.choice else "", 0)
     if not name:
-        assert made is not None
+        assert new_plan is not None
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {FASTEST}: {made.reason} Raise {MEMORY}, or let it choose from more than "
-            f"{', '.join(row.name for row in allowed)}."
+            f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or let it choose from more than "
+            f"{', '.join(row.name for row in strategies)}."
         )
     engine._config = decided(config, STRATEGIES[name])
+    # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
-    if made is not None and dist.get_rank() == 0:
-        say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {made.reason}; {compute}')
-        file.keep(name, inputs, made.as_dict())
+    if new_plan is not None and dist.get_rank() == 0:
+        say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
+        file.keep(name, inputs, new_plan.as_dict())
 
 
 def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
@@ -103,7 +103,7 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others shard")
-    if native_mixtures(model):  # with p = I an expert that one rank of a group has takes as much
+    if native_mixtures(model):  # p = I saves no memory for an expert that a single rank of the group has
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
@@ -122,27 +122,27 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
 
 
 def _flops(config: Config, model: nn.Module) -> float:
-    """Return the FLOPs of a micro-step on the rank with the most."""
+    """Return the largest number of FLOPs of a micro-step on any rank."""
     samples = micro_step_flops(model, config.train_micro_batch_size_per_gpu)
     (most,) = reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
     return most
 
 
 def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype) -> tuple[Model, str]:
-    """Return the model with the seconds of a micro-step, and their source: the user's figure, or an estimate.
+    """Return the model with the seconds of a micro-step, and their source: the user's value, or an estimate.
 
-    Since no data is known before training starts, the estimate uses the rate at which this device multiplies matrices.
+    No data is available before training starts, so the estimate uses this device's rate of matrix products.
     """
-    given = config.zero_config.paro_micro_step_seconds
-    if given is not None:
-        return replace(model, compute=given), f"compute of a micro-step: {given:.3g} s, as {MICRO_STEP} says"
+    seconds = config.zero_config.paro_micro_step_seconds
+    if seconds is not None:
+        return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, as {MICRO_STEP} says"
     rate = probe.flops(dtype)
-    said = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
-    return replace(model, compute=flops / rate), f"{said} (set {MICRO_STEP} if you know better)"
+    source = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
+    return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you know better)"
 
 
 def _orthogonalizing(config: Config, model: nn.Module) -> float:
-    """Estimate the seconds that a rank would take to orthogonalize all of Muon's matrices, in the same way."""
+    """Estimate in the same way the seconds in which one rank would orthogonalize all of Muon's matrices."""
     # Imported only with Muon, since the import compiles kernels.
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
@@ -158,26 +158,27 @@ def _measured_plan(config: Config, topology: Topology, model: Model, allowed: li
 
 def _budget(config: Config, model: nn.Module) -> float:
     """Return the bytes for model states on the rank with the least memory."""
-    given = config.zero_config.paro_memory_gb
-    if given is not None:
-        return float(given) * 1e9
+    memory_gb = config.zero_config.paro_memory_gb
+    if memory_gb is not None:
+        return float(memory_gb) * 1e9
     accelerator = get_accelerator()
     free, kind = accelerator.available_memory(), accelerator.device_name().partition(":")[0]
     if kind == "cpu":
         free /= ranks_per_node() or 1
-    here = [getattr(p, "ds_tensor", p) for p in model.parameters()]  # they are model states already
-    free += sum(p.nbytes for p in here if p.device.type == kind)
+    # Parameters that are on the device already count as free memory, because they are model states.
+    tensors = [getattr(p, "ds_tensor", p) for p in model.parameters()]
+    free += sum(p.nbytes for p in tensors if p.device.type == kind)
     (least,) = reduced([STATES_SHARE * free], dist.ReduceOp.MIN)
     return least
 
 
 def _named(experts: Experts) -> dict[str, Any]:
-    """Return the inputs that experts are; older decisions know no matrices of theirs."""
+    """Return the fields of experts as inputs; older decisions do not have ``matrices``."""
     return {key: value for key, value in asdict(experts).items() if key != "matrices" or value}
 
 
 def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Strategy]) -> dict[str, Any]:
-    """Return the inputs of a decision; with other values, it is made again."""
+    """Return the inputs of a decision. If any value changes, the strategy is chosen again."""
     assert model.held is not None
     zero = config.zero_config
     return {
@@ -198,7 +199,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         MICRO_STEP: zero.paro_micro_step_seconds,
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
         **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
-        **({"experts": [_named(one) for one in model.experts]} if model.experts else {}),
+        **({"experts": [_named(family) for family in model.experts]} if model.experts else {}),
     }
 
 
@@ -208,20 +209,21 @@ _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
 
 def say(message: str) -> None:
-    """Log at level WARNING, which DeepSpeed shows by default, since a strategy was chosen on the user's behalf."""
+    """Log at level WARNING, which DeepSpeed shows by default, because the user did not choose the strategy."""
     log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
 
 
 class Decisions:
-    """The decisions in a file, which one rank reads and writes. A damaged file is reported, but stops no run."""
+    """The decisions in a file, which one rank reads and writes. A damaged file is only logged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def find(self, inputs: dict[str, Any]) -> str | None:
-        """Return the strategy that was chosen for the same inputs; None if there is none."""
+        """Return the strategy that was chosen for the same inputs; None without such a decision."""
         entries = self._read()
         for entry in entries:
+            # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
                 say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {name}, as decided on {entry["date"]} ({self.path})')
@@ -239,22 +241,22 @@ class Decisions:
             "inputs": inputs,
             "plan": plan,
         }
-        aside = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
-            aside.write_text(text + "\n")
-            aside.replace(self.path)
+            temporary.write_text(text + "\n")
+            temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
             say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):
-                aside.unlink()
+                temporary.unlink()
 
     def _read(self, quietly: bool = False) -> list[dict[str, Any]]:
-        """Return all entries; none if there is no file, or it is not ours."""
+        """Return all entries; none if the file is missing, damaged, or not ours."""
         try:
             entries = json.loads(self.path.read_text())["decisions"]
-            # Every entry must be complete; otherwise the file is not ours.
+            # An incomplete entry raises KeyError: the file is not ours.
             return [{key: entry[key] for key in _KEYS} for entry in entries]
         except FileNotFoundError:
             return []

@@ -1,19 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained, and what a rank holds of it on its device and in host memory. Pure.
+"""The model to train, and its memory on a rank's device and host. Pure.
 
 Note [Cost of parameters in host memory]
-    Of parameters of Ψ bytes, frozen ones included, a rank holds Ψ/m (p = I) or Ψ/n (p = G) on the host, and copies
-    that to the device each time they are gathered, but for what ``paro_parameter_cache_bytes`` keeps there.
+    Of Ψ bytes of parameters, frozen ones included, a rank holds Ψ/m (p = I) or Ψ/n (p = G) on the host. It copies them
+    to the device for each gather, except the slices that ``paro_parameter_cache_bytes`` keeps on the device.
 
-    After a step, a slice of several rows (p = I, os = G, more than one group) is completed window by window. What has
-    crossed, Ψ_t/m of the trained parameters, is copied to the host under the next forward, and the first use waits for
-    it. Two windows are on the device. Updates in few bits also need what is held, Ψ_t/m the other way, and so does
-    what an offloaded optimizer has updated, Ψ_t/n. Where p = os, DeepSpeed copies Ψ_t/n or Ψ_t/m to the host in the
-    step, before anything else begins, unless an offloaded optimizer has it there.
+    After a step, a slice of several rows (p = I, os = G, more than one group) is completed window by window. The
+    received updates, Ψ_t/m of the trained parameters, are copied to the host during the next forward, and the first
+    use waits for them. Two windows are on the device. Quantized updates also copy the old parameters to the device,
+    Ψ_t/m, and an offloaded optimizer its updated shard, Ψ_t/n. If p = os, DeepSpeed copies Ψ_t/n or Ψ_t/m to the host
+    in the step, before anything else begins, unless an offloaded optimizer has the update there.
 
-    Both directions run at once, beside compute. From pageable memory the host waits for each copy, and queues no
-    compute meanwhile. Copies of an offloaded optimizer's gradients are not counted.
+    Both directions run at once and overlap with compute. With pageable memory, the host waits for each copy and queues
+    no compute in that time. Copies of an offloaded optimizer's gradients are not counted.
 """
 
 import operator
@@ -26,16 +26,16 @@ from deepspeed_ext.strategy import GroupSizes, ModelStates, Phase, Placement, St
 
 BUCKET = 500_000_000  # elements; DeepSpeed's default reduce_bucket_size and allgather_bucket_size
 FETCHED = 50_000_000  # elements in a gather, assumed if only the size of the model is known
-OPTIMIZER_BYTES = {"adam": 12, "muon": 8}  # for each parameter: fp32 master copy and two moments, or a momentum
+OPTIMIZER_BYTES = {"adam": 12, "muon": 8}  # per parameter: fp32 master copy, and two moments or a momentum
 
 
 @dataclass(frozen=True)
 class HostParameters:
-    """How parameters are in host memory: ``offload_param``.
+    """Parameters in host memory: ``offload_param``.
 
     Attributes:
-        pinned: whether that memory is pinned.
-        cache: bytes of slices that each device has as well (``paro_parameter_cache_bytes``).
+        pinned: whether the memory is pinned.
+        cache: bytes of slices that each device keeps as well (``paro_parameter_cache_bytes``).
     """
 
     pinned: bool = True
@@ -44,13 +44,13 @@ class HostParameters:
 
 @dataclass(frozen=True)
 class Copies:
-    """Bytes between host and device, of one rank.
+    """Bytes that one rank copies between host and device.
 
     Attributes:
-        use: to the device, each time that all parameters are gathered.
-        up, down: to the device before updates cross, and to the host after.
-        cached: on the device for good.
-        windows: on the device while updates cross.
+        use: bytes to the device, each time that all parameters are gathered.
+        up, down: bytes to the device before updates are sent, and to the host afterwards.
+        cached: bytes that are always on the device.
+        windows: bytes on the device while updates are sent.
         in_step: whether a step waits for ``down``.
     """
 
@@ -77,26 +77,26 @@ class Copies:
         offloaded_optimizer: bool = False,
         window: float = 0.0,
     ) -> "Copies":
-        """Return what a strategy copies; see Note [Cost of parameters in host memory].
+        """Return the copies of a strategy; see Note [Cost of parameters in host memory].
 
         Args:
-            host: how parameters are there; None if they are not.
-            strategy: which divides them; with p = N they are on the device.
-            sizes: of the groups.
-            states: of these parameters, before any sharding.
-            few_bits: whether updates cross in few bits.
+            host: settings of parameters in host memory; None if they are on the device.
+            strategy: the strategy; with p = N parameters are on the device.
+            sizes: ranks and groups.
+            states: states of these parameters, before any sharding.
+            few_bits: whether updates are quantized.
             offloaded_optimizer: whether optimizer states are on the host, too.
-            window: bytes of a bucket of whole parameters.
+            window: bytes of a bucket of unsharded parameters.
         """
         if host is None or strategy.p == Placement.N:
             return cls()
-        held, mine = states.parameters / sizes.shards(strategy.p), states.updated / sizes.shards(strategy.os)
+        shard, updated_shard = states.parameters / sizes.shards(strategy.p), states.updated / sizes.shards(strategy.os)
         if strategy.p == strategy.os or sizes.groups == 1:
-            return cls(use=held, down=0.0 if offloaded_optimizer else mine, in_step=True)
-        updated, cached = states.updated / sizes.shards(strategy.p), min(host.cache, held)
+            return cls(use=shard, down=0.0 if offloaded_optimizer else updated_shard, in_step=True)
+        updated, cached = states.updated / sizes.shards(strategy.p), min(host.cache, shard)
         return cls(
-            use=held - cached,
-            up=(updated if few_bits else 0.0) + (mine if offloaded_optimizer else 0.0),
+            use=shard - cached,
+            up=(updated if few_bits else 0.0) + (updated_shard if offloaded_optimizer else 0.0),
             down=updated,
             cached=cached,
             windows=min(2 * window / sizes.shards(strategy.p), updated),
@@ -108,7 +108,7 @@ class Experts:
     """The experts of one expert-parallel size: a family with fewer data-parallel ranks. Each rank has some experts.
 
     Attributes:
-        size: expert-parallel size: the number of neighboring ranks that together have all experts.
+        size: expert-parallel size: number of neighboring ranks that together have all experts.
         states, held, fetches, matrices: as in ``Model``, for the experts that one rank has.
     """
 
@@ -121,27 +121,27 @@ class Experts:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained.
+    """The model to train.
 
     Attributes:
-        states: bytes of all dense parameters, gradients and states, as they are moved.
-        gradient_bytes: bytes of one gradient, as it is moved.
+        states: bytes of all dense parameters, gradients and states, as communicated.
+        gradient_bytes: bytes of one gradient, as communicated.
         accumulation: micro-steps per step.
         compute: seconds of forward and backward of a micro-step.
-        fetches: messages that gather all parameters: one for each module that has some.
-        largest_layer: bytes of the parameters that one module holds itself, the most that is gathered at a time.
+        fetches: messages that gather all parameters: one for each module that has its own.
+        largest_layer: bytes of the largest module's own parameters, the most that is gathered at a time.
         bucket: elements of a bucket of gradients.
-        held: bytes as they are held on the device, if they differ from ``states``: what is offloaded takes none, and
-            gradients may be summed in another dtype.
+        held: bytes on the device, if they differ from ``states``: offloaded states take none, and gradients may be
+            summed in another dtype.
         regathered: whether sharded parameters are gathered again for backward, rather than kept since forward.
-        streams: whether transfers run beside compute on streams of their own; on a host, hops inside a group are
+        streams: whether transfers have their own streams and overlap with compute; on a host, hops inside a group are
             copies by the cores that compute.
         overlap: ``overlap_comm``; None for its default, which is true except for p = N on a host.
-        overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters come under the next forward.
-        matrices: bytes of the dense matrices that the step needs whole, as they are moved: those of Muon.
-        orthogonalizing: seconds that one rank would take to orthogonalize all that it has of matrices, experts' too.
+        overlap_updates: ``paro_overlap_updates``: with p = N, updated parameters are gathered in the next forward.
+        matrices: bytes of the dense matrices that Muon needs unsharded, as communicated.
+        orthogonalizing: seconds in which one rank would orthogonalize all of its matrices, experts' included.
         experts: experts of expert parallelism.
-        host: how parameters are in host memory, where they are sharded; None if they are on the device.
+        host: settings of sharded parameters in host memory; None if they are on the device.
     """
 
     states: ModelStates
@@ -173,23 +173,25 @@ class Model:
         muon: bool = False,
         largest_layer: int = 0,
     ) -> "Model":
-        """Return a model of which only sizes are known.
+        """Return a model for which only sizes are known.
 
         Args:
             parameters: number of parameters, experts' included.
-            trainable: how many of them are trained; None for all.
+            trainable: number of trained dense parameters; None for all.
             width: bytes of a parameter and of a gradient.
-            experts: how many of the parameters are in experts.
+            experts: number of parameters in experts.
             expert_parallel: expert-parallel size: ranks that together have all experts.
-            muon: whether Muon trains all of them, rather than Adam.
-            largest_layer: parameters of the largest module.
+            muon: whether Muon trains all parameters, rather than Adam.
+            largest_layer: number of parameters in the largest module.
         """
         optimizer_bytes = OPTIMIZER_BYTES["muon" if muon else "adam"]
         each = {"parameter_bytes": width, "gradient_bytes": width, "optimizer_bytes": optimizer_bytes}
         dense, of_rank = parameters - experts, experts // expert_parallel
-        states, own = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
-        trained = round((states.gradients + own.gradients) / width)
-        family = Experts(expert_parallel, own, None, max(1, of_rank // FETCHED), own.gradients if muon else 0.0)
+        states, expert_states = ModelStates.of(dense, trainable, **each), ModelStates.of(of_rank, **each)
+        trained = round((states.gradients + expert_states.gradients) / width)
+        family = Experts(
+            expert_parallel, expert_states, None, max(1, of_rank // FETCHED), expert_states.gradients if muon else 0.0
+        )
         return cls(
             states,
             width,
@@ -201,7 +203,7 @@ class Model:
         )
 
     def families(self, sizes: GroupSizes) -> list[tuple[GroupSizes, "Model"]]:
-        """Return each family of parameters as a model, with the sizes of its groups; the dense family first."""
+        """Return each family of parameters as a model, with its group sizes; the dense family is first."""
         alone = [
             (
                 sizes.of_experts(family.size),
@@ -221,12 +223,12 @@ class Model:
 
     @property
     def all_matrices(self) -> float:
-        """Return the bytes of the matrices that a rank has, experts' included."""
+        """Return the bytes of a rank's matrices, experts' included."""
         return self.matrices + sum(family.matrices for family in self.experts)
 
     @property
     def trainable(self) -> float:
-        """Return the elements of the dense parameters that are trained."""
+        """Return the number of trained dense parameters."""
         return self.states.gradients / self.gradient_bytes
 
     @property
@@ -236,7 +238,7 @@ class Model:
 
     @property
     def layers(self) -> int:
-        """Return the number of layers that the closed form has for the model."""
+        """Return the number of layers in the closed form."""
         return max(1, min(self.fetches, LAYERS))
 
     @property
@@ -246,8 +248,8 @@ class Model:
 
     def times(self, phase: Phase) -> int:
         """Return how often a phase runs in a step."""
-        kept = phase.each_micro_step == 2 and not self.regathered
-        return phase.times(self.accumulation) // (2 if kept else 1)
+        is_kept = phase.each_micro_step == 2 and not self.regathered
+        return phase.times(self.accumulation) // (2 if is_kept else 1)
 
     @property
     def buckets(self) -> int:
@@ -255,7 +257,7 @@ class Model:
         return max(1, round(self.trainable / self.bucket))
 
     def overlaps(self, strategy: Strategy) -> Overlap:
-        """Return what runs under compute."""
+        """Return which communication overlaps with compute."""
         sharded = strategy.p != Placement.N
         gradients = sharded or self.streams if self.overlap is None else self.overlap
         copies = self.streams and (self.host is None or self.host.pinned)
@@ -263,11 +265,11 @@ class Model:
 
 
 def copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:
-    """Return what is copied between host and device, of all families; the first one has the cache."""
-    found = Copies()
+    """Return the copies between host and device of all families; only the first family has the cache."""
+    total = Copies()
     for number, (ranks, family) in enumerate(families):
         host = family.host if family.host is None or not number else replace(family.host, cache=0.0)
-        found += Copies.of(
+        total += Copies.of(
             host,
             strategy,
             ranks,
@@ -276,19 +278,19 @@ def copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sen
             offloaded_optimizer=not (family.held or family.states).optimizer,
             window=family.bucket * family.updated_bytes,
         )
-    return found
+    return total
 
 
 def held_bytes(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> tuple[StateBytes, float]:
-    """Return the bytes of each state that a rank holds on its device, and those of all states in host memory."""
+    """Return the bytes of each state on a rank's device, and of all states in its host memory."""
 
     def held(family: Model) -> ModelStates:
-        states = family.held or family.states  # whole parameters are not offloaded
+        states = family.held or family.states  # unsharded parameters are not offloaded
         return replace(states, parameters=family.states.parameters) if strategy.p == Placement.N else states
 
-    here = _total([strategy.memory(ranks, held(family)) for ranks, family in families])
-    whole = _total([strategy.memory(ranks, family.states) for ranks, family in families])
-    return here, (whole.parameters - here.parameters) + (whole.optimizer - here.optimizer)
+    on_device = _total([strategy.memory(ranks, held(family)) for ranks, family in families])
+    total = _total([strategy.memory(ranks, family.states) for ranks, family in families])
+    return on_device, (total.parameters - on_device.parameters) + (total.optimizer - on_device.optimizer)
 
 
 def _total(parts: Sequence[StateBytes]) -> StateBytes:
@@ -296,11 +298,11 @@ def _total(parts: Sequence[StateBytes]) -> StateBytes:
 
 
 def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:
-    """Return the bytes of what else a step holds of a family; see ``Prediction.transient``."""
-    trainable, held = model.trainable, model.held or model.states
+    """Return the other bytes that a step holds for a family; see ``Prediction.transient``."""
+    trainable, states = model.trainable, model.held or model.states
     total = 0.0
-    if held.optimizer:  # not both: Muon's new momentum is kept or dropped before gradients are cast to fp32
-        elements = trainable if held.gradients < 4 * trainable else model.matrices / model.gradient_bytes
+    if states.optimizer:  # not both: Muon's new momentum is committed or dropped before gradients are cast to fp32
+        elements = trainable if states.gradients < 4 * trainable else model.matrices / model.gradient_bytes
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters

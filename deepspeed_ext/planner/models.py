@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what the planner must know about a model."""
+"""Counts a model's bytes, layers and FLOPs for the planner."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from deepspeed_ext.planner.memory import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
 
-TOKENS = 2048  # most tokens of a sample: most models have longer contexts than they are trained on
+TOKENS = 2048  # maximum tokens of a sample: most models have longer contexts than they are trained on
 
 
 def describe(
@@ -29,11 +29,11 @@ def describe(
 
     Args:
         model: the model to train.
-        parameter_bytes: bytes of a parameter in forward and backward; by default those that it has.
-        gradient_bytes: bytes of a gradient; by default as many as of a parameter.
+        parameter_bytes: bytes of a parameter in forward and backward; by default those of its dtype.
+        gradient_bytes: bytes of a gradient; by default those of a parameter.
         accumulation: micro-steps per step.
         compute: seconds of forward and backward of a micro-step.
-        bucket: most elements of a bucket of gradients; see ``full_bucket``.
+        bucket: maximum elements of a bucket of gradients; see ``full_bucket``.
 
     Raises:
         ValueError: the model has no parameters.
@@ -46,20 +46,20 @@ def describe(
     experts = tuple(
         Experts(
             size,
-            count(some, parameter_bytes, width),
-            fetches=len(list(_layers_with(model, some))),
-            matrices=float(width * sum(map(numel_of, matrices(some)))),
+            count(params, parameter_bytes, width),
+            fetches=len(list(_layers_with(model, params))),
+            matrices=float(width * sum(map(numel_of, matrices(params)))),
         )
-        for size, some in experts_of_sizes(model).items()
+        for size, params in experts_of_sizes(model).items()
     )
-    of_all = {id(param) for param in dense(model)}
-    elements = round((states.gradients + sum(one.states.gradients for one in experts)) / width)
+    dense_ids = {id(param) for param in dense(model)}
+    elements = round((states.gradients + sum(family.states.gradients for family in experts)) / width)
     return Model(
         states,
         width,
         accumulation,
         compute,
-        fetches=max(1, sum(any(id(param) in of_all for param in layer) for layer in layers)),
+        fetches=max(1, sum(any(id(param) in dense_ids for param in layer) for layer in layers)),
         largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
         bucket=full_bucket(bucket, elements),
         matrices=float(width * sum(map(numel_of, matrices(dense(model))))),
@@ -75,11 +75,11 @@ def mark_matrices(model: nn.Module) -> None:
 
 
 def orthogonalizing_flops(model: nn.Module, method: str) -> float:
-    """Return the FLOPs of orthogonalizing all of Muon's matrices once, with an ``ns_method``."""
+    """Return the FLOPs of orthogonalizing all of Muon's matrices once with an ``ns_method``."""
     return sum(
-        found.flops
+        matrix.flops
         for param in matrices(model.parameters())
-        for found in matrices_of(
+        for matrix in matrices_of(
             getattr(param, "ds_shape", param.shape), getattr(param, "muon_num_heads", None), method, float("inf")
         )
     )
@@ -88,23 +88,23 @@ def orthogonalizing_flops(model: nn.Module, method: str) -> float:
 def micro_step_flops(model: nn.Module, samples: int) -> float:
     """Estimate the FLOPs of forward and backward of a micro-step; the estimate tends to be too low.
 
-    For each token and parameter it counts 2 in forward and 2 in backward, and 2 more if the parameter is trained.
-    Embeddings are left out, and only the experts that a token is sent to are counted. Attention and recomputation are
-    not counted. Models other than language models of ``transformers`` have one token per sample.
+    Each token and parameter counts 2 in forward and 2 in backward, and 2 more if the parameter is trained. Of the
+    experts, only those that a token is sent to are counted. Embeddings, attention and recomputation are not counted.
+    Models other than language models of ``transformers`` have one token per sample.
     """
-    named = _language_model(model)
-    share = _experts_used(named)
-    ranks = {id(param): size for size, some in experts_of_sizes(model).items() for param in some}
-    found, seen = 0.0, set()
+    config = _language_model(model)
+    share = _experts_used(config)
+    ranks = {id(param): size for size, params in experts_of_sizes(model).items() for param in params}
+    flops_per_token, seen = 0.0, set()
     for name, module in model.named_modules():
         for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
-            if id(parameter) not in seen:
+            if id(parameter) not in seen:  # shared parameters count once
                 # With expert parallelism over E ranks, a rank has 1/E of the experts, but the tokens of E ranks.
                 of_experts = share * ranks.get(id(parameter), 1) if "experts" in name.split(".") else 1.0
-                used = numel_of(parameter) * of_experts
-                found += used * (6 if parameter.requires_grad else 4)
+                elements = numel_of(parameter) * of_experts
+                flops_per_token += elements * (6 if parameter.requires_grad else 4)
                 seen.add(id(parameter))
-    return samples * _tokens(named) * found
+    return samples * _tokens(config) * flops_per_token
 
 
 def _language_model(model: nn.Module) -> Any:
@@ -119,22 +119,22 @@ def _tokens(config: Any) -> int:
 
 
 def _experts_used(config: Any) -> float:
-    """Return the share of experts that a token is sent to."""
+    """Return the fraction of experts that a token is sent to."""
     counts = (getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
-    of = next((count for count in counts if isinstance(count, int)), None)
+    total = next((count for count in counts if isinstance(count, int)), None)
     used = getattr(config, "num_experts_per_tok", None)
-    return used / of if of and isinstance(used, int) else 1.0
+    return used / total if total and isinstance(used, int) else 1.0
 
 
 def _layers_with(model: nn.Module, some: list[nn.Parameter]) -> Iterator[nn.Module]:
-    """Return the modules that hold one of these parameters themselves."""
-    wanted = set(map(id, some))
-    return (module for module in model.modules() if any(id(p) in wanted for p in module.parameters(recurse=False)))
+    """Return the modules that directly own one of these parameters."""
+    param_ids = set(map(id, some))
+    return (module for module in model.modules() if any(id(p) in param_ids for p in module.parameters(recurse=False)))
 
 
 def _layers(model: nn.Module) -> Iterator[list[nn.Parameter]]:
-    """Return the parameters of each module that holds some itself: what ZeRO-3 gathers for it."""
+    """Yield each module's own parameters, which ZeRO-3 gathers together."""
     for module in model.modules():
-        own = list(module.parameters(recurse=False))
-        if own:
-            yield own
+        params = list(module.parameters(recurse=False))
+        if params:
+            yield params

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the rates of the hops that redistributions will use, over the process groups that they will use.
+"""Measures the rates of a redistribution's hops over its process groups.
 
-All ranks run the same hop at the same time, as in training, so that a rate accounts for what the ranks of a node
-share, and for how the backend runs a collective. Every time is that of the slowest rank, so all ranks get the same
-rates.
+All ranks run the same hop at the same time, as in training. A rate thus accounts for links that the ranks of a node
+share, and for the backend's implementation of a collective. Every time is that of the slowest rank, so all ranks get
+the same rates.
 """
 
 import statistics
@@ -27,15 +27,15 @@ from deepspeed_ext.progress import followed
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
-LONG = 0.25  # seconds; after a message that takes so long, no larger one is sent
+LONG = 0.25  # seconds; after a message that takes longer, no larger message is sent
 REPEATS = 3
-IN_A_ROW = 10  # runs in one sample: training queues hops, too, and does not wait for each
-ENOUGH = 0.02  # seconds; if a run takes this long, the cost of starting and waiting is negligible, so one is enough
+IN_A_ROW = 10  # runs in one sample: training also queues hops without waiting for each
+ENOUGH = 0.02  # seconds; if a run takes longer, launch and wait overheads are negligible, so one run is enough
 FREE = Rate(0.0, float("inf"))  # the rate of a hop over one rank
 MEMORY_BYTES = 64 * MIB  # size of the buffer that is read and written
 MATRIX = 512  # rows and columns of the multiplied matrices
-DEVICE_MATRIX = 4096  # on a device, where smaller products would take less time than starting them
-DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device, if it has room, since its caches hold 64 MiB
+DEVICE_MATRIX = 4096  # on a device, where smaller products would take less time than their launch
+DEVICE_MEMORY_BYTES = 1024 * MIB  # on a device with enough memory, since its caches may hold 64 MiB
 
 
 def measure(
@@ -43,19 +43,21 @@ def measure(
 ) -> Rates:
     """Measure the rates of this topology's hops. Collective over all ranks.
 
-    It takes a few seconds; at 100 Mbit/s between groups, about ten.
+    Takes a few seconds; at 100 Mbit/s between groups, about ten.
 
     Args:
         topology: the groups.
-        dtype: of gradients and parameters.
+        dtype: dtype of gradients and parameters.
         reduce_scatter: DeepSpeed's key of that name.
-        pinned: whether parameters in host memory are pinned; None if there are none, whose copies are not measured.
+        pinned: whether parameters in host memory are pinned; None if there are none, so that no copies are measured.
     """
     groups = {"intra": topology.intra, "inter": topology.inter}
     gathers = [GatherHop(group, level) for level, group in groups.items()]
     reductions = [make_reduce(group, level, reduce_scatter) for level, group in groups.items()]
     rates = [_rate(hop, dtype) for hop in followed([*gathers, *reductions], "measuring links", "hop")]
-    of_gathers, of_reductions = (dict(zip(groups, some, strict=True)) for some in (rates[:2], rates[2:]))
+    of_gathers, of_reductions = (
+        dict(zip(groups, rates_by_level, strict=True)) for rates_by_level in (rates[:2], rates[2:])
+    )
     return Rates(HopRates(**of_gathers), HopRates(**of_reductions), _memory(), _host(pinned))
 
 
@@ -70,16 +72,16 @@ def flops(dtype: torch.dtype) -> float:
 
 
 def samples(hop: Hop, dtype: torch.dtype) -> list[tuple[float, float]]:
-    """Measure one hop, with messages that grow until they take long enough. Collective over all ranks.
+    """Measure one hop with messages of growing size until one takes long enough. Collective over all ranks.
 
     Returns:
-        (bytes that a rank receives, seconds), the same on all ranks; nothing for a hop over one rank.
+        (bytes that a rank receives, seconds), the same on all ranks; empty for a hop over one rank.
     """
     return [] if hop.size == 1 else sampled(hop.size, dtype, lambda share: _runner(hop, share, dtype))
 
 
 def sampled(ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[], Any]]) -> list[tuple[float, float]]:
-    """Measure as ``samples`` does; ``runner`` returns what a rank runs to receive so many elements from each other."""
+    """Measure like ``samples``; ``runner(share)`` returns a call that receives ``share`` elements from each rank."""
     times: list[tuple[float, float]] = []
     for size in SIZES:
         share = max(1, round(size / (ranks - 1) / dtype.itemsize))
@@ -87,7 +89,7 @@ def sampled(ranks: int, dtype: torch.dtype, runner: Callable[[int], Callable[[],
         run()  # opens connections
         seconds = _seconds(run)
         times.append((float(share * (ranks - 1) * dtype.itemsize), seconds))
-        if seconds > LONG and len(times) > 2:
+        if seconds > LONG and len(times) > 2:  # equal on all ranks, so all stop after the same size
             break
     return times
 
@@ -97,7 +99,7 @@ def _rate(hop: Hop, dtype: torch.dtype) -> Rate:
 
 
 def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Return a function that runs a hop in which this rank receives ``share`` elements from each other rank."""
+    """Return a function that runs a hop with ``share`` elements from each other rank."""
     device = get_accelerator().current_device_name()
     if isinstance(hop, GatherHop):
         shard = torch.zeros(share, dtype=dtype, device=device)
@@ -108,7 +110,8 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Return the seconds of one run, of many in a row; the same on all ranks."""
+    """Return the seconds of one run, or the mean of several in a row; the same on all ranks."""
+    # ``_slowest`` lets all ranks take the same branch. Otherwise they would hang: ``_timed`` is collective.
     once = _slowest([_timed(run)])
     if once > ENOUGH:
         return _slowest([once, *(_timed(run) for _ in range(REPEATS - 1))])
@@ -116,21 +119,21 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _timed(run: Callable[[], Any], times: int = 1) -> float:
-    dist.barrier()
+    dist.barrier()  # a rate is for a hop that all ranks run at once
     begin = time.perf_counter()
     for _ in range(times):
         run()
-    get_accelerator().synchronize()
+    get_accelerator().synchronize()  # otherwise only launches would be timed
     return (time.perf_counter() - begin) / times
 
 
 def _slowest(seconds: list[float]) -> float:
-    """Return the median of the slowest rank's times; the same on all ranks."""
+    """Return the median over runs of the slowest rank's seconds; the same on all ranks."""
     return statistics.median(all_reduce_max(torch.tensor(seconds, dtype=torch.float32)).tolist())
 
 
 def _host(pinned: bool | None) -> float:
-    """Return the bytes per second that a rank copies to its device while all others do the same."""
+    """Return the bytes per second that a rank copies to its device while all other ranks do the same."""
     device = get_accelerator()
     if pinned is None or device.is_synchronized_device():
         return float("inf")
@@ -143,11 +146,11 @@ def _host(pinned: bool | None) -> float:
 
 
 def _memory() -> float:
-    """Return the bytes per second that a rank reads and writes in its memory while all others do the same."""
+    """Return the bytes per second that a rank reads and writes in its memory while all other ranks do the same."""
     device, nbytes = get_accelerator(), MEMORY_BYTES
     if not device.is_synchronized_device():
         nbytes = max(nbytes, min(DEVICE_MEMORY_BYTES, device.available_memory() // 8))
     buffer = torch.ones(nbytes // 4, device=device.current_device_name())
     run = lambda: buffer.mul_(1.0)  # noqa: E731
     run()
-    return 1 / _slowest([_seconds(run) / (2 * nbytes)])  # buffers may differ
+    return 1 / _slowest([_seconds(run) / (2 * nbytes)])  # ranks may have buffers of different sizes

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``python -m deepspeed_ext`` runs."""
+"""Commands of ``python -m deepspeed_ext``."""

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the arguments of a command line are made of."""
+"""Types of command-line arguments."""
 
 import argparse
 import functools
@@ -16,10 +16,11 @@ from typing import Any
 def import_callable(text: str) -> Callable[..., Any]:
     """Return the function of that name; the current directory is searched, too.
 
-    A ValueError that it raises becomes the cause of a RuntimeError, since ours are shown without a traceback.
+    If the function raises a ValueError, this becomes the cause of a RuntimeError: our ValueErrors are printed without
+    a traceback.
 
     Raises:
-        ValueError: the text is not of the form, or names nothing that can be imported.
+        ValueError: the text has another form, or cannot be imported.
     """
     if not all(text.partition(":")):
         raise ValueError(f"expected PACKAGE.MODULE:FUNCTION, got {text!r}.")
@@ -40,7 +41,7 @@ def import_callable(text: str) -> Callable[..., Any]:
 
 
 def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], float]:
-    """Return what reads a number above 0, or of at least 0 if ``zero`` is allowed."""
+    """Return a parser of a number above 0, or of at least 0 if ``zero`` is allowed."""
 
     def read(text: str) -> float:
         value = kind(text)
@@ -48,7 +49,7 @@ def number(kind: Callable[[str], float], zero: bool = False) -> Callable[[str], 
             raise argparse.ArgumentTypeError(f"must be {'at least' if zero else 'above'} 0, got {value}")
         return value
 
-    read.__name__ = kind.__name__  # which argparse shows where the text is no number
+    read.__name__ = kind.__name__  # argparse prints it if the text is no number
     return read
 
 
@@ -63,11 +64,11 @@ def count(text: str) -> int:
 
 
 def sub_key(text: str, alone: str) -> tuple[str, object]:
-    """Return the name and the value of KEY=VALUE; the value is read as JSON, and is a text where it is none.
+    """Return the name and the value of KEY=VALUE; the value is parsed as JSON, or else is the text itself.
 
     Args:
-        text: what was given.
-        alone: the key of a value that stands without one.
+        text: the argument.
+        alone: the key of a value without a key.
     """
     key, equals, value = text.partition("=")
     if not equals:
@@ -79,7 +80,7 @@ def sub_key(text: str, alone: str) -> tuple[str, object]:
 
 
 def new_file(text: str) -> Path:
-    """Return the path of a file that the first rank of a launch can write: its folder is there."""
+    """Return the path of a file whose folder exists on the first rank of a launch, which writes it."""
     path = Path(text)
     if os.environ.get("RANK", "0") == "0" and not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder for {text}")

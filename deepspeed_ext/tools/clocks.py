@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The device that trains: its name, and when something happened there or on the host.
+"""Name of the training device, and clocks for operations on the device or on the host.
 
-A device does things later than the host asks for them. So there a moment is an event on the current stream, and its
-time is known once the device has got there.
+A device executes operations later than the host launches them. A moment of a device is therefore an event on the
+current stream, and its time is known once the device has reached it.
 """
 
 import threading
@@ -16,27 +16,27 @@ from deepspeed.accelerator import get_accelerator
 
 
 def device_name() -> str:
-    """Return the name of the device that trains, such as a GPU's model; torch alone would say what the machine has."""
+    """Return the name of the training device, such as a GPU's model; torch alone may return another device's."""
     kind = get_accelerator().current_device_name().partition(":")[0]
     return str(getattr(torch.get_device_module(kind), "get_device_name", lambda: kind)())
 
 
 class Clock(ABC):
-    """Marks moments. Made by the thread, and on the stream, that train.
+    """Marks moments. Must be created by the training thread, on the training stream.
 
     Attributes:
-        on_host: whether what it times are operations of the host.
+        on_host: whether the timed operations run on the host.
     """
 
     on_host: bool
 
     @abstractmethod
     def mark(self) -> Any:
-        """Return this moment, of this thread or of the current stream."""
+        """Return the current moment of this thread or of the current stream."""
 
     @abstractmethod
     def trains(self) -> bool:
-        """Whether this thread, or the current stream, is the one that trains."""
+        """Whether this is the training thread, or the current stream is the training stream."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -44,11 +44,11 @@ class Clock(ABC):
 
     @abstractmethod
     def seconds(self, moment: Any) -> float:
-        """Return the seconds from the making of the clock to a moment, after ``settle``."""
+        """Return the seconds from the creation of the clock to a moment; call ``settle`` before."""
 
 
 class HostClock(Clock):
-    """The host's."""
+    """The host's clock."""
 
     on_host = True
 
@@ -62,14 +62,14 @@ class HostClock(Clock):
         return threading.get_ident() == self._thread
 
     def settle(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: the host's moments are always past."""
 
     def seconds(self, moment: float) -> float:
         return moment - self._zero
 
 
 class DeviceClock(Clock):
-    """A device's: events on its streams. A backward may run on another thread, but is on the same stream."""
+    """A device's clock: events on its streams. A backward may run on another thread, but uses the same stream."""
 
     on_host = False
 
@@ -85,12 +85,12 @@ class DeviceClock(Clock):
         return bool(get_accelerator().current_stream() == self._stream)
 
     def settle(self) -> None:
-        get_accelerator().synchronize()
+        get_accelerator().synchronize()  # elapsed_time needs completed events
 
     def seconds(self, moment: Any) -> float:
-        return float(self._zero.elapsed_time(moment)) / 1e3
+        return float(self._zero.elapsed_time(moment)) / 1e3  # elapsed_time is in milliseconds
 
 
 def make_clock() -> Clock:
-    """Return the clock of the device that trains."""
+    """Return the clock of the training device."""
     return HostClock() if get_accelerator().is_synchronized_device() else DeviceClock()

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that need neither a network nor a server: a template, a style sheet, scripts, and data as JSON. Pure."""
+"""HTML pages that need no network or server: a template, a style sheet, scripts, and data as JSON. Pure."""
 
 import base64
 import hashlib
@@ -15,16 +15,16 @@ _ASSETS = Path(__file__).parent / "report" / "assets"
 
 
 def fill_template(template: str, title: str, style: str, script: str, data: Mapping[str, Any], **texts: str) -> str:
-    """Return a page that loads nothing, with its style sheet, its script, and its data as JSON.
+    """Return a self-contained page, with its style sheet, its script, and its data as JSON.
 
     Args:
         template: HTML with ``$head``, ``$script``, ``$data``, and the names of ``texts``.
-        title: of the page, as HTML.
+        title: title of the page, as HTML.
         style, script: CSS and JavaScript.
-        data: what the script reads.
-        texts: HTML.
+        data: data for the script.
+        texts: HTML by name.
     """
-    policy = (  # nothing is loaded, and nothing runs but this style and this script
+    policy = (  # load nothing, and allow only this style and this script
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
         f"base-uri 'none'; form-action 'none'"
     )
@@ -33,7 +33,7 @@ def fill_template(template: str, title: str, style: str, script: str, data: Mapp
 
 
 def read_asset(name: str) -> str:
-    """Return a file of the assets of reports; all pages share the head, the style sheet, and ``dom.js``."""
+    """Return an asset of the report; all pages share the head, the style sheet, and ``dom.js``."""
     return (_ASSETS / name).read_text(encoding="utf-8")
 
 
@@ -42,13 +42,13 @@ def _hash(text: str) -> str:
 
 
 def _embedded(data: Mapping[str, Any]) -> str:
-    """Return the data as JSON that no HTML parser takes for a tag, an end of the script, or a comment."""
+    """Return the data as JSON without characters that an HTML parser could read as a tag or a comment."""
     text = json.dumps(_finite(data), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _finite(value: Any) -> Any:
-    """Return the value with None in the place of numbers that JSON does not have."""
+    """Return the value with None for numbers that JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

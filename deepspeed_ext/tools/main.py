@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line.
 
-Without a command it shows versions and groups. ``leaf-modules`` shows which modules of a model ZeRO-3 would fetch as
-one, ``plan`` what each strategy costs, ``report`` where a step's time goes, and ``doctor`` what is wrong with nodes.
+Without a command it shows versions and groups. ``leaf-modules`` shows the leaf modules that ZeRO-3 would use, ``plan``
+the predicted cost of each strategy, ``report`` the parts of a step's time, and ``doctor`` the problems of nodes.
 ``compare`` runs a script under several configurations, and ``convert`` makes a universal checkpoint.
 """
 
@@ -35,7 +35,7 @@ def report_versions() -> None:
 
 
 def report_groups(ranks: int | None, group_size: int | None) -> None:
-    """Print the groups that would be formed; by default, for the ranks in the launcher's environment."""
+    """Print the groups that would be formed, by default for the ranks in the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     m = group_size or default_group_size(range(ranks), ranks_per_node())
     sizes = GroupSizes(ranks, m)
@@ -68,7 +68,7 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
-    """Run a command, of ``report`` what comes before its script; return the exit status."""
+    """Run a command (for ``report``, the part before its script), and return the exit status."""
     if arguments.command == comparing.NAME:
         return comparing.run_command(arguments, script)
     if arguments.command == "plan":
@@ -87,11 +87,11 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
 
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Return our arguments, and those after ``--``, which are a script's: argparse would look for options there."""
+    """Return our arguments, and the script's after ``--``, in which argparse would look for our options."""
     if not {comparing.NAME, reporting.NAME} & set(words) or comparing.SEPARATOR not in words:
         return words, ()
-    where = words.index(comparing.SEPARATOR)
-    return words[:where], words[where + 1 :]
+    index = words.index(comparing.SEPARATOR)
+    return words[:index], words[index + 1 :]
 
 
 def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
@@ -99,10 +99,10 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
 
     Args:
         report_patches: prints which of DeepSpeed's symbols are patched, or have a hook.
-        patch_problems: returns what of that is not as expected.
+        patch_problems: returns the problems of patches and hooks.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)
-    # Their names must differ from those of all commands' arguments, since defaults of those would replace these.
+    # These names must differ from all commands' arguments, whose defaults would overwrite these values.
     ranks, size = "report_ranks", "report_group_size"
     parser.add_argument("--ranks", dest=ranks, type=int, help="data-parallel ranks (default: WORLD_SIZE, or 1)")
     parser.add_argument("--group-size", dest=size, type=int, help="paro_group_size (default: ranks per node)")
@@ -121,11 +121,11 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         ),
     ):
         add(commands.add_parser(name, help=text))
-    ours, script = _split(sys.argv[1:])
-    arguments = parser.parse_args(ours)
-    given = arguments.report_ranks, arguments.report_group_size
+    our_words, script = _split(sys.argv[1:])
+    arguments = parser.parse_args(our_words)
+    group_options = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
-        if given != (None, None):
+        if group_options != (None, None):
             parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
         if arguments.command == "doctor":
             sys.exit(examining.run(arguments, patch_problems))
@@ -134,13 +134,13 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         except ValueError as error:
             parser.exit(2, f"{error}\n")
         if arguments.command == reporting.NAME:
-            reporting.run(script[0])  # not above, since a ValueError of the script is no refusal of ours
+            reporting.run(script[0])  # outside of the try, because the script's own ValueErrors need a traceback
         if status:
             parser.exit(status)
         return
     report_versions()
     report_patches()
     try:
-        report_groups(*given)
+        report_groups(*group_options)
     except ValueError as error:
         parser.exit(2, f"\n{error}\n")

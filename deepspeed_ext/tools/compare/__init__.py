@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Configurations compared on a user's own script: launches, what is measured inside ranks, and the verdict."""
+"""Compares configurations on a user's own script: launches, measurements inside ranks, and the verdict."""

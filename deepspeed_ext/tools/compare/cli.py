@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext compare`` runs a script under several configurations in turns: which is faster."""
+"""``python -m deepspeed_ext compare`` runs a script under several configurations in turns and compares speeds."""
 
 import argparse
 import json
@@ -28,14 +28,16 @@ _EARLY = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")  # 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of ``compare``; what follows ``--`` is the script's."""
-    some = number(int)
+    """Add the arguments of ``compare``; the script and its arguments follow ``--``."""
+    positive_int = number(int)
     parser.usage = f"%(prog)s A.json B.json [options] {SEPARATOR} script.py [arguments, with {PLACEHOLDER}]"
     parser.add_argument("configs", nargs="+", type=Path, metavar="CONFIG", help="configurations; A is the first one")
     turns = parser.add_argument_group("turns")
-    turns.add_argument("--rounds", type=some, default=3, help="turns of each configuration (default: 3)")
-    turns.add_argument("--steps", type=some, default=10, help="optimizer steps to time in a turn (default: 10)")
-    turns.add_argument("--warm-up", type=some, default=3, help="optimizer steps before them (default: 3)")
+    turns.add_argument("--rounds", type=positive_int, default=3, help="turns of each configuration (default: 3)")
+    turns.add_argument(
+        "--steps", type=positive_int, default=10, help="optimizer steps to time in a turn (default: 10)"
+    )
+    turns.add_argument("--warm-up", type=positive_int, default=3, help="optimizer steps before them (default: 3)")
     order = "in each round as given, or shuffled (default: given)"
     turns.add_argument("--order", choices=("given", "random"), default="given", help=order)
     turns.add_argument("--seed", type=int, default=0, help="of --order random (default: 0)")
@@ -44,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch = parser.add_argument_group("how the script is launched")
     launchers = launching.LAUNCHERS
     launch.add_argument("--launcher", choices=launchers, default=launchers[0], help="(default: deepspeed)")
-    launch.add_argument("--ranks", type=some, dest="turn_ranks", help="on each node (default: one for each device)")
+    launch.add_argument(
+        "--ranks", type=positive_int, dest="turn_ranks", help="on each node (default: one for each device)"
+    )
     hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
     launch.add_argument("--hostfile", metavar="FILE", help=hosts)
     prefix = 'what to put before the script instead, such as "torchrun --nnodes 4 ..." on each node'
@@ -59,11 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
-    """Run all turns and print the verdict; return the exit status: 1 where losses differ or a turn failed.
+    """Run all turns and print the verdict; return the exit status: 1 if losses differ or a turn failed.
 
     Args:
-        arguments: of ``add_arguments``.
-        script: its path, or -m and a module, and its arguments.
+        arguments: arguments from ``add_arguments``.
+        script: the script's path, or -m and a module, and its arguments.
 
     Raises:
         ValueError: nothing could be run.
@@ -93,7 +97,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
     """Return the content of each configuration.
 
     Raises:
-        ValueError: an argument contradicts another, or names what is not there.
+        ValueError: an argument contradicts another, or names a missing file.
     """
     placeholder = any(PLACEHOLDER in word for word in script)
     if len(arguments.configs) not in range(2, len(string.ascii_uppercase) + 1):
@@ -120,7 +124,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(hjson.dumpsJSON(hjson.loads(path.read_text())))  # what DeepSpeed reads
+        content = json.loads(hjson.dumpsJSON(hjson.loads(path.read_text())))  # parse as DeepSpeed does
     except OSError as error:
         raise ValueError(f"the configuration {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
@@ -131,10 +135,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
-    """Refuse what cannot be put into the configuration that a script passes.
+    """Refuse keys and values that cannot be replaced in a script's own configuration.
 
     Raises:
-        ValueError: it has such a key or value.
+        ValueError: the configuration has such a key or value.
     """
     use = f"Write {PLACEHOLDER} where the script takes the path of its configuration."
     if early := [key for key in _EARLY if key in content]:
@@ -144,7 +148,7 @@ def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
 
 
 def _order(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Yield the number of the round, from 1, and the index of the configuration, the same on all nodes."""
+    """Yield the number of the round, from 1, and the index of the configuration, identically on all nodes."""
     shuffled = random.Random(arguments.seed)
     for round_ in range(1, arguments.rounds + 1):
         indices = list(range(len(arguments.configs)))
@@ -161,16 +165,16 @@ def _take_turn(
     index: int,
     content: dict[str, Any],
 ) -> dict[str, Any]:
-    """Run the script once, and return what its ranks report.
+    """Run the script once, and return its ranks' report.
 
     Raises:
         RunFailed: it failed, or took too few steps.
     """
     stem = f"{round_}-{string.ascii_uppercase[index]}"
-    # With a prefix, there is a command on each node, maybe with one folder for all.
+    # With a prefix, each node runs this command, possibly with a shared folder: the log needs the node's name.
     node = "" if arguments.launch is None else f"-{platform.node()}"
     report, log = folder / f"{stem}.json", folder / f"{stem}{node}.log"
-    report.unlink(missing_ok=True)  # of an earlier comparison
+    report.unlink(missing_ok=True)  # a report of an earlier comparison would hide a failure
     replaced = None if any(PLACEHOLDER in word for word in script) else content
     turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
     launcher = Launcher(arguments.launcher, arguments.turn_ranks, arguments.hostfile, arguments.launch)
@@ -202,9 +206,9 @@ def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]
     ]
     first, *others = contestants
     comparisons = [compare(first, other, arguments.loss_bound) for other in others]
-    what = first.first
+    info = first.first
     print(
-        f"{what['ranks']} rank(s) of {what['device']}, {what['dtype']}, DeepSpeed {what['versions']['deepspeed']}; "
+        f"{info['ranks']} rank(s) of {info['device']}, {info['dtype']}, DeepSpeed {info['versions']['deepspeed']}; "
         f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
     )
     print(table(contestants, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")

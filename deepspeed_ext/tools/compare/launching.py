@@ -3,13 +3,13 @@
 """Launches a script's ranks by a stock launcher, and makes sure that they end.
 
 Note [Variables on other nodes]
-    torchrun and srun run where the variables are. DeepSpeed's runner starts ranks on other nodes by ssh, and exports
-    variables of some prefixes, and the lines of the file ``.deepspeed_env`` in the home or the current folder, or of
-    the name in DS_ENV_FILE. So a launch gets a file that has the user's lines and ours, by its absolute path. They
-    may be secrets: only the user can read the file, and it is removed when the launch has ended.
+    torchrun and srun pass on the environment. DeepSpeed's runner starts ranks on other nodes by ssh, and exports
+    variables with some prefixes, and the lines of the file ``.deepspeed_env`` in the home or the current folder, or of
+    the file name in DS_ENV_FILE. So each launch has its own file with the user's lines and ours, at an absolute path.
+    The lines may be secrets: only the user can read the file, and it is removed after the launch.
 
 Note [Ranks of a launch]
-    A launcher may start ranks in sessions of their own, as torchrun does, and end before they do. So processes of a
+    A launcher may start ranks in their own sessions, as torchrun does, and end before they do. So processes of a
     launch on this machine are found by a variable that they inherit. On other nodes, the launcher ends its ranks.
 """
 
@@ -32,27 +32,27 @@ from deepspeed_ext.tools.compare.turn import VARIABLE, Turn
 PLACEHOLDER = "{config}"
 LAUNCHERS = ("deepspeed", "torchrun")
 MODULE = "-m"  # before the script, as for python
-_ENV_FILE = "DS_ENV_FILE"  # of DeepSpeed's runner, which looks for that name in two folders
+_ENV_FILE = "DS_ENV_FILE"  # DeepSpeed's variable, a file name that its runner looks for in two folders
 _DEFAULT_ENV_FILE = ".deepspeed_env"
-_LAUNCH = "DEEPSPEED_EXT_LAUNCH"  # one value for the processes of each launch: see Note [Ranks of a launch]
-_GRACE = 45.0  # seconds in which a launcher that is told to end may end its ranks; torchrun gives them 30 of these
+_LAUNCH = "DEEPSPEED_EXT_LAUNCH"  # identifies the processes of a launch: see Note [Ranks of a launch]
+_GRACE = 45.0  # seconds that a terminated launcher has to end its ranks; torchrun gives them 30 of these
 _POLL = 0.2
 _TAIL_LINES = 40
 
 
 class RunFailed(Exception):
-    """A launch ended with an error, did not end in time, or did not do what it was launched for."""
+    """A launch ended with an error, did not end in time, or did not complete its turn."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """How to launch.
+    """A launcher and its options.
 
     Attributes:
         name: one of ``LAUNCHERS``.
-        ranks: on each node; None for as many as the launcher finds devices.
-        hostfile: of DeepSpeed's runner; None for this machine alone.
-        prefix: what to put before the script instead of all that; None for nothing.
+        ranks: number of ranks on each node; None for one rank per device.
+        hostfile: hostfile of DeepSpeed's runner; None for this machine alone.
+        prefix: command to put before the script instead of the other options; None for none.
     """
 
     name: str = LAUNCHERS[0]
@@ -64,7 +64,7 @@ class Launcher:
         """Return the command that runs a script's ranks.
 
         Args:
-            script: its path, or -m and a module, and its arguments, in which {config} is replaced.
+            script: the script's path, or -m and a module, and its arguments, in which {config} is replaced.
             config: file of the configuration.
         """
         words = [word.replace(PLACEHOLDER, str(config)) for word in script]
@@ -89,11 +89,11 @@ def environment(turn: Turn) -> Iterator[dict[str, str]]:
     """Yield the environment of a launch; see Note [Variables on other nodes].
 
     Args:
-        turn: what its ranks measure.
+        turn: the turn of its ranks.
     """
     name = os.environ.get(_ENV_FILE, _DEFAULT_ENV_FILE)
-    theirs = [Path(folder, name) for folder in (Path.home(), Path())]
-    lines = [line for path in theirs if path.is_file() for line in path.read_text().splitlines() if line.strip()]
+    env_files = [Path(folder, name) for folder in (Path.home(), Path())]
+    lines = [line for path in env_files if path.is_file() for line in path.read_text().splitlines() if line.strip()]
     with tempfile.NamedTemporaryFile("w", prefix="deepspeed_env-") as file:  # mode 0600
         file.write("\n".join([*lines, f"{VARIABLE}={turn.encode()}", ""]))
         file.flush()
@@ -104,10 +104,10 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: floa
     """Run a launcher to its end. None of its ranks outlives a time-out, an interrupt, or a failure of the launcher.
 
     Args:
-        command: the launcher's.
-        env: its environment.
-        log: file for what it and its ranks print.
-        seconds: that it may take.
+        command: command of the launcher.
+        env: environment of the launcher.
+        log: file for the output of the launcher and its ranks.
+        seconds: time limit.
 
     Raises:
         RunFailed: it was not found, failed, or did not end in time; with the end of the log.
@@ -116,6 +116,7 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: floa
     env = {**env, _LAUNCH: mark}
     with log.open("wb") as file:
         try:
+            # In its own session: ``stop`` kills the launcher's process group, which must not contain this process.
             process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
             )
@@ -129,28 +130,28 @@ def run(command: Sequence[str], env: Mapping[str, str], log: Path, seconds: floa
             if process.returncode != 0:
                 stop(process, mark)
     if process.returncode or not ended:
-        why = f"exit status {process.returncode}" if ended else f"not finished after {seconds:g} s"
-        raise RunFailed(f"{tail(log)}\n\n{why}\ncommand: {shlex.join(command)}\nwhole log: {log}")
+        reason = f"exit status {process.returncode}" if ended else f"not finished after {seconds:g} s"
+        raise RunFailed(f"{tail(log)}\n\n{reason}\ncommand: {shlex.join(command)}\nwhole log: {log}")
 
 
 def stop(process: "subprocess.Popen[bytes]", mark: str) -> None:
-    """Tell a launcher to end its ranks, on other nodes as well, and kill what is left of them on this machine.
+    """Terminate a launcher, which ends its ranks on all nodes, and kill remaining ranks on this machine.
 
     Args:
-        process: the launcher's; it may have ended.
-        mark: what its processes have in ``_LAUNCH``.
+        process: the launcher, which may have ended.
+        mark: value of ``_LAUNCH`` in its processes.
     """
-    until = time.monotonic() + _GRACE
+    deadline = time.monotonic() + _GRACE
     if process.poll() is None:
         process.terminate()
     try:
-        while (process.poll() is None or _left(mark)) and time.monotonic() < until:
+        while (process.poll() is None or _left(mark)) and time.monotonic() < deadline:
             time.sleep(_POLL)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        while left := _left(mark):  # again, since one may have started another
-            for pid in left:
+        while pids := _left(mark):  # repeat, since a process may have started another before it was killed
+            for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(_POLL)
@@ -175,9 +176,9 @@ def tail(log: Path) -> str:
 
 
 def exit_on_signals(numbers: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) -> None:
-    """Turn signals that would end Python at once, and leave the ranks running, into an exception.
+    """Turn signals that would end Python immediately, with its ranks still running, into an exception.
 
-    Signals that ``nohup`` has made ignored stay ignored.
+    A SIGHUP that ``nohup`` ignores stays ignored.
     """
     for number in numbers:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
@@ -185,7 +186,7 @@ def exit_on_signals(numbers: Sequence[int] = (signal.SIGTERM, signal.SIGHUP)) ->
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago, so that two runs at the same time do not meet."""
+    """Return a port that was free just now, so that two concurrent runs do not use the same port."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

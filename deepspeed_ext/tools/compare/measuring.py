@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a launch of ``compare`` measures inside its ranks.
+"""Measures steps, losses and memory inside the ranks of a launch of ``compare``.
 
 Note [A script that is compared]
-    The script is not changed. While an engine is made, two methods of that one object are wrapped: ``backward`` keeps
-    the losses that it is given, and ``step`` notes when an optimizer step has ended. Of a pipeline, ``train_batch``
-    does both. The first engine of a process that ends a step is the one that is measured. After the last step all
-    ranks bring their numbers together, the first rank of each node writes the report, and all raise SystemExit(0) out
-    of the same call. So nothing of the script that follows runs.
+    The script is not changed. While an engine is constructed, two methods of this object are wrapped: ``backward``
+    stores its losses, and ``step`` marks the end of an optimizer step. For a pipeline, ``train_batch`` does both. The
+    first engine of a process that ends a step is measured. After the last step all ranks reduce their values, the
+    first rank of each node writes the report, and all ranks raise SystemExit(0) from the same call. So the rest of the
+    script does not run.
 """
 
 import atexit
@@ -33,14 +33,14 @@ from deepspeed_ext.tools.clocks import Clock, device_name, make_clock
 from deepspeed_ext.tools.compare.turn import UNFINISHED, Turn
 from deepspeed_ext.version import __version__
 
-Losses = list[list[Tensor]]  # of each step its micro-batches, of which the last step has not ended
+Losses = list[list[Tensor]]  # losses of micro-batches by step; the last step has not ended
 
 
 class Measurement:
     """The steps of one engine; see Note [A script that is compared].
 
     Args:
-        turn: what to measure.
+        turn: the turn to measure.
     """
 
     def __init__(self, turn: Turn) -> None:
@@ -53,7 +53,7 @@ class Measurement:
         self._written = False
 
     def watch(self, engine: Engine) -> None:
-        """Wrap the methods of an engine that is being made."""
+        """Wrap the methods of an engine that is being constructed."""
         losses: Losses = [[]]
         step = 0
 
@@ -66,7 +66,7 @@ class Measurement:
             step = engine.global_steps
 
         def after_step(_: Any) -> None:
-            if engine.global_steps != step:  # and not after one of the micro-steps before
+            if engine.global_steps != step:  # micro-steps do not increase global_steps
                 self._end_step(engine, losses)
 
         if engine.pipeline_parallelism:
@@ -78,17 +78,17 @@ class Measurement:
     def _end_step(self, engine: Engine, losses: Losses) -> None:
         self._engine = self._engine or engine
         if engine is not self._engine:
-            losses[:] = [[]]  # of an engine that is not measured
+            losses[:] = [[]]  # free the losses of an engine that is not measured
             return
         losses.append([])
         self._ended += 1
-        peak = get_accelerator().max_memory_allocated()  # on hosts only what is seen here
+        peak = get_accelerator().max_memory_allocated()  # on a host, the peak over these calls only
         if self._ended == self._turn.warm_up:
             self._peak_of_warm_up = peak
-            get_accelerator().reset_peak_memory_stats()
+            get_accelerator().reset_peak_memory_stats()  # ``peak_bytes`` excludes the warm-up
         if self._ended >= self._turn.warm_up:
-            self._clock = self._clock or make_clock()  # not before the script has chosen its device
-            self._ends.append(self._clock.mark())  # nobody waits, so what runs under the next forward does so
+            self._clock = self._clock or make_clock()  # the script has chosen its device by now
+            self._ends.append(self._clock.mark())  # no synchronization, which would prevent overlap with the forward
         if self._ended == self._turn.warm_up + self._turn.steps:
             self._finish(engine, losses)
 
@@ -96,39 +96,39 @@ class Measurement:
         """Write the report, and end the script on all ranks. Collective over all ranks."""
         report = {"seconds": self._seconds(), **_memory(engine, self._peak_of_warm_up), **_losses(losses)}
         self._write({**_described(engine), **report})
-        dist.barrier()  # no rank is gone while another one still sends, or writes
+        dist.barrier()  # no rank may exit while another rank still communicates or writes
         raise SystemExit(0)
 
     def _seconds(self) -> list[float]:
-        """Return the seconds from each end of a step to the next one."""
+        """Return the seconds between consecutive ends of steps."""
         assert self._clock is not None
         self._clock.settle()
         return [end - begin for begin, end in itertools.pairwise(map(self._clock.seconds, self._ends))]
 
     def say_unfinished(self) -> None:
-        """Write how many steps the script has taken, where it ends before it has taken all."""
+        """If the script ends before its last step, write its number of steps."""
         if not self._written:
             self._write({UNFINISHED: self._ended})
 
     def _write(self, report: dict[str, Any]) -> None:
-        """Write on the first rank of a node, if that has the folder: all of them, on a file system that they share."""
+        """Write the report on the first rank of each node that has the folder: all nodes, on a shared file system."""
         self._written = True
         path = Path(self._turn.report)
         if os.environ.get("LOCAL_RANK", "0") == "0" and path.parent.is_dir():
-            aside = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
-            aside.write_text(json.dumps(report))
-            aside.replace(path)
+            temporary = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}")
+            temporary.write_text(json.dumps(report))
+            temporary.replace(path)
 
 
 _measurement: Measurement | None = None
 
 
 def watch(engine: Engine, turn: Turn) -> None:
-    """Measure the steps of an engine that is being made, or of another one of this process.
+    """Measure the steps of an engine that is being constructed, or of another engine of this process.
 
     Args:
-        engine: a DeepSpeedEngine that knows its configuration.
-        turn: what to measure.
+        engine: a DeepSpeedEngine with its configuration.
+        turn: the turn to measure.
     """
     global _measurement
     if _measurement is None:
@@ -158,11 +158,11 @@ def _wrap(
 
 def _keep(loss: Any, losses: Losses) -> None:
     if isinstance(loss, Tensor) and loss.numel() == 1:
-        losses[-1].append(loss.detach().reshape(()).clone())  # its memory may be used again
+        losses[-1].append(loss.detach().reshape(()).clone())  # the script may reuse the loss's memory
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    """Return what ran, the same on all ranks."""
+    """Return the configuration of the run, the same on all ranks."""
     strategy = active_strategy(engine._config)
     dtype, _ = engine.get_data_types()
     return {
@@ -178,11 +178,11 @@ def _described(engine: Engine) -> dict[str, Any]:
 
 
 def _memory(engine: Engine, before: int) -> dict[str, int]:
-    """Return bytes on the rank with the most. Collective.
+    """Return the maximum bytes over all ranks. Collective.
 
     Args:
-        engine: what is measured.
-        before: the peak until the end of the warm-up on this rank.
+        engine: the measured engine.
+        before: this rank's peak until the end of the warm-up.
     """
     peak = get_accelerator().max_memory_allocated()
     states = held(engine)
@@ -192,20 +192,21 @@ def _memory(engine: Engine, before: int) -> dict[str, int]:
 
 
 def _losses(losses: Losses) -> dict[str, list[float | None]]:
-    """Return the loss of each step: the mean over micro-batches and those ranks that were given one, and rank 0's.
+    """Return the loss of each step: the mean over micro-batches and ranks that have losses, and rank 0's.
 
-    It is None where nobody was given one. Collective.
+    It is None for a step without losses. Collective.
     """
     ended = losses[:-1]
-    given = torch.tensor([bool(some) for some in ended])
+    has_loss = torch.tensor([bool(step_losses) for step_losses in ended])
     means = [
-        torch.stack(some).double().mean().cpu() if some else torch.zeros((), dtype=torch.double) for some in ended
+        torch.stack(step_losses).double().mean().cpu() if step_losses else torch.zeros((), dtype=torch.double)
+        for step_losses in ended
     ]
-    mine = torch.stack(means)
-    first = given & (dist.get_rank() == 0)
-    rows = [torch.where(kind, mine, 0.0) for kind in (given, first)] + [given.double(), first.double()]
+    own_means = torch.stack(means)
+    first = has_loss & (dist.get_rank() == 0)
+    rows = [torch.where(kind, own_means, 0.0) for kind in (has_loss, first)] + [has_loss.double(), first.double()]
     sums, of_first, ranks, has_first = all_reduced(torch.stack(rows), dist.ReduceOp.SUM).tolist()
     return {
         "losses": [total / count if count else None for total, count in zip(sums, ranks, strict=True)],
-        "losses_of_rank_0": [one if has else None for one, has in zip(of_first, has_first, strict=True)],
+        "losses_of_rank_0": [loss if has else None for loss, has in zip(of_first, has_first, strict=True)],
     }

@@ -1,8 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What one launch measures; the command sends it to its ranks by an environment variable.
+"""Settings of one launch, which the command passes to its ranks in an environment variable.
 
-Only the command sets the variable. Without it, no engine is changed. Standard library only: every engine asks for it.
+Only the command sets the variable. Without it, no engine is changed. This module only uses the standard library,
+because every engine imports it.
 """
 
 import base64
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 VARIABLE = "DEEPSPEED_EXT_COMPARE"
-UNFINISHED = "unfinished"  # key of the report of a script that ended too early: the steps that it has taken
+UNFINISHED = "unfinished"  # key of the report if a script ends too early: the number of its steps
 AUTO = "auto"  # a value that a framework replaces
 
 
@@ -23,9 +24,9 @@ class Turn:
     Attributes:
         steps: optimizer steps to time, after the warm-up.
         warm_up: optimizer steps before them, at least one.
-        report: path of the JSON that the first rank of each node writes, if the folder is there.
-        config: what replaces the top-level keys of the script's configuration; None where the script reads the
-            file itself.
+        report: path of the JSON that the first rank of each node writes, if its folder exists.
+        config: values that replace top-level keys of the script's configuration; None if the script reads the file
+            itself.
     """
 
     steps: int
@@ -34,15 +35,15 @@ class Turn:
     config: dict[str, Any] | None = None
 
     def encode(self) -> str:
-        """Return the value of the variable: base64, of which no launcher and no shell has to quote anything."""
+        """Return the value of the variable: base64, which needs no quoting in launchers and shells."""
         return base64.urlsafe_b64encode(json.dumps(asdict(self)).encode()).decode()
 
     @classmethod
     def decode(cls, text: str) -> "Turn":
-        """Return the turn of a value of the variable.
+        """Return the turn for a value of the variable.
 
         Raises:
-            ValueError: the command has not set it.
+            ValueError: the value was not set by the command.
         """
         try:
             return cls(**json.loads(base64.urlsafe_b64decode(text)))
@@ -53,7 +54,7 @@ class Turn:
             ) from error
 
     def put_into(self, config: dict[str, Any]) -> None:
-        """Replace the top-level keys of a script's configuration, in place, so that the script reads them as well."""
+        """Replace the top-level keys of a script's configuration in place, so that the script also sees them."""
         config.update({key: value for key, value in (self.config or {}).items() if value != AUTO})
 
 
@@ -61,7 +62,7 @@ def current() -> Turn | None:
     """Return the turn of this process; None if the command has not launched it.
 
     Raises:
-        ValueError: somebody else has set the variable.
+        ValueError: the variable was not set by the command.
     """
     text = os.environ.get(VARIABLE)
     return Turn.decode(text) if text else None

@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Decides which of two measurements is better, and whether losses agree: statistics, sentences, a table. Pure.
+"""Compares the speed and losses of configurations: statistics, sentences, a table. Pure.
 
 Note [Rounds]
-    A machine, and a network even more, is slower at some times than at others. So configurations take turns, and the
-    ratio is taken within a round, whose turns are close in time. The interval is a bootstrap of two levels: rounds are
-    drawn with replacement, and in each of them the steps of each configuration.
+    The speed of a machine, and even more of a network, varies over time. So configurations take turns, and the ratio
+    is taken within a round, whose turns are close in time. The interval is a two-level bootstrap: rounds are drawn
+    with replacement, and in each round the steps of each configuration.
 """
 
 import math
@@ -18,10 +18,10 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-LEVEL = 0.95  # of the interval
+LEVEL = 0.95  # confidence level of the interval
 DRAWS = 2000
-# Largest relative difference of losses that counts as rounding, by the dtype of the model: about 100 units of fp32 in
-# the last place, which training makes more of from step to step, and a few of 16 bits.
+# Largest relative difference of losses that counts as rounding, by the dtype of the model: about 100 units in the last
+# place for fp32, since training amplifies differences with each step, and a few for 16 bits.
 BOUNDS = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
 GB = 1e9
 _TITLES = (
@@ -43,7 +43,7 @@ _TITLES = (
 
 @dataclass(frozen=True)
 class Ratio:
-    """A ratio, and the bounds of its interval."""
+    """A ratio and the bounds of its confidence interval."""
 
     value: float
     low: float
@@ -56,34 +56,38 @@ class Ratio:
 
 
 def ratio(seconds: Sequence[Sequence[float]], of_other: Sequence[Sequence[float]]) -> Ratio:
-    """Return how many times as fast one configuration is as another: the other's seconds over its own.
+    """Return the speed of one configuration relative to another: the other's seconds over its own.
 
     The value is the geometric mean of the rounds' ratios of medians; see Note [Rounds].
 
     Args:
-        seconds: of each step in each round, all rounds with as many steps.
-        of_other: of the other, as many rounds.
+        seconds: seconds of each step in each round; all rounds have the same number of steps.
+        of_other: the other's seconds, with the same number of rounds.
     """
     own, other = numpy.asarray(seconds), numpy.asarray(of_other)
-    draw = numpy.random.default_rng(0)  # the same figures for the same seconds
+    draw = numpy.random.default_rng(0)  # fixed seed: the same seconds give the same interval
     rounds = draw.integers(len(own), size=(DRAWS, len(own)))
-    drawn = [numpy.log(_medians(some, rounds, draw)).mean(axis=1) for some in (own, other)]
+    # Both configurations use the same drawn rounds, since the ratio is taken within a round.
+    drawn = [numpy.log(_medians(config_seconds, rounds, draw)).mean(axis=1) for config_seconds in (own, other)]
     low, high = numpy.quantile(numpy.exp(drawn[1] - drawn[0]), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    logs = [math.log(median(theirs) / median(mine)) for mine, theirs in zip(seconds, of_other, strict=True)]
+    logs = [
+        math.log(median(other_steps) / median(own_steps))
+        for own_steps, other_steps in zip(seconds, of_other, strict=True)
+    ]
     return Ratio(math.exp(sum(logs) / len(logs)), float(low), float(high))
 
 
 def _medians(
     seconds: NDArray[numpy.float64], rounds: NDArray[numpy.int64], draw: numpy.random.Generator
 ) -> NDArray[numpy.float64]:
-    """Return the medians of drawn steps in drawn rounds, (DRAWS, rounds)."""
+    """Return the medians of drawn steps in drawn rounds, of shape (DRAWS, rounds)."""
     steps = draw.integers(seconds.shape[1], size=(*rounds.shape, seconds.shape[1]))
     medians: NDArray[numpy.float64] = numpy.median(seconds[rounds[..., None], steps], axis=-1)
     return medians
 
 
 def difference(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest relative difference of two runs' losses of the same steps; infinite if one is not finite."""
+    """Return the largest relative difference of two runs' losses by step; infinite if a loss is not finite."""
     if not all(map(math.isfinite, chain(losses, others))):
         return math.inf
     return max(abs(a - b) / max(abs(a), abs(b)) if a != b else 0.0 for a, b in zip(losses, others, strict=True))
@@ -94,12 +98,12 @@ def difference(losses: Sequence[float], others: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A configuration, with the reports of its turns.
+    """A configuration with the reports of its turns.
 
     Attributes:
         letter: A for the first, and so on.
         file: name of the configuration's file.
-        reports: of ``measuring.py``, one of each round.
+        reports: reports of ``measuring.py``, one per round.
     """
 
     letter: str
@@ -123,7 +127,7 @@ class Contestant:
 
     @property
     def seconds_per_sample(self) -> list[list[float]]:
-        """The same, over the samples of a step."""
+        """``seconds`` divided by the samples of a step."""
         return [[seconds / self.first["samples"] for seconds in steps] for steps in self.seconds]
 
     @property
@@ -141,10 +145,10 @@ class Comparison:
     """A configuration against the first one.
 
     Attributes:
-        first, other: the two.
-        speed: how many times as fast the other one is, for each sample.
+        first, other: the two configurations.
+        speed: speed of ``other`` relative to ``first``, per sample.
         loss: the largest relative difference of their losses; None if these cannot be compared.
-        bound: what that may be.
+        bound: upper bound of ``loss``.
         problem: why losses do not agree; empty if they do.
     """
 
@@ -180,7 +184,7 @@ class Comparison:
         return f"{other.name} {verdict} {first.name}: {figures}, {interval}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values; a difference that is not finite is None."""
+        """Return plain values, with None for a difference that is not finite."""
         finite = self.loss is not None and math.isfinite(self.loss)
         return {
             "first": self.first.letter,
@@ -198,17 +202,17 @@ def compare(first: Contestant, other: Contestant, bound: float | None = None) ->
     """Compare a configuration with the first one.
 
     Args:
-        first, other: their reports, of as many rounds.
-        bound: largest relative difference of losses; by default that of the coarser dtype of ``BOUNDS``.
+        first, other: the two configurations, with the same number of rounds.
+        bound: largest relative difference of losses; by default the bound of the coarser dtype in ``BOUNDS``.
     """
     if bound is None:
-        bound = max(BOUNDS.get(one.first["dtype"], max(BOUNDS.values())) for one in (first, other))
+        bound = max(BOUNDS.get(config.first["dtype"], max(BOUNDS.values())) for config in (first, other))
     speed = ratio(other.seconds_per_sample, first.seconds_per_sample)
     problem = _incomparable(first, other)
     loss = None
     if not problem:
         pairs = zip(first.reports, other.reports, strict=True)
-        loss = max(difference(mine["losses"], theirs["losses"]) for mine, theirs in pairs)
+        loss = max(difference(first_report["losses"], other_report["losses"]) for first_report, other_report in pairs)
         if loss > bound:
             problem = f"the largest relative difference is {loss:.1e}, the bound {bound:g}"
             problem += _spread_of_own(first, other, bound)
@@ -226,28 +230,28 @@ def _incomparable(first: Contestant, other: Contestant) -> str:
 
 
 def _spread_of_own(first: Contestant, other: Contestant, bound: float) -> str:
-    """Return a clause about a configuration whose own rounds differ: no verdict on the other one."""
+    """Return a clause about a configuration whose own rounds differ, which makes the comparison inconclusive."""
     for config in (first, other):
-        own = max(difference(config.first["losses"], report["losses"]) for report in config.reports)
-        if own > bound:
-            return f", and two runs of {config.letter} differ by {own:.1e}: set the same seed in each run"
+        spread = max(difference(config.first["losses"], report["losses"]) for report in config.reports)
+        if spread > bound:
+            return f", and two runs of {config.letter} differ by {spread:.1e}: set the same seed in each run"
     return ""
 
 
 def table(contestants: Sequence[Contestant], comparisons: Sequence[Comparison]) -> str:
-    """Return a row for each configuration; memory is that of the rank with the most."""
+    """Return a row for each configuration; memory is the maximum over ranks."""
     rows: list[tuple[str, ...]] = [_TITLES]
-    for config, found in zip(contestants, [None, *comparisons], strict=True):
-        every, relative = list(chain(*config.seconds)), ("1", "")
-        if found is not None:
-            speed = found.speed
-            relative = f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})", _shown(found.loss)
+    for config, comparison in zip(contestants, [None, *comparisons], strict=True):
+        seconds, relative = list(chain(*config.seconds)), ("1", "")
+        if comparison is not None:
+            speed = comparison.speed
+            relative = f"{speed.value:.3g} ({speed.low:.3g}..{speed.high:.3g})", _shown(comparison.loss)
         rows.append(
             (
                 f"{config.letter} {config.file}",
                 config.first["strategy"],
                 f"{config.median:.4g}",
-                f"{min(every):.4g}..{max(every):.4g}",
+                f"{min(seconds):.4g}..{max(seconds):.4g}",
                 f"{config.first['samples'] / config.median:.4g}",
                 *relative,
                 *(f"{config.most(key):.3g}" for key in ("peak_bytes", "parameter_bytes", "optimizer_bytes")),

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext doctor``: what is wrong with the nodes of a launch, found on the nodes themselves."""
+"""``python -m deepspeed_ext doctor``: finds problems of a launch's nodes by checks on the nodes themselves."""

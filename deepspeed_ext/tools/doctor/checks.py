@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of each rank by itself: versions, the order of ranks, memory and disks, copies to a device, compilers."""
+"""Checks without communication: versions, the order of ranks, memory and disks, copies to a device, compilers."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch, Options
 from deepspeed_ext.version import __version__
 
-_SHOWN = 4  # groups, hosts, or problems that are listed
+_SHOWN = 4  # maximum number of groups, hosts, or problems that are listed
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MUST_AGREE = (Level.WRONG, "Install the same version on every node.")
 _MAY_DIFFER = (Level.LOOK, "Ranks wait for the slowest one: better have the same everywhere.")
@@ -69,7 +69,7 @@ _FILL = "Have the launcher fill one host after the other (srun --distribution=bl
 
 
 def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
-    """Judge the order of ranks on hosts, and the groups that would be formed."""
+    """Judge the order of ranks on hosts, and the resulting groups."""
     hosts = launch.ranks_of_hosts()
     usual = statistics.mode(len(ranks) for ranks in hosts.values())
     uneven = _hosts_text({host: ranks for host, ranks in hosts.items() if len(ranks) != usual})
@@ -102,15 +102,15 @@ def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Find
     text = f"{sizes.groups} of {m}: {', '.join(map(ranks_text, groups[:_SHOWN]))}{more}"
     spanning = [group for group in groups if len({launch.hosts[rank] for rank in group}) > 1]
     if spanning:
-        where = "; ".join(launch.located(group) for group in spanning[:_SHOWN])
-        text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {where}"
+        examples = "; ".join(launch.located(group) for group in spanning[:_SHOWN])
+        text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {examples}"
     divide = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
-    alone, see = ": I means N, so NIG and IIG are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
+    singletons, see = ": I means N, so NIG and IIG are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
     one_group = ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3"
     cases: tuple[tuple[object, Level, str, str], ...] = (
         (crossings(ranks, m, [hosts.index(host) for host in launch.hosts]), Level.WRONG, "", _FILL),
         (spanning, Level.LOOK, "", divide),
-        (m == 1, Level.LOOK, alone, see),
+        (m == 1, Level.LOOK, singletons, see),
         (True, Level.OK, one_group if sizes.groups == 1 else "", ""),
     )
     _, level, meaning, advice = next(case for case in cases if case[0])
@@ -124,12 +124,12 @@ def _hosts_text(hosts: Mapping[str, list[int]]) -> str:
 
 GROUPS = Check(lambda launch: {"per_node": ranks_per_node(launch.environment)}, _judge_groups)
 
-_SHARED = 66 * 2**20  # bytes of /dev/shm for each rank in DeepSpeed's all-reduce on a host; NCCL takes less
+_SHARED = 66 * 2**20  # bytes of /dev/shm per rank for DeepSpeed's all-reduce on a host; NCCL takes less
 _LOCKED = 64 * 2**20  # bytes of the buffers of a few InfiniBand connections
 _BUILD, _LEAST_BUILD = 2**30, 100 * 2**20  # bytes of disk for all of DeepSpeed's operators, and for LoCo's kernels
-_RESERVE = 0.1  # share of the free memory that should be left for activations
+_RESERVE = 0.1  # share of the free memory that should remain for activations
 _CGROUP, _SHM = Path("/sys/fs/cgroup"), Path("/dev/shm")
-_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # of a parameter, and of a gradient
+_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}  # bytes of a parameter or gradient
 
 
 def _examine_memory(launch: Launch) -> dict[str, Any]:
@@ -151,19 +151,19 @@ def _examine_memory(launch: Launch) -> dict[str, Any]:
 
 
 def _free_host_memory() -> int:
-    """Return the free bytes of this host, or of the container's limit."""
+    """Return the free bytes of this host, within the container's limit."""
     import psutil  # type: ignore[import-untyped]
 
     free = int(psutil.virtual_memory().available)
     try:
         limit, used = (int((_CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
         return min(free, max(0, limit - used))
-    except (OSError, ValueError):  # no limit, which is "max", or control groups of version 1
+    except (OSError, ValueError):  # no limit ("max"), or cgroups version 1
         return free
 
 
 def needed_bytes(options: Options, sizes: GroupSizes) -> tuple[float, float]:
-    """Return the bytes of a rank on its device and on its host, without activations, as the planner predicts them.
+    """Return the planner's prediction of a rank's bytes on its device and on its host, without activations.
 
     Raises:
         ValueError: there is no such strategy.
@@ -172,7 +172,7 @@ def needed_bytes(options: Options, sizes: GroupSizes) -> tuple[float, float]:
     model = Model.of_size(options.params, width=_BYTES[options.dtype])
     if options.offload_optimizer:
         model = replace(model, held=replace(model.states, optimizer=0.0))
-    rates = Rates.of_links(sizes, sizes.group_size, 1, 1)  # do not affect memory
+    rates = Rates.of_links(sizes, sizes.group_size, 1, 1)  # any rates: they do not affect memory
     prediction = predict(parse_strategy(options.strategy), sizes, model, rates)
     return prediction.total_memory, prediction.host
 
@@ -197,7 +197,7 @@ def _judge_memory(answers: Answers, launch: Launch) -> list[Finding]:
 
 
 def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
-    """Judge whether the model fits the devices; ranks that compute on the host divide its memory."""
+    """Judge whether the model fits the devices; ranks that compute on a host share its memory."""
     device, host = _column(answers, "device"), _column(answers, "host")
     free = {
         rank: host[rank] / launch.hosts.count(launch.hosts[rank]) if nbytes is None else nbytes
@@ -259,7 +259,7 @@ _SLOW = 0.7  # of the median rate
 
 
 def _examine_pinned(launch: Launch) -> dict[str, float] | None:
-    """Return bytes per second to the device and back, while the other ranks copy as well; None without a device."""
+    """Return bytes per second to the device and back while all ranks copy; None without a device."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -310,7 +310,7 @@ _INSTALL = {
 
 
 def _examine_compiler(launch: Launch) -> dict[str, Any]:
-    """Return the path of each tool, as torch's cpp_extension finds them; empty if it is missing."""
+    """Return each tool's path, found as by torch's cpp_extension; empty if the tool is missing."""
     import torch
 
     from deepspeed_ext.op_builder import LocoBuilder
@@ -338,10 +338,10 @@ def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
         text = f"not found on {ranks_text(missing)} ({hosts}): {_WITHOUT}"
         findings.append(judged(tool, text if missing else "", _INSTALL[tool], ", ".join(paths)))
     major = {rank: [answer[name].split(".")[0] for name in ("nvcc", "torch")] for rank, answer in answers.items()}
-    others = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
-    if others:
-        nvcc, torch = answers[others[0]]["nvcc"], answers[others[0]]["torch"]
-        text = f"CUDA {nvcc} on {ranks_text(others)}, torch was built with {torch}: it compiles nothing then"
+    mismatched = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
+    if mismatched:
+        nvcc, torch = answers[mismatched[0]]["nvcc"], answers[mismatched[0]]["torch"]
+        text = f"CUDA {nvcc} on {ranks_text(mismatched)}, torch was built with {torch}: it compiles nothing then"
         findings.append(Finding("version of nvcc", Level.LOOK, text, _INSTALL["nvcc"]))
     if all(answer["built"] for answer in answers.values()):
         findings.append(Finding("LoCo's kernels", Level.OK, "built ahead of time"))

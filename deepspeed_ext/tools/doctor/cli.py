@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m deepspeed_ext doctor`` examines the nodes of a launch on the nodes themselves.
 
-It connects all ranks, runs all checks, prints the report, and ends with one status on all ranks. All ranks run the
-same checks in the same order; each rank examines, and rank 0 judges all answers. A check that raises or hangs on a
-rank is a finding. After one that communicates over process groups, those that follow it and communicate are left out.
+It connects all ranks, runs all checks, prints the report, and exits with the same status on all ranks. All ranks run
+the same checks in the same order. Each rank examines itself, and rank 0 judges all answers. A check that raises or
+hangs on a rank is a finding. If it communicates over process groups, later checks that communicate are skipped.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, Rendezvous
 from deepspeed_ext.version import __version__
 
 GROUPS = "process groups"
-CHECKS = {  # by title: the module, which may import torch, and the check; what communicates comes last
+CHECKS = {  # title -> module (which may import torch) and check; checks that communicate are last
     "versions": "checks:VERSIONS",
     "environment": "environment:ENVIRONMENT",
     "groups": "checks:GROUPS",
@@ -72,7 +72,7 @@ class Report:
     """The result of all checks.
 
     Attributes:
-        sections: on rank 0; empty on other ranks.
+        sections: sections of all checks on rank 0; empty on other ranks.
         abandoned: whether a check is still running on this rank, so that the process must end by ``os._exit``.
     """
 
@@ -84,15 +84,15 @@ def run(arguments: argparse.Namespace, patch_problems: Callable[[], list[str]]) 
     """Examine this launch.
 
     Args:
-        arguments: those of ``add_arguments``.
+        arguments: arguments from ``add_arguments``.
         patch_problems: returns the patches of DeepSpeed that are not as expected.
 
     Returns:
-        The exit status, the same on all ranks: 0 if nothing is wrong, 1 if something is, 2 if it could not run, or
-        not write the document.
+        The exit status, the same on all ranks: 0 if nothing is wrong, 1 if something is, 2 if it could not run or
+        could not write the document.
     """
     options = Options(**{option.name: getattr(arguments, option.name) for option in fields(Options)})
-    warnings.simplefilter("ignore", FutureWarning)  # of torch, about functions that DeepSpeed calls
+    warnings.simplefilter("ignore", FutureWarning)  # torch's, about functions that DeepSpeed calls
     report = Report()
     try:
         launch = connect(dict(os.environ), options, patch_problems)
@@ -119,7 +119,7 @@ def examine(launch: Launch, checks: Mapping[str, Check], document: Path | None, 
     if launch.rank == 0 and document is not None and not document.absolute().parent.is_dir():
         problem = f"there is no folder for {document} on {launch.hosts[0]}, where rank 0 writes it."
         _print_error(problem)
-    # Only rank 0's node needs the folder, but all ranks have to stop without it.
+    # Only rank 0 needs the folder, but without it all ranks must stop: the others would wait for rank 0.
     if launch.agree("error", problem):
         return COULD_NOT_RUN
     run_checks(launch, checks, report)
@@ -127,7 +127,7 @@ def examine(launch: Launch, checks: Mapping[str, Check], document: Path | None, 
     if launch.rank == 0:
         try:
             _show(launch, report.sections, status, document)
-        except OSError as error:  # not raised, since the other ranks wait for the status
+        except OSError as error:  # do not raise: the other ranks wait for the status
             _print_error(f"the report could not be written: {error}")
             status = COULD_NOT_RUN
     return int(launch.agree("status", str(status)))
@@ -139,8 +139,8 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
     Raises:
         RendezvousError: rank 0 is lost.
     """
-    present = set(range(launch.world))
-    obstacle: Finding | None = None  # why nothing more may communicate over process groups
+    responsive = set(range(launch.world))
+    obstacle: Finding | None = None  # reason to skip all later checks that communicate over process groups
     if GROUPS in launch.options.skip:
         obstacle = _left_out(f"it needs {GROUPS}, which are skipped", "Do not skip them")
     limits = {title: max(launch.options.timeout, check.least_seconds) for title, check in checks.items()}
@@ -154,21 +154,21 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
         outcome = _run_limited(check, launch, limits[title])
         report.abandoned |= not outcome
         late = json.dumps({"answer": None, "error": f"it did not end within {limits[title]:g} s"})
-        outcomes = launch.gather(title, outcome or late, present, limits[title] + _GRACE)
+        outcomes = launch.gather(title, outcome or late, responsive, limits[title] + _GRACE)
         if launch.rank:
             continue
-        findings, answers, failed = _judge(check, launch, outcomes, present - set(outcomes))
+        findings, answers, failed = _judge(check, launch, outcomes, responsive - set(outcomes))
         report.sections.append(Section(title, tuple(findings), answers))
-        if (failed and check.together) or present - set(outcomes):
+        if (failed and check.together) or responsive - set(outcomes):
             obstacle = obstacle or _left_out(f"{title} failed", "Fix that")
-        present = set(outcomes)
+        responsive = set(outcomes)
 
 
 def _run_limited(check: Check, launch: Launch, seconds: float) -> str:
-    """Run a check for a limited time. Returns its answer or error as JSON; nothing if it still runs.
+    """Run a check for a limited time. Returns its answer or error as JSON; empty if it is still running.
 
-    A call that blocks in C can be neither interrupted nor raised from. So a late thread is abandoned, and the process
-    has to end by ``os._exit``, since the interpreter could not be shut down around it.
+    A call that blocks in C cannot be interrupted. Its thread is abandoned, and the process must end by ``os._exit``,
+    because the interpreter would not shut down while the thread runs.
     """
     outcomes: list[str] = []
 
@@ -177,9 +177,9 @@ def _run_limited(check: Check, launch: Launch, seconds: float) -> str:
             from deepspeed.accelerator import get_accelerator
 
             if not get_accelerator().is_synchronized_device():
-                get_accelerator().set_device(launch.local_rank)  # each thread has its own
+                get_accelerator().set_device(launch.local_rank)  # the current device is per thread
             outcomes.append(json.dumps({"answer": check.examine(launch), "error": ""}))
-        except BaseException as error:  # also SystemExit: DeepSpeed's builders raise it
+        except BaseException as error:  # includes SystemExit, which DeepSpeed's builders raise
             text = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             outcomes.append(json.dumps({"answer": None, "error": text}))
 
@@ -209,8 +209,8 @@ def _judge(
 
 
 def _failure(launch: Launch, ranks: list[int], error: str) -> Finding:
-    found = f"the check itself failed: {' '.join(error.split())[:600]}"
-    return Finding(launch.located(ranks), Level.WRONG, found)
+    text = f"the check itself failed: {' '.join(error.split())[:600]}"
+    return Finding(launch.located(ranks), Level.WRONG, text)
 
 
 def _left_out(reason: str, advice: str) -> Finding:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Environment variables that slow training down or break it, or differ between ranks, and NCCL's settings.
+"""Checks environment variables that slow training down, break it, or differ between ranks, and NCCL's settings.
 
 Their effects are documented by NVIDIA (NCCL's user guide, "Environment Variables"; the CUDA programming guide) and by
 PyTorch. The condition for PAT is NCCL's own (``ncclPatEnable`` in its source).
@@ -17,13 +17,13 @@ from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
 _SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
-# Launchers set the first one per rank, and interfaces may have different names on different hosts.
+# Launchers set CUDA_VISIBLE_DEVICES per rank, and interfaces may have different names on different hosts.
 _MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}
 _ON, _ANY, _LOOPBACK = r"(?!(0|false|no|off)$).+", r".+", r"=?lo(,.*)?"
 
 
 class Harmful(NamedTuple):
-    """Values of a variable that do harm: those that match ``pattern``; ``effect`` is what they do."""
+    """Harmful values of a variable: those that match ``pattern``. ``effect`` is their effect."""
 
     name: str
     pattern: str
@@ -74,13 +74,13 @@ def _examine(launch: Launch) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "on_host": bool(device.is_synchronized_device()),
-        # RCCL has versions and defaults of its own.
+        # None for RCCL, whose versions and defaults are different.
         "nccl": list(torch.cuda.nccl.version()) if device.device_name() == "cuda" and torch.version.cuda else None,
     }
 
 
 def judge(answers: Answers, launch: Launch) -> list[Finding]:
-    """Judge variables, threads, and NCCL's settings; those of the first rank, since differences are findings."""
+    """Judge variables, threads, and the first rank's NCCL settings, since differences are findings of their own."""
     variables = {rank: answer["variables"] for rank, answer in answers.items()}
     findings = [*_harmful(variables, len(launch.ranks_of_hosts())), *_differences(variables)]
     if not findings:
@@ -93,7 +93,7 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
 
 def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator[Finding]:
     for name, pattern, effect, level in HARMFUL:
-        values = by_value({rank: given[name] for rank, given in variables.items() if name in given})
+        values = by_value({rank: row[name] for rank, row in variables.items() if name in row})
         for value, ranks in values.items():
             harmless = pattern == _LOOPBACK and hosts == 1
             if re.fullmatch(pattern, value.strip(), re.IGNORECASE) and not harmless:
@@ -101,8 +101,8 @@ def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator
 
 
 def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding]:
-    for name in sorted({name for given in variables.values() for name in given} - _MAY_DIFFER):
-        values = by_value({rank: given.get(name, "") for rank, given in variables.items()})
+    for name in sorted({name for row in variables.values() for name in row} - _MAY_DIFFER):
+        values = by_value({rank: row.get(name, "") for rank, row in variables.items()})
         if len(values) > 1:
             text = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
             advice = "Set it alike on all nodes. Launchers pass on only some variables to other hosts."
@@ -110,17 +110,17 @@ def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding
 
 
 def _threads(answers: Answers, launch: Launch) -> Finding:
-    """Judge the first host with too many or too few threads; for ranks that compute on their hosts."""
+    """Return a finding on the first host with too many or too few threads, if ranks compute on their hosts."""
     problems = []
     for host, ranks in launch.ranks_of_hosts().items():
-        given = [answers[rank] for rank in ranks if rank in answers]
-        cores = max((answer["cores"] for answer in given), default=0)
-        threads = sum(answer["threads"] for answer in given)
+        host_answers = [answers[rank] for rank in ranks if rank in answers]
+        cores = max((answer["cores"] for answer in host_answers), default=0)
+        threads = sum(answer["threads"] for answer in host_answers)
         text = f"{threads} threads of {len(ranks)} rank(s) on {cores} core(s) of {host}, where ranks compute"
         advice = f"Set OMP_NUM_THREADS={max(1, cores // len(ranks))}."
         if len(ranks) > 1 and threads > 2 * cores:
             problems.append((f"{text}: each waits for the others", advice))
-        elif given and 2 * threads <= cores:
+        elif host_answers and 2 * threads <= cores:
             problems.append((f"{text}: most cores idle (torchrun sets OMP_NUM_THREADS=1)", advice))
     if not problems:
         return Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")
@@ -158,12 +158,12 @@ _RAILS = {
 
 
 def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Launch) -> list[Finding]:
-    """Return what NCCL's version and variables mean for the hops of a strategy; nothing where they mean nothing.
+    """Return the effects of NCCL's version and variables on the hops of a strategy; empty without effects.
 
     Args:
         version: major, minor, and patch.
-        variables: of one rank.
-        launch: has the hosts and the groups.
+        variables: variables of one rank.
+        launch: the launch, for its hosts and groups.
     """
     sizes, several_hosts = launch.group_sizes(), len(launch.ranks_of_hosts()) > 1
     findings = []
@@ -180,8 +180,8 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
     if several_hosts and sizes and not variables.get("NCCL_ALGO"):
         findings += _pat(version, variables.get("NCCL_PAT_ENABLE", "2"), sizes, launch.hosts)
     add("port failover", [2, 29], failover == "1", several_hosts, (Level.OK, _FAILOVER[failover == "1"]))
-    rails = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
-    add("NCCL_CROSS_NIC", [], "", several_hosts, None if rails is None else (Level.OK, rails))
+    rail_text = _RAILS.get(variables.get("NCCL_CROSS_NIC", ""))
+    add("NCCL_CROSS_NIC", [], "", several_hosts, None if rail_text is None else (Level.OK, rail_text))
     return findings
 
 
@@ -190,7 +190,7 @@ def _dotted(version: list[int]) -> str:
 
 
 def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[str]) -> Iterator[Finding]:
-    """Yield whether hops between groups take a logarithmic number of steps; with two groups, both numbers are 1."""
+    """Yield whether hops between groups take a logarithmic number of steps; with two groups, a ring also takes 1."""
     k, m = sizes.groups, sizes.group_size
     shared = any(len(set(hosts[number::m])) < k for number in range(m))
     ring = f"all-gathers and reduce-scatters between the {k} groups take the {k - 1} steps of a ring"

@@ -20,8 +20,8 @@ class Level(IntEnum):
     """Severity of a finding; a greater value is worse."""
 
     OK = 0
-    LOOK = 1  # it works, but is slower than it has to be, or behaves unexpectedly
-    WRONG = 2  # training fails, or is much slower than it has to be
+    LOOK = 1  # it works, but is slower than necessary, or behaves unexpectedly
+    WRONG = 2  # training fails, or is much slower than necessary
 
     @property
     def word(self) -> str:
@@ -31,7 +31,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the report: the subject, its level, the observation, advice, and further lines such as a plot."""
+    """A line of the report: subject, level, observation, advice, and further lines such as a plot."""
 
     subject: str
     level: Level
@@ -55,7 +55,7 @@ class Section:
 
 
 def judged(subject: str, problem: str, advice: str, fine: str, level: Level = Level.LOOK) -> Finding:
-    """Return a finding of this level if there is a problem; otherwise that all is fine."""
+    """Return a finding of this level if there is a problem; otherwise an OK finding with the text ``fine``."""
     return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, fine)
 
 
@@ -65,7 +65,7 @@ def worst(sections: Iterable[Section]) -> Level:
 
 
 def report_text(sections: Sequence[Section], color: bool = False, width: int = WIDTH) -> str:
-    """Return the report, of so many columns; with colored levels for a terminal."""
+    """Return the report, ``width`` columns wide; with colored levels for a terminal."""
     levels = [finding.level for section in sections for finding in section.findings]
     columns = max((len(finding.subject) for section in sections for finding in section.findings), default=0)
     lines: list[str] = []
@@ -95,14 +95,14 @@ def _level_text(level: Level, color: bool) -> str:
 
 
 def bar(value: float, largest: float) -> str:
-    """Return a padded bar of ``value``; that of ``largest`` fills the column."""
+    """Return a padded bar of ``value``; the bar of ``largest`` fills the column."""
     return ("#" * max(1, round(_BAR * value / largest))).ljust(_BAR)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
     """Return ranks as ``rank 3`` or ``ranks 0-3, 8``."""
     ordered = sorted(ranks)
-    # Consecutive ranks have the same difference to their positions.
+    # In a run of consecutive ranks, rank minus position is constant.
     spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ordered), lambda item: item[1] - item[0])]
     shown = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
     return f"rank {shown}" if len(ordered) == 1 else f"ranks {shown}"

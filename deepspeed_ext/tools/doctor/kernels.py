@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Compare LoCo's kernels with the reference, bit for bit, on the device at hand."""
+"""Compares LoCo's kernels with the reference, bit for bit, on the current device."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -15,7 +15,7 @@ from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
 _WIDTH = 4133  # no multiple of a block or of a vector
-_BUILD_SECONDS = 600.0  # a compile at first use
+_BUILD_SECONDS = 600.0  # time limit that includes compilation at first use
 _BETA, _FACTOR = 0.8, 1 / 3
 _PARTS = {("loco_compress", 1): ": quantized gradients", ("loco_compress", 3): ": error feedback"}  # by argument
 _Case = tuple[str, str, Callable[..., Any], tuple[Any, ...]]  # operator, description, reference, arguments
@@ -32,19 +32,19 @@ def _examine(launch: Launch) -> dict[str, Any]:
 
 
 def differing(operators: Any, device: str) -> list[str]:
-    """Return the names of operators that differ from the reference, with the first case in which they do.
+    """Return the names of operators that differ from the reference, each with the first such case.
 
     Args:
-        operators: has them as attributes, as ``torch.ops.deepspeed_paro``.
-        device: runs the operators; the reference runs on the CPU.
+        operators: namespace of the operators, such as ``torch.ops.deepspeed_paro``.
+        device: device of the operators; the reference runs on the CPU.
     """
     wrong: dict[str, str] = {}
     for name, case, oracle, arguments in (*_gradients_and_updates(), *_lossless_updates()):
         expected, actual = (
-            [value.clone().to(where) if isinstance(value, Tensor) else value for value in arguments]
-            for where in ("cpu", device)
+            [value.clone().to(target) if isinstance(value, Tensor) else value for value in arguments]
+            for target in ("cpu", device)
         )
-        oracle(*expected)
+        oracle(*expected)  # both write into their arguments, hence the clones
         getattr(operators, name)(*actual)
         for position, pair in enumerate(zip(expected, actual, strict=True)):
             if isinstance(pair[0], Tensor) and not torch.equal(*map(_bits, pair)):
@@ -53,61 +53,66 @@ def differing(operators: Any, device: str) -> list[str]:
 
 
 def _gradients_and_updates() -> Iterator[_Case]:
-    """Yield cases of LoCo's operators; what they read is written by the reference, so none depends on another one."""
+    """Yield cases of LoCo's operators. The reference writes their inputs, so no case depends on another operator."""
     for dtype, packing, hadamard in product(ops.DTYPES, (Packing(4, 128), Packing(8, 256)), (False, True)):
         bits, block = sizes = packing.bits, packing.block_size
         case = f"{dtype}, {bits} bits, blocks of {block}{', Hadamard' * hadamard}"
         error = torch.zeros(3, Packing(8, block).row_bytes(_WIDTH), dtype=torch.uint8)
         wire, empty = packing.empty(3, _WIDTH, error), packing.empty(3, _WIDTH, error)
-        how = *sizes, _BETA, 2.0, hadamard
-        reference.compress(_numbers(dtype, 2), wire, None, error, *how)
+        settings = *sizes, _BETA, 2.0, hadamard
+        reference.compress(_numbers(dtype, 2), wire, None, error, *settings)
         gradient, out = _numbers(dtype, 1), torch.zeros(_WIDTH, dtype=dtype)
-        yield "loco_compress", case, reference.compress, (gradient, empty, error, torch.zeros_like(error), *how)
+        yield "loco_compress", case, reference.compress, (gradient, empty, error, torch.zeros_like(error), *settings)
         yield "loco_decompress", case, reference.decompress, (wire, out, *sizes, _FACTOR, hadamard)
         if not hadamard:
-            updated, held = _numbers(dtype, 3), _numbers(dtype, 4)
+            updated, params = _numbers(dtype, 3), _numbers(dtype, 4)
             difference = packing.empty(3, _WIDTH, updated)
-            reference.difference(updated, held, difference, *sizes)
-            yield "loco_difference", case, reference.difference, (updated, held, empty, *sizes)
-            yield "loco_apply", case, reference.apply, (difference, held, *sizes)
+            reference.difference(updated, params, difference, *sizes)
+            yield "loco_difference", case, reference.difference, (updated, params, empty, *sizes)
+            yield "loco_apply", case, reference.apply, (difference, params, *sizes)
 
 
 def _lossless_updates() -> Iterator[_Case]:
     for dtype in ops.LOSSLESS_DTYPES:
-        held = _numbers(dtype, 5).view(1, -1)
-        updated = held.clone()
-        updated[:, ::3] *= 1 + 2**-7  # most differences are small, as those of a step
-        tiles = torch.zeros(lossless.tiles_of(held.shape[-1]), dtype=torch.int32)
-        yield "lossless_measure", str(dtype), lossless.measure, (updated, held, tiles.clone())
-        lossless.measure(updated, held, tiles)
+        params = _numbers(dtype, 5).view(1, -1)
+        updated = params.clone()
+        updated[:, ::3] *= 1 + 2**-7  # most differences are small, as in a training step
+        tiles = torch.zeros(lossless.tiles_of(params.shape[-1]), dtype=torch.int32)
+        yield "lossless_measure", str(dtype), lossless.measure, (updated, params, tiles.clone())
+        lossless.measure(updated, params, tiles)
         header, nbytes = lossless.header_of(tiles)
         wire = torch.zeros(1, int(nbytes) + 16, dtype=torch.uint8)
-        yield "lossless_pack", str(dtype), lossless.pack, (updated, held, header, wire.clone())
-        lossless.pack(updated, held, header, wire)
-        yield "lossless_apply", str(dtype), lambda _, restored, updated=updated: restored.copy_(updated), (wire, held)
+        yield "lossless_pack", str(dtype), lossless.pack, (updated, params, header, wire.clone())
+        lossless.pack(updated, params, header, wire)
+        yield (
+            "lossless_apply",
+            str(dtype),
+            lambda _, restored, updated=updated: restored.copy_(updated),
+            (wire, params),
+        )
 
 
 def _numbers(dtype: torch.dtype, seed: int) -> Tensor:
-    """Return (3, width): random rows of several sizes, with zeros, subnormals, the largest numbers, NaN, infinity."""
+    """Return (3, width): random rows of several magnitudes, with zeros, subnormals, maxima, NaN, infinity."""
     numbers = torch.randn(3, _WIDTH, generator=torch.Generator().manual_seed(seed))
     numbers = numbers * torch.tensor([[1.0], [1e-3], [300.0]])
     info = torch.finfo(dtype)
     edges = [0.0, -0.0, info.tiny, info.smallest_normal / 4, info.max, -info.max, 7.0, 6.5, 0.5, -0.5]
-    numbers[0, 256 : 256 + len(edges)] = torch.tensor(edges)  # in a block of their own
+    numbers[0, 256 : 256 + len(edges)] = torch.tensor(edges)  # starts at a block boundary of all block sizes
     numbers[1, 512:768] = 0.0
     numbers[2, 1024], numbers[2, 2048] = float("nan"), float("-inf")
     return numbers.to(dtype)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor on the CPU; NaNs, of which torch has several, count as one."""
+    """Return the bytes of a tensor on the CPU; all NaN bit patterns are made equal."""
     if tensor.dtype.is_floating_point:
         tensor = torch.where(tensor.isnan(), torch.nan, tensor)
     return tensor.cpu().contiguous().view(torch.uint8)
 
 
 def judge(answers: Answers, launch: Launch) -> list[Finding]:
-    """Judge wrong, missing, and correct kernels."""
+    """Return findings on wrong, missing, and correct kernels."""
     findings = []
     wrong = by_value({rank: name for rank, answer in answers.items() for name in answer["wrong"][:1]})
     for first, ranks in wrong.items():

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranks of a launch, connected by a store with a time limit before any process group is formed.
 
-A process group that cannot be formed does not say which rank is missing; a store does. Answers are gathered through
-the store as well, so a rank that hangs in a collective, or has died, does not block those of other ranks.
+If a process group cannot be formed, it does not name the missing ranks; with a store they are known. Answers are also
+gathered through the store, so a rank that hangs in a collective, or has died, does not block other ranks' answers.
 """
 
 import json
@@ -20,18 +20,18 @@ from deepspeed_ext.tools.doctor.findings import Finding, by_value, ranks_text
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-Answers = Mapping[int, Any]  # of each rank that answered
+Answers = Mapping[int, Any]  # by rank, without ranks that did not answer
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_MARGIN = 10.0  # seconds that other ranks wait longer than rank 0, which reports the missing ones
+_MARGIN = 10.0  # seconds that other ranks wait longer than rank 0, which reports the missing ranks
 
 
 class RendezvousError(RuntimeError):
-    """Ranks cannot reach one another; the message says where they tried, and which are missing."""
+    """Ranks cannot reach each other; the message has the address and the missing ranks."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line; see its help. ``skip``: titles of checks to leave out."""
+    """The options of the command line; see its help. ``skip``: titles of checks to skip."""
 
     group_size: int | None = None
     timeout: float = 60.0
@@ -50,13 +50,13 @@ def _own_store() -> "Store":
 
 @dataclass(frozen=True)
 class Launch:
-    """The ranks of a launch, as one of them sees it.
+    """The ranks of a launch, from the view of one rank.
 
     Attributes:
         rank, local_rank: this rank's number, among all ranks and on its host.
         hosts: name of each rank's host, by rank.
-        options: of the command line.
-        environment: variables of this rank.
+        options: options of the command line.
+        environment: environment variables of this rank.
         patch_problems: returns the patches of DeepSpeed that are not as expected.
         store: connects all ranks.
     """
@@ -87,7 +87,7 @@ class Launch:
         return [list(range(first, min(first + size, self.world))) for first in range(0, self.world, size)]
 
     def group_sizes(self) -> GroupSizes | None:
-        """Return the number of ranks and of those in a group; None if no such groups can be formed."""
+        """Return the numbers of all ranks and of ranks in a group; None if no such groups can be formed."""
         try:
             return GroupSizes(self.world, self.options.group_size or len(self.teams()[0]))
         except ValueError:
@@ -103,7 +103,7 @@ class Launch:
         return f"{self.hosts[ranks[0]]} ({text})" if len(set(self.hosts)) > 1 else text
 
     def gather(self, key: str, text: str, ranks: Collection[int], seconds: float) -> dict[int, str]:
-        """Return the texts of those of these ranks that send one in time, on rank 0; nothing on other ranks."""
+        """Return on rank 0 the texts of the ``ranks`` that send one in time; empty on other ranks."""
         self.store.set(f"{key}/{self.rank}", text)
         if self.rank:
             return {}
@@ -131,21 +131,22 @@ class Launch:
             raise RendezvousError(f"rank {self.rank} on {host} has lost rank 0: {_first_line(error)}") from error
 
     def agree(self, key: str, text: str) -> str:
-        """Broadcast rank 0's text; rank 0, which may serve the store, waits until the other ranks have received it."""
+        """Broadcast rank 0's text. Rank 0 waits until the other ranks have received it."""
         text = self.broadcast(key, text, self.options.timeout + _MARGIN)
+        # Rank 0 may serve the store. If it exited earlier, the other ranks could not read the text.
         self.gather(f"{key} received", "", range(self.world), _MARGIN)
         return text
 
 
 @dataclass(frozen=True)
 class Check:
-    """One kind of check.
+    """A check.
 
     Attributes:
         examine: runs on every rank and returns plain values for JSON; may raise.
         judge: runs on rank 0, with the answers of all ranks whose ``examine`` returned; does not communicate.
-        together: whether ``examine`` communicates over process groups. It is left out after such a check failed or a
-            rank was lost, since ranks would wait for one another.
+        together: whether ``examine`` communicates over process groups. The check is skipped after such a check failed
+            or a rank was lost, since ranks would wait for each other.
         least_seconds: time limit of ``examine`` if ``--timeout`` is shorter.
     """
 
@@ -164,9 +165,9 @@ def connect(
         RendezvousError: a variable is not set, or a rank did not connect in time.
     """
     host, local_rank = socket.gethostname(), int(environment.get("LOCAL_RANK", "0"))
-    alone = Launch(0, local_rank, [host], options, environment, patch_problems)
+    single_rank = Launch(0, local_rank, [host], options, environment, patch_problems)
     if int(environment.get("WORLD_SIZE", "1")) == 1:
-        return alone
+        return single_rank
     if missing := [name for name in NEEDED if not environment.get(name)]:
         raise RendezvousError(
             f"expected the environment variables {', '.join(NEEDED)}, of which {', '.join(missing)} are not set: "
@@ -174,18 +175,19 @@ def connect(
         )
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-    launch = replace(alone, rank=rank, store=_open_store(environment, rank, address, options.timeout))
+    launch = replace(single_rank, rank=rank, store=_open_store(environment, rank, address, options.timeout))
     names = launch.gather("host", host, range(world), options.timeout)
     error = ""
-    if rank == 0 and (lost := set(range(world)) - set(names)):
+    if rank == 0 and (absent := set(range(world)) - set(names)):
         present = "; ".join(f"{host}: {ranks_text(ranks)}" for host, ranks in by_value(names).items())
         error = (
-            f"{ranks_text(lost)} of {world} {'is' if len(lost) == 1 else 'are'} missing: {options.timeout:g} s after "
-            f"rank 0 began to wait at {address}, only these had connected: {present}. Check that the launcher runs on "
-            "every node with the same number of nodes and of ranks per node, and that every node reaches that address."
+            f"{ranks_text(absent)} of {world} {'is' if len(absent) == 1 else 'are'} missing: {options.timeout:g} s "
+            f"after rank 0 began to wait at {address}, only these had connected: {present}. Check that the launcher "
+            "runs on every node with the same number of nodes and of ranks per node, and that every node reaches that "
+            "address."
         )
-    roll = json.dumps({"hosts": list(names.values()), "error": error})
-    answer = json.loads(launch.broadcast("roll", roll, options.timeout + _MARGIN))
+    message = json.dumps({"hosts": list(names.values()), "error": error})
+    answer = json.loads(launch.broadcast("roll", message, options.timeout + _MARGIN))
     if answer["error"]:
         raise RendezvousError(answer["error"])
     return replace(launch, hosts=answer["hosts"])
@@ -194,7 +196,7 @@ def connect(
 def _open_store(environment: Mapping[str, str], rank: int, address: str, timeout: float) -> "Store":
     from torch.distributed import PrefixStore, TCPStore
 
-    # torchrun's agent serves a store at this address; with any other launcher rank 0 does.
+    # torchrun's agent serves a store at this address; with any other launcher, rank 0 serves it.
     serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name, port, limit = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=timeout)
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks over process groups: forming them, rates of their hops, slow nodes and links, and clocks of hosts."""
+"""Checks over process groups: their formation, rates of their hops, slow nodes and links, and clocks of hosts."""
 
 import logging
 import statistics
@@ -23,7 +23,7 @@ _WATCHDOG = 60.0  # seconds after the check's limit at which NCCL's watchdog may
 
 
 def _examine_groups(launch: Launch) -> dict[str, Any]:
-    """Form the process group of all ranks, unless there is one, and the groups that training would form."""
+    """Form the process group of all ranks, unless it exists, and the groups that training would form."""
     import deepspeed
     from deepspeed import comm as dist
     from deepspeed.utils import logger
@@ -35,7 +35,7 @@ def _examine_groups(launch: Launch) -> dict[str, Any]:
     begin = time.perf_counter()
     if not distributed.is_initialized():
         _form_world(launch)
-    # DeepSpeed would compile this operator on a host, which takes a minute and serves only training.
+    # On a host, DeepSpeed would compile this operator, which takes a minute and is only for training.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(verbose=False)
     refused = ""
@@ -54,15 +54,17 @@ def _examine_groups(launch: Launch) -> dict[str, Any]:
 
 def _form_world(launch: Launch) -> None:
     device = get_accelerator()
-    # Bound to its device as DeepSpeed binds it, which decides how groups are made.
-    bound = torch.device(device.current_device_name()) if device.device_name() == "cuda" and launch.world > 1 else None
+    # Bind the process group to its device as DeepSpeed does, which changes how subgroups are formed.
+    device_id = (
+        torch.device(device.current_device_name()) if device.device_name() == "cuda" and launch.world > 1 else None
+    )
     distributed.init_process_group(
         device.communication_backend_name(),
         store=distributed.PrefixStore("groups", launch.store),
         rank=launch.rank,
         world_size=launch.world,
         timeout=timedelta(seconds=launch.options.timeout + (0 if device.is_synchronized_device() else _WATCHDOG)),
-        device_id=bound,
+        device_id=device_id,
     )
 
 
@@ -85,7 +87,7 @@ _MOST_LINK_SECONDS = 240.0
 
 
 def _examine_links(launch: Launch) -> dict[str, list[tuple[float, float]]] | None:
-    """Return (bytes, seconds) of gathers within and between groups, on rank 0; they are the same on all ranks."""
+    """Return (bytes, seconds) of gathers within and between groups on rank 0, which are the same on all ranks."""
     from deepspeed_ext.comm.hops import GatherHop
     from deepspeed_ext.comm.process_groups import get_topology
     from deepspeed_ext.planner import probe
@@ -123,14 +125,14 @@ def judge_links(answers: Answers, launch: Launch) -> list[Finding]:
 
 LINKS = Check(_examine_links, judge_links, together=True, least_seconds=_MOST_LINK_SECONDS)
 
-MOST_ROUNDS = 16  # of each kind; see Note [Rounds] in outliers.py
-SIZES = (2**20, 2**24, 2**26)  # bytes each way, each one measured if the one before took less than ENOUGH
+MOST_ROUNDS = 16  # inside teams, and between teams; see Note [Rounds] in outliers.py
+SIZES = (2**20, 2**24, 2**26)  # bytes each way; a larger size is measured if the previous took less than ENOUGH
 ENOUGH = 0.02  # seconds
 _REPEATS = 3
 _PINGS = 12
 _MUCH = 0.5  # share of the usual rate below which an outlier is wrong
 _LATE = 1 / 3  # share of the usual inverse latency below which a rank is late
-_SHOWN = 8  # findings of a kind
+_SHOWN = 8  # maximum number of findings of a type
 _MOST_PAIR_SECONDS = 300.0
 _NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and what else uses them."
 _RANK_ADVICE = "Look at this rank's device and its own link (nvidia-smi topo -m, nvidia-smi nvlink -s)."
@@ -143,8 +145,8 @@ class PairTimes:
 
     Attributes:
         ping: seconds of an empty message.
-        seconds: of each repeat, by the bytes that were sent each way at the same time.
-        whole: seconds from the start of the first repeat to the end of the last one, by these bytes.
+        seconds: seconds of each repeat, by the bytes that were sent each way at the same time.
+        whole: seconds from the start of the first repeat to the end of the last, by these bytes.
     """
 
     ping: float
@@ -153,17 +155,17 @@ class PairTimes:
 
     @property
     def rate(self) -> float:
-        """Return bytes per second each way, of the largest messages; the median, since ranks may share a link."""
+        """Return the median bytes per second each way of the largest messages, since ranks may share a link."""
         size = max(self.seconds)
         return size / statistics.median(self.seconds[size])
 
 
 def joint_rate(pairs: Sequence[PairTimes]) -> float:
-    """Return the bytes per second each way of pairs that were measured at the same time, together.
+    """Return the total bytes per second each way of pairs that were measured at the same time.
 
-    Of the largest messages that all of them sent. They share links, not always fairly, and one pair waits between its
-    repeats while another one sends. So the time of all repeats counts, of the pair that took longest. If there is only
-    one pair, its best repeat counts, since other load on a machine only slows it down.
+    The largest messages that all pairs sent are used. Pairs share links, not always fairly, and one pair waits between
+    its repeats while another sends. Therefore the time of all repeats of the slowest pair is used. For a single pair
+    it is the best repeat, since other load on a machine only slows it down.
     """
     size = max(set.intersection(*(set(times.seconds) for times in pairs)))
     if len(pairs) == 1:
@@ -172,10 +174,11 @@ def joint_rate(pairs: Sequence[PairTimes]) -> float:
 
 
 def _examine_pairs(launch: Launch) -> list[list[Any]]:
-    """Return both ranks and the fields of ``PairTimes`` of the pairs in which this rank is the lower one."""
+    """Return both ranks and the fields of ``PairTimes`` for the pairs in which this rank is the lower rank."""
     rows, teams = [], launch.teams()
     for pairs in (*inside(teams, MOST_ROUNDS), *between(teams, MOST_ROUNDS)):
-        if distributed.get_backend() == "gloo":  # its barrier lists the ranks that do not arrive
+        # The barrier separates rounds: the pairs of one round, and no others, share links at a time.
+        if distributed.get_backend() == "gloo":  # its monitored barrier names the missing ranks
             distributed.monitored_barrier(timeout=timedelta(seconds=launch.options.timeout), wait_all_ranks=True)
         else:
             distributed.barrier()
@@ -188,27 +191,29 @@ def _examine_pairs(launch: Launch) -> list[list[Any]]:
 
 def _measure(partner: int) -> list[Any]:
     """Return the fields of ``PairTimes``; both ranks measure the same sizes."""
+    # ``_exchange_seconds`` is equal on both ranks, so both end the loop together.
     seconds: dict[int, list[float]] = {}
-    whole: dict[int, float] = {}
+    totals: dict[int, float] = {}
     ping, _ = _ping(partner)
     for size in SIZES:
         payload, received = _zeros(size, torch.uint8), _zeros(size, torch.uint8)
         begin = time.perf_counter()
         seconds[size] = [_exchange_seconds(partner, payload, received) for _ in range(_REPEATS)]
-        whole[size] = time.perf_counter() - begin
+        totals[size] = time.perf_counter() - begin
         if min(seconds[size]) > ENOUGH:
             break
-    return [ping, seconds, whole]
+    return [ping, seconds, totals]
 
 
 def _ping(partner: int) -> tuple[float, float]:
-    """Return the seconds of an empty message, and by how many seconds the partner's clock is ahead, on the lower rank.
+    """Return the seconds of an empty message and, on the lower rank, how many seconds the partner's clock is ahead.
 
-    Of several round trips the quickest one counts. As in NTP, the partner's time is that of the middle of a trip.
+    The fastest of several round trips is used. As in NTP, the partner's time is that of the middle of a trip.
     """
     note, best = _zeros(1, torch.int64), (float("inf"), 0.0)
     for _ in range(_PINGS):
         clock, begin = time.time(), time.perf_counter()
+        # Opposite orders: if both ranks sent first, blocking sends could deadlock.
         if distributed.get_rank() < partner:
             distributed.send(note, partner)
             distributed.recv(note, partner)
@@ -222,13 +227,13 @@ def _ping(partner: int) -> tuple[float, float]:
 
 
 def _exchange_seconds(partner: int, payload: Tensor, received: Tensor) -> float:
-    """Send and receive the same number of bytes at the same time. Returns the seconds of the slower of the two."""
-    own, theirs = _zeros(1, torch.int64), _zeros(1, torch.int64)
-    _exchange(partner, own, theirs)  # both have arrived
+    """Send and receive the same number of bytes at the same time. Returns the seconds of the slower rank."""
+    own_time, partner_time = _zeros(1, torch.int64), _zeros(1, torch.int64)
+    _exchange(partner, own_time, partner_time)  # synchronizes both ranks before the timed exchange
     begin = time.perf_counter()
     _exchange(partner, payload, received)
-    _exchange(partner, own.fill_(round((time.perf_counter() - begin) * 1e9)), theirs)
-    return max(own.item(), theirs.item()) / 1e9
+    _exchange(partner, own_time.fill_(round((time.perf_counter() - begin) * 1e9)), partner_time)
+    return max(own_time.item(), partner_time.item()) / 1e9
 
 
 def _exchange(partner: int, sent: Tensor, received: Tensor) -> None:
@@ -243,11 +248,11 @@ def _zeros(count: int, dtype: torch.dtype) -> Tensor:
 
 
 def judge_pairs(answers: Answers, launch: Launch) -> list[Finding]:
-    """Return slow nodes, ranks and pairs, and how many rounds were measured."""
+    """Return slow nodes, ranks and pairs, and the number of measured rounds."""
     times = {
-        (a, b): PairTimes(ping, *({int(size): value for size, value in sizes.items()} for sizes in (seconds, whole)))
+        (a, b): PairTimes(ping, *({int(size): value for size, value in sizes.items()} for sizes in (seconds, totals)))
         for rows in answers.values()
-        for a, b, ping, seconds, whole in rows
+        for a, b, ping, seconds, totals in rows
     }
     team_of = {rank: number for number, team in enumerate(launch.teams()) for rank in team}
     across = {pair: row for pair, row in times.items() if team_of[pair[0]] != team_of[pair[1]]}
@@ -258,7 +263,7 @@ def judge_pairs(answers: Answers, launch: Launch) -> list[Finding]:
 
 
 def _judge_nodes(times: Mapping[Pair, PairTimes], team_of: Mapping[int, int], launch: Launch) -> list[Finding]:
-    """Return slow nodes, and ranks and pairs of ranks that slow nodes do not explain."""
+    """Return slow nodes, and slow ranks and pairs of ranks on other nodes."""
     teams = launch.teams()
     of_nodes: dict[Pair, list[PairTimes]] = {}
     for (a, b), row in times.items():
@@ -274,17 +279,19 @@ def _judge_nodes(times: Mapping[Pair, PairTimes], team_of: Mapping[int, int], la
         text = f"an empty message takes {1e6 / inverse:.0f} us, usually {1e6 / delays.usual:.0f} us"
         findings.append(Finding(launch.located([rank]), Level.LOOK, text, _NODE_ADVICE))
     explained = {*nodes.players, *nodes.lower, *(number for pair in nodes.pairs for number in pair)}
-    rest = {pair: row.rate for pair, row in times.items() if not explained & {team_of[rank] for rank in pair}}
-    ranks = find_outliers(rest)
+    unexplained_rates = {
+        pair: row.rate for pair, row in times.items() if not explained & {team_of[rank] for rank in pair}
+    }
+    ranks = find_outliers(unexplained_rates)
     if any(len(team) > 1 for team in teams) and (ranks.players or ranks.pairs):
-        findings += _outlier_findings(ranks, "ranks between nodes", launch, rest)
+        findings += _outlier_findings(ranks, "ranks between nodes", launch, unexplained_rates)
     return findings
 
 
 def _outlier_findings(
     outliers: Outliers, subject: str, launch: Launch, rates: Mapping[Pair, float], teams: list[list[int]] | None = None
 ) -> list[Finding]:
-    """Return a finding for each outlier among ranks, or among teams if given; if there is none, one for all pairs."""
+    """Return a finding for each outlier among ranks, or among teams if given; without outliers, one for all pairs."""
     findings, usual, advice = [], outliers.usual, _NODE_ADVICE if teams else _RANK_ADVICE
 
     def name(player: int) -> str:
@@ -315,7 +322,7 @@ _APART = 1.0  # seconds
 
 
 def _examine_clocks(launch: Launch) -> dict[str, float] | None:
-    """Return by how many seconds the clock of each other team's first rank is ahead, on rank 0."""
+    """Return on rank 0 the seconds by which the clock of each other team's first rank is ahead."""
     offsets = {}
     for first in (team[0] for team in launch.teams()[1:]):
         if launch.rank in (0, first):
@@ -324,7 +331,7 @@ def _examine_clocks(launch: Launch) -> dict[str, float] | None:
 
 
 def judge_clocks(answers: Answers, launch: Launch) -> list[Finding]:
-    """Return hosts whose clocks differ from that of rank 0."""
+    """Return hosts whose clocks differ from rank 0's."""
     offsets: dict[str, float] = answers[0]
     apart = {int(rank): seconds for rank, seconds in offsets.items() if abs(seconds) > _APART}
     text = ", ".join(f"{launch.hosts[rank]} (rank {rank}) {seconds:+.1f} s" for rank, seconds in apart.items())

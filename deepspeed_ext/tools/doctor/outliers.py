@@ -1,22 +1,22 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Find slow players and slow pairs among many: rounds of pairs to measure, and outliers among their rates. Pure.
+"""Finds slow players and slow pairs: rounds of pairs to measure, and outliers among their rates. Pure.
 
 A player is a rank, or a team of ranks such as those of a node.
 
 Note [Rounds]
-    All pairs of k teams can be measured in k - 1 rounds (k, if k is odd), in each of which every team is in one pair
-    only, so that pairs do not share a team's links: the schedule of a tournament, by the circle method. At most
-    ``most`` of these rounds are run, spread evenly over all. Then each team meets that many others. That is enough to
-    find a slow team, but a slow pair is found only if it is among those that were measured.
+    All pairs of k teams can be measured in k - 1 rounds (k, if k is odd). In each round every team is in only one
+    pair, so that pairs do not share a team's links: a tournament schedule by the circle method. At most ``most`` of
+    these rounds are run, spread evenly over all. Then each team meets that many others. This is enough to find a slow
+    team, but a slow pair is found only if it was measured.
 
 Note [Outliers]
-    A pair is as fast as the slower of its two players. So a player is as fast as it is with its better partners: the
-    upper quartile of its pairs' rates, which a slow partner does not lower. A player is slow if that is far below the
+    A pair is as fast as the slower of its two players. So a player's speed is that with its better partners: the upper
+    quartile of its pairs' rates, which a slow partner does not lower. A player is slow if its speed is far below the
     median of all players: by 3 robust standard deviations (1.4826 times the median absolute deviation, in logarithms),
-    and by 30 %, since rates of equal players may lie very close. A pair is slow if it is as far below what its slower
-    player does with others. If half of the players are slow, the median describes neither kind, and there are no
-    outliers: then only the spread shows it.
+    and by 30 %, since rates of equal players may be very close. A pair is slow if it is as far below its slower
+    player's speed. If half of the players are slow, the median is typical of neither half, and there are no outliers:
+    then only the spread shows the difference.
 """
 
 import math
@@ -30,16 +30,16 @@ from typing import TypeVar
 Pair = tuple[int, int]
 _Key = TypeVar("_Key", int, Pair)
 
-LEAST = 0.7  # of the usual rate; a slower player is an outlier
+LEAST = 0.7  # share of the usual rate below which a player may be an outlier
 _DEVIATIONS = 3
-_TO_SIGMA = 1.4826  # of a normal distribution, from the median absolute deviation
+_TO_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 _FASTER_PAIRS = 0.75
-_SPREAD = 2.0  # ratio of players' rates beyond which they are of two kinds
+_SPREAD = 2.0  # ratio of the highest to the lowest rate beyond which players are of two kinds
 
 
 def tournament(teams: int, most: int | None = None) -> list[list[Pair]]:
-    """Return rounds of pairs of 0 to teams - 1, each pair once, the lower one first; see Note [Rounds]."""
-    circle, rounds = list(range(teams + teams % 2)), []  # the last one stands for a pause if the number is odd
+    """Return rounds of pairs of 0 to teams - 1, each pair once, its lower member first; see Note [Rounds]."""
+    circle, rounds = list(range(teams + teams % 2)), []  # if the number is odd, the last entry is a bye
     for _ in range(len(circle) - 1):
         facing = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
         rounds.append([(min(pair), max(pair)) for pair in facing if max(pair) < teams])
@@ -50,7 +50,7 @@ def tournament(teams: int, most: int | None = None) -> list[list[Pair]]:
 
 
 def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
-    """Return rounds between teams, in which rank i of a team meets rank i of another one."""
+    """Return rounds between teams, in which rank i of a team meets rank i of another team."""
     return [
         [(min(x, y), max(x, y)) for a, b in pairs for x, y in zip(teams[a], teams[b], strict=False)]
         for pairs in tournament(len(teams), most)
@@ -58,7 +58,7 @@ def between(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
 
 
 def inside(teams: Sequence[Sequence[int]], most: int) -> list[list[Pair]]:
-    """Return rounds within teams, in all of them at the same time."""
+    """Return rounds within teams, in all teams at the same time."""
     of_teams = ([[(team[a], team[b]) for a, b in pairs] for pairs in tournament(len(team), most)] for team in teams)
     return [list(chain(*together)) for together in zip_longest(*of_teams, fillvalue=[])]
 
@@ -70,9 +70,9 @@ class Outliers:
     Attributes:
         usual: median rate of players.
         players: rates of slow players.
-        pairs: rates of slow pairs, each with the rate of its slower player, or the usual one if they met no others.
+        pairs: rates of slow pairs, each with the rate of its slower player, or the usual rate if they met no others.
         lower: players of the slower kind, if none is an outlier and rates are of two kinds.
-        rates: of all players.
+        rates: rates of all players.
     """
 
     usual: float
@@ -86,7 +86,7 @@ def find_outliers(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers
     """Return the slow players and pairs; see Note [Outliers]. Fewer than three players cannot be compared.
 
     Args:
-        rates: of pairs, above 0.
+        rates: rates of pairs, above 0.
         least: share of the usual rate below which a rate may be an outlier.
     """
     meetings = Counter(player for pair in rates for player in pair)
@@ -97,7 +97,7 @@ def find_outliers(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers
     slow = _far_below(speeds, dict.fromkeys(speeds, usual), least)
     expected = {pair: min(speeds[player] for player in pair) for pair in rates}
     pairs = {pair: (rates[pair], expected[pair]) for pair in _far_below(rates, expected, least)}
-    # If two players met no others, either may be the slow one.
+    # If two players met no others, either may be slow.
     lone = [pair for pair in rates if all(player in slow and meetings[player] == 1 for player in pair)]
     pairs |= {pair: (rates[pair], usual) for pair in lone}
     players = {player: speeds[player] for player in slow if not any(player in pair for pair in lone)}
@@ -108,7 +108,7 @@ def find_outliers(rates: Mapping[Pair, float], least: float = LEAST) -> Outliers
 
 
 def _far_below(rates: Mapping[_Key, float], expected: Mapping[_Key, float], least: float) -> list[_Key]:
-    """Return the keys of the rates that are outliers below the expected ones."""
+    """Return the keys of rates that are outliers below the expected rates."""
     below = {key: math.log2(expected[key] / rate) for key, rate in rates.items()}
     middle = statistics.median(below.values())
     deviation = _TO_SIGMA * statistics.median(abs(distance - middle) for distance in below.values())
@@ -117,5 +117,5 @@ def _far_below(rates: Mapping[_Key, float], expected: Mapping[_Key, float], leas
 
 
 def _upper(rates: list[float]) -> float:
-    """Return the upper quartile, of few rates the largest."""
+    """Return the upper quartile; for few rates, the largest."""
     return sorted(rates)[math.ceil(_FASTER_PAIRS * (len(rates) - 1))]

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Predictions on the command line: ``python -m deepspeed_ext plan``."""
+"""The command ``python -m deepspeed_ext plan``: predictions of all strategies."""

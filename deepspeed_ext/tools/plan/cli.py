@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext plan`` shows what each strategy would cost, and which to use, or writes a page that does.
+"""``python -m deepspeed_ext plan`` prints the predicted cost of each strategy and a choice, or writes a calculator.
 
 Under a launcher (torchrun, deepspeed), the plan is for the launched ranks. Rates that are not given are measured.
 """
@@ -29,9 +29,9 @@ from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 from deepspeed_ext.tools.plan.what_if import WhatIf
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-FLOPS, FROZEN_FLOPS = 6, 4  # for each parameter and token, forward and backward
-TERMINAL = Path("-")  # as a file
-# Options, those that each needs, and why.
+FLOPS, FROZEN_FLOPS = 6, 4  # per parameter and token, forward and backward
+TERMINAL = Path("-")  # value of --json
+# Option, the option that it needs, and the reason.
 NEEDED = (
     ("trainable", "params", "of a --model those count that require a gradient"),
     ("largest_layer", "params", "of a --model it is counted"),
@@ -50,7 +50,7 @@ NEEDED = (
     ("restart_seconds", "mtbf_hours", ""),
     ("async_save", "mtbf_hours", ""),
 )
-# Options that exclude each other, and why.
+# Options that exclude each other, and the reason.
 EXCLUSIVE = (
     ("expert_params", "trainable", "all parameters are trained"),
     ("tokens", "micro_step_seconds", "either of them gives the seconds of a micro-step"),
@@ -59,7 +59,7 @@ EXCLUSIVE = (
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
 
-# Options that go with --from; the first ones replace what was recorded of the cluster.
+# Options that go with --from; those of ``_REPLACING`` replace recorded values of the cluster.
 _REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
 WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
 
@@ -70,13 +70,13 @@ _Adder = Callable[..., argparse.Action]
 
 
 def _adder(group: argparse._ActionsContainer) -> _Adder:
-    """Return a function that adds an option: its flag, metavar, help, type if it has a value, and the rest."""
+    """Return a function that adds an option from its flag, metavar, help, type if it has a value, and the rest."""
 
     def add(
         flag: str, metavar: Any, text: str | None, kind: Callable[[str], Any] | None = None, **rest: Any
     ) -> argparse.Action:
-        given = _SWITCH if kind is None else {"type": kind, "metavar": metavar}
-        return group.add_argument(flag, help=text, **{**given, **rest})
+        keywords = _SWITCH if kind is None else {"type": kind, "metavar": metavar}
+        return group.add_argument(flag, help=text, **{**keywords, **rest})
 
     return add
 
@@ -103,9 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(add: _Adder) -> None:
-    whole = number(count, zero=True)
-    add("--trainable", "N", "of these (default: all)", whole)
-    add("--largest-layer", "N", "parameters of the largest module, with --params", whole)
+    non_negative = number(count, zero=True)
+    add("--trainable", "N", "of these (default: all)", non_negative)
+    add("--largest-layer", "N", "parameters of the largest module, with --params", non_negative)
     add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _SOME)
     add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _RANKS)
     add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
@@ -159,7 +159,7 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
     model, saves = _model(arguments), _saves(arguments, per_node)
     rates = _rates(arguments, sizes, per_node, launched)
-    if not first_rank and launched:
+    if not first_rank and launched:  # not earlier: all ranks must take part in measuring rates
         return
     if arguments.inter_gbps is None:
         from deepspeed.accelerator import get_accelerator
@@ -190,7 +190,7 @@ def _write(file: Path | None, document: Mapping[str, Any], table: Callable[[], s
 
 
 def _what_if(arguments: argparse.Namespace) -> WhatIf:
-    """Return predictions of a recorded training, with the cluster and the memory of the arguments.
+    """Return predictions of a recorded training for the arguments' cluster and memory.
 
     Raises:
         ValueError: the report cannot be used.
@@ -214,7 +214,7 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
 
 
 def _document(planned: Plan, saves: Saves | None) -> dict[str, Any]:
-    """Return a plan as plain values; ``saves`` is None where they are not predicted."""
+    """Return a plan as plain values; ``saves`` is None if saves are not predicted."""
     document = planned.as_dict() | {"reason": report.reason(planned)}
     document["saves"] = None if saves is None else saves.as_dict()
     _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
@@ -227,28 +227,30 @@ def _add_key(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that contradict one another."""
-    given = {name for name, value in vars(arguments).items() if value is not None and value is not False}
-    given -= {"command", "local_rank"}
-    others = sorted(given - {"page"})
-    if arguments.page and others:
-        raise ValueError(f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(others[0])}.")
-    if "from" in given:
-        for option in sorted(given - {"from", *WITH_RECORD}):
+    """Refuse arguments that contradict each other."""
+    options = {name for name, value in vars(arguments).items() if value is not None and value is not False}
+    options -= {"command", "local_rank"}
+    other_options = sorted(options - {"page"})
+    if arguments.page and other_options:
+        raise ValueError(
+            f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(other_options[0])}."
+        )
+    if "from" in options:
+        for option in sorted(options - {"from", *WITH_RECORD}):
             raise ValueError(f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, WITH_RECORD))} do.")
         return
-    for option, needed, why in NEEDED:
-        if option in given and needed not in given:
-            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{why and ': '}{why}.")
-    for option, other, why in EXCLUSIVE:
-        if {option, other} <= given:
-            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {why}.")
+    for option, needed, reason in NEEDED:
+        if option in options and needed not in options:
+            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{reason and ': '}{reason}.")
+    for option, other, reason in EXCLUSIVE:
+        if {option, other} <= options:
+            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {reason}.")
     params, experts, trained = arguments.params, arguments.expert_params, arguments.trainable
     if experts is not None and experts >= params:
         raise ValueError(f"--expert-params {experts} leaves nothing of --params {params}.")
     if trained is not None and trained > params:
         raise ValueError(f"--trainable {trained} is more than --params {params}.")
-    if "mtbf_hours" in given and not arguments.micro_step_seconds and "tokens" not in given:
+    if "mtbf_hours" in options and not arguments.micro_step_seconds and "tokens" not in options:
         raise ValueError("--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens.")
 
 
@@ -257,7 +259,7 @@ def _flag(name: str) -> str:
 
 
 def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
-    """Return the settings of --outer; None without."""
+    """Return the settings of --outer; None without it."""
     if arguments.outer is None:
         return None
     names = [name for name, _ in arguments.outer]
@@ -268,7 +270,7 @@ def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
 
 
 def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
-    """Return where a run saves and how often it fails; None without --mtbf-hours."""
+    """Return the storage and failure rate of a run; None without --mtbf-hours."""
     if arguments.mtbf_hours is None:
         return None
     return Saves(
@@ -282,12 +284,12 @@ def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
 
 
 def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
-    """Return the number of nodes, and of ranks on each node."""
-    given = arguments.nodes, arguments.ranks_per_node
+    """Return the number of nodes and of ranks per node."""
+    requested = arguments.nodes, arguments.ranks_per_node
     if not launched:
-        if None in given:
+        if None in requested:
             raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which says how many there are).")
-        return given
+        return requested
     ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
     if per_node is None:
         raise ValueError(
@@ -297,24 +299,24 @@ def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
     if ranks % per_node:
         raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
     actual = ranks // per_node, per_node
-    if any(value not in (None, have) for value, have in zip(given, actual, strict=True)):
+    if any(value not in (None, have) for value, have in zip(requested, actual, strict=True)):
         raise ValueError(
-            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {given[0]} "
-            f"--ranks-per-node {given[1]}: leave them out."
+            f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {requested[0]} "
+            f"--ranks-per-node {requested[1]}: leave them out."
         )
     return actual
 
 
 def _model(arguments: argparse.Namespace) -> Model:
-    """Return what is trained: a model that is made and counted, or one of a size."""
+    """Return the model to train, by counting a built model or from its size."""
     width, muon = BYTES[arguments.dtype or "bf16"], arguments.muon is not None
     if arguments.model is not None:
-        made = import_callable(arguments.model)()
+        module = import_callable(arguments.model)()
         from deepspeed_ext.planner.models import describe, mark_matrices
 
         if muon:
-            mark_matrices(made)
-        model = describe(made, parameter_bytes=width)
+            mark_matrices(module)
+        model = describe(module, parameter_bytes=width)
     else:
         model = Model.of_size(
             arguments.params,
@@ -341,22 +343,22 @@ def _model(arguments: argparse.Namespace) -> Model:
 
 
 def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
-    """Return the model with what is in host memory, of experts as well."""
+    """Return the model with its offloaded states, including those of experts."""
     offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
-    none = {name: 0.0 for name, wanted in offloaded.items() if wanted}
-    if not none:
+    no_bytes = {name: 0.0 for name, enabled in offloaded.items() if enabled}
+    if not no_bytes:
         return model
     cache = (arguments.parameter_cache_gb or 0.0) * GIGA
     return replace(
         model,
-        held=replace(model.states, **none),
-        experts=tuple(replace(family, held=replace(family.states, **none)) for family in model.experts),
+        held=replace(model.states, **no_bytes),
+        experts=tuple(replace(family, held=replace(family.states, **no_bytes)) for family in model.experts),
         host=HostParameters(cache=cache) if arguments.offload_param else None,
     )
 
 
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
-    """Return the rates of the hops: from figures, or measured."""
+    """Return the rates of the hops, from specifications or measured."""
     if arguments.inter_gbps is not None:
         latencies = Latencies.of(sizes, per_node)
         if arguments.latency_us is not None:
@@ -372,7 +374,7 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     from deepspeed_ext.planner import probe
 
     copies = arguments.offload_param or arguments.mtbf_hours is not None
-    # Otherwise all ranks of a node would measure on its first device.
+    # Without this, all ranks of a node would measure on its first device.
     deepspeed.get_accelerator().set_device(int(os.environ.get("LOCAL_RANK", "0")))
     deepspeed.init_distributed()
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype or "bf16"]

@@ -1,27 +1,27 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy costs with an outer optimizer between groups. Pure.
+"""Predicts the cost of a strategy with an outer optimizer between groups. Pure.
 
 Note [Cost of outer steps]
-    Groups train apart (Note [Outer steps] in ``zero/outer.py``; DiLoCo, arXiv:2311.08105), so an inner step is the
-    strategy's in a world of one group: nothing crosses between groups. Every H inner steps there is an outer step.
+    Groups train separately (Note [Outer steps] in ``zero/outer.py``; DiLoCo, arXiv:2311.08105), so an inner step is
+    the strategy's in a world of one group: nothing is sent between groups. Every H inner steps there is an outer step.
     With os = I and Ψ trained parameters, a rank and those of its number in other groups have the same Ψ/m elements.
 
-    *Bytes.* Changes are reduced from I to G, and outer weights are gathered from G to I. So with w bytes an element a
-    rank receives 2 b wΨ bytes in an outer step, where b = (k-1)/n: 2 b 4Ψ in 32 bits. In 8 and 4 bits an element also
-    has its share of a scale of 16 bits.
+    *Bytes.* Changes are reduced from I to G, and outer weights are gathered from G to I. So with w bytes per element a
+    rank receives 2 b wΨ bytes in an outer step, with b = (k-1)/n: 2 b 4Ψ in 32 bits. In 8 and 4 bits an element also
+    has its share of a 16-bit scale.
 
     *Memory.* A rank holds the anchor of its elements in fp32, 4Ψ/m bytes, and outer weights and momentum of one row
-    of k, 8Ψ/n. In 8 and 4 bits the reduction keeps its errors in 8 bits and scales, Ψ/m bytes. A fragment on its way
-    takes a copy in fp32, and its errors are there twice until it is used. With a delay the copy is of all of the
-    fragment, 1/F of the elements. Without one the fragment crosses in pieces of at most ``MOST_AT_ONCE`` elements, one
-    after the other, and the copy is of one of these.
+    of k, 8Ψ/n. In 8 and 4 bits the reduction keeps its errors in 8 bits and scales, Ψ/m bytes. A fragment in flight
+    takes a copy in fp32, and its errors exist twice until it is used. With a delay, the copy is of the entire
+    fragment, 1/F of the elements. Without a delay, the fragment is sent in pieces of at most ``MOST_AT_ONCE``
+    elements, one after the other, and the copy is of one piece.
 
-    *Seconds.* Both hops of a fragment take t seconds. It hides under the inner steps of its delay d, so F fragments
+    *Seconds.* Both hops of a fragment take t seconds. They overlap with the inner steps of the delay d, so F fragments
     add F max(0, t - d inner) seconds to H inner steps (Streaming DiLoCo, arXiv:2501.18512).
 
-    Left out: steps of the warm-up, which cost what the strategy alone does; the arithmetic of an outer step; copies
-    to the host and back with ``offload``; the flag by which groups agree that fp16 gradients have overflowed.
+    Left out: steps of the warm-up, which cost the same as the strategy alone; the arithmetic of an outer step; copies
+    to the host and back with ``offload``; the flag by which groups share that fp16 gradients have overflowed.
 """
 
 import math
@@ -41,16 +41,16 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class OuterPrediction:
-    """A strategy with an outer optimizer, and what it costs each rank; see Note [Cost of outer steps].
+    """The predicted cost of a strategy with an outer optimizer; see Note [Cost of outer steps].
 
     Attributes:
-        average: of a step, the mean over H inner steps and the outer step. ``transient`` has ``held`` and
-            ``transfer`` in it, ``host`` what the outer optimizer offloads.
-        held: bytes of the device for anchor, outer weights, momentum and errors.
-        transfer: most bytes that what is on its way takes.
-        received: bytes from other groups in an outer step, all of its fragments.
+        average: cost of a step, the mean over H inner steps and the outer step. ``transient`` includes ``held`` and
+            ``transfer``, and ``host`` the offloaded outer states.
+        held: bytes on the device for anchor, outer weights, momentum and errors.
+        transfer: peak bytes of fragments in flight.
+        received: bytes from other groups in an outer step, for all fragments.
         exposed: seconds that an outer step adds to H inner steps.
-        busy: seconds for which it takes the link between groups.
+        busy: seconds for which it uses the link between groups.
     """
 
     average: Prediction
@@ -61,7 +61,7 @@ class OuterPrediction:
     busy: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values: those of ``average``, and of an outer step."""
+        """Return plain values of ``average`` and of an outer step."""
         names = ("held", "transfer", "received", "exposed", "busy")
         return self.average.as_dict() | {"outer_step": {name: getattr(self, name) for name in names}}
 
@@ -71,9 +71,9 @@ class OuterPlan:
     """All strategies with an outer optimizer for one model and cluster. None is chosen: it changes the training.
 
     Attributes:
-        settings: how groups are brought together.
-        budget: bytes that a rank has for model states and for what else a step holds; None for no limit.
-        predictions: of the strategies, the fastest first.
+        settings: settings of the outer optimizer.
+        budget: bytes per rank for model states and transient memory of a step; None for no limit.
+        predictions: predictions of the strategies, the fastest first.
     """
 
     settings: OuterSettings
@@ -91,7 +91,7 @@ class OuterPlan:
 
 @dataclass(frozen=True)
 class _Bits:
-    """Bits of an element: of a change and of an outer weight on the wire, and of what is kept of a change."""
+    """Bits per element: of a change and of an outer weight on the wire, and of a change's error feedback."""
 
     change: float
     weight: float
@@ -108,14 +108,14 @@ class _Bits:
 def predict_outer(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, settings: OuterSettings
 ) -> OuterPrediction:
-    """Predict what a strategy costs with an outer optimizer.
+    """Predict the cost of a strategy with an outer optimizer.
 
     Args:
         strategy: one of ``WITH_OUTER``.
         sizes: ranks and groups.
-        model: what is trained; without experts.
-        rates: of the hops.
-        settings: of the outer optimizer.
+        model: the model to train, without experts.
+        rates: rates of the hops.
+        settings: settings of the outer optimizer.
 
     Raises:
         ValueError: the strategy's optimizer states are not sharded inside a group, or the model has experts.
@@ -127,35 +127,35 @@ def predict_outer(
             "an outer optimizer takes no experts of expert parallelism, since ranks with the same ones may be in one "
             "group alone."
         )
-    alone = GroupSizes(sizes.group_size, sizes.group_size)
-    inner = predict(strategy, alone, model, rates)
+    one_group = GroupSizes(sizes.group_size, sizes.group_size)
+    inner = predict(strategy, one_group, model, rates)
     elements, bits = model.states.gradients / model.gradient_bytes, _Bits.of(settings, sizes.groups)
-    held, host, transfer = _memory(elements, bits, sizes, settings)
-    there, back = (
+    outer_bytes, host, transfer = _memory(elements, bits, sizes, settings)
+    change_bytes, weight_bytes = (
         redistribution_volume(sizes, Placement.I, Placement.G, elements * wire / BITS).inter
         for wire in (bits.change, bits.weight)
     )
     parts = settings.fragments
     messages = max(1, math.ceil(elements / sizes.shards(Placement.I) / parts / MOST_AT_ONCE))
     reduce, gather = rates.reduce.inter, rates.gather.inter
-    seconds = reduce.seconds(there / parts, messages) + gather.seconds(back / parts, messages)
+    seconds = reduce.seconds(change_bytes / parts, messages) + gather.seconds(weight_bytes / parts, messages)
     exposed = parts * max(0.0, seconds - settings.delay * inner.total_seconds)
     average = replace(
         inner,
-        transient=inner.transient + held + transfer,
+        transient=inner.transient + outer_bytes + transfer,
         host=inner.host + host,
-        volume=inner.volume + Volume(inter=(there + back) / settings.steps),
+        volume=inner.volume + Volume(inter=(change_bytes + weight_bytes) / settings.steps),
         seconds=inner.seconds | {BETWEEN: exposed / settings.steps},
         busy=inner.busy | {BETWEEN: parts * seconds / settings.steps},
     )
-    return OuterPrediction(average, held, transfer, there + back, exposed, parts * seconds)
+    return OuterPrediction(average, outer_bytes, transfer, change_bytes + weight_bytes, exposed, parts * seconds)
 
 
 def _memory(elements: float, bits: _Bits, sizes: GroupSizes, settings: OuterSettings) -> tuple[float, float, float]:
-    """Return the bytes that the outer optimizer holds on the device and on the host, and those of a transfer."""
-    mine, row = elements / sizes.shards(Placement.I), elements / sizes.shards(Placement.G)
-    states, errors = _FP32 * (mine + 2 * row), bits.kept / BITS * mine
-    fragment = mine / settings.fragments
+    """Return the outer optimizer's bytes on the device and on the host, and the bytes of a transfer."""
+    shard, row = elements / sizes.shards(Placement.I), elements / sizes.shards(Placement.G)
+    states, errors = _FP32 * (shard + 2 * row), bits.kept / BITS * shard
+    fragment = shard / settings.fragments
     copied = fragment if settings.delay else min(fragment, MOST_AT_ONCE)
     transfer = _FP32 * copied + errors / settings.fragments
     if settings.offload == "cpu":
@@ -166,10 +166,10 @@ def _memory(elements: float, bits: _Bits, sizes: GroupSizes, settings: OuterSett
 def plan_outer(
     sizes: GroupSizes, model: Model, rates: Rates, settings: OuterSettings, budget: float | None = None
 ) -> OuterPlan:
-    """Predict all strategies that an outer optimizer may be used with.
+    """Predict all strategies that support an outer optimizer.
 
     Args:
-        sizes, model, rates, settings: see ``predict_outer``, and for what it raises.
+        sizes, model, rates, settings: see ``predict_outer``, also for its errors.
         budget: bytes on each rank; None for no limit.
     """
     rows = [predict_outer(STRATEGIES[name], sizes, model, rates, settings) for name in WITH_OUTER]

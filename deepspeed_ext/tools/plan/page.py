@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A calculator of strategies as one HTML page, which needs neither an installation nor a network. Pure.
+"""A calculator of strategies as one HTML page, which needs no installation or network. Pure.
 
-``assets/calculator.js`` has the planner's closed form once more, under the names of the Python code. The style sheet
-and ``dom.js`` are those of reports.
+``assets/calculator.js`` repeats the planner's closed form, with the names of the Python code. The style sheet and
+``dom.js`` are shared with reports.
 """
 
 from pathlib import Path

@@ -3,21 +3,21 @@
 """Predicts a recorded training under other links, nodes, strategies and bits. Pure.
 
 Note [Prediction from a record]
-    A report has what the planner needs of a training: its model, the links as probed, and of a step of T seconds C of
+    A report contains the planner's inputs: the model, the probed links, and, for a step of T seconds, C seconds of
     compute, U of the update, and O that are neither of these nor exposed (its part "other"). A step is predicted as
 
         P + H,  P = closed form (compute C/s of each of s micro-batches; update U, scaled by the states of a rank)
 
-    where H is the host's time that nothing explains, the same for all strategies: O, as far as P where it was recorded
-    is less than T. On a host, the cores that compute also run hops inside groups. P has these, and O has them, too.
-    What else P is apart from T is stated, and nothing is scaled by it.
+    H is unexplained time of the host, the same for all strategies: O, but at most T - P for the recorded cluster. On a
+    host, the cores that compute also run hops inside groups. These are part of P, and of O, too. Any other difference
+    between P and T is printed, and nothing is scaled by it.
 
     *Links.* A probed rate B of the hop between groups is a node's link of B times its flows (Note [Rates]), which
-    gives rates on other clusters. Latencies grow as those of the backend (Note [Latency of a hop]).
+    gives rates on other clusters. Latencies scale as those of the backend (Note [Latency of a hop]).
 
-    *Plain stages.* Their collectives are over all n ranks. In a flat ring X (n-1)/n bytes enter each node; a backend
+    *Plain stages.* Their collectives are over all n ranks. In a flat ring X (n-1)/n bytes enter each node. A backend
     may send more: gloo's reduce-scatter sends twice that. So these collectives are probed, too. If a rank receives F
-    bytes/s by one, a ring enters a node u = (the link's rate)/F times, and takes u X (n-1)/n / link on other links.
+    bytes/s in one, a ring enters a node u = (the link's rate)/F times, and takes u X (n-1)/n / link on other links.
 
     Left out: copies of strategies other than the recorded one, and LoCo's kernels. If a flat collective is limited by
     the host rather than by the link, u is too large for slower links.
@@ -40,7 +40,7 @@ from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, GIGA, HopRates, Latencies, Rate, Rates, hop_latency
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes
 
-KEY = "planner"  # of a report
+KEY = "planner"  # key of a report
 
 
 @dataclass(frozen=True)
@@ -60,13 +60,13 @@ class FlatRates:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where a training is predicted.
+    """The cluster of a prediction.
 
     Attributes:
         sizes: ranks and groups.
-        ranks_per_node: of each node.
-        intra_gbps, inter_gbps: Gbit/s, as in ``Rates.of_links``; None as recorded.
-        latency: seconds of a message between groups; None as recorded.
+        ranks_per_node: number of ranks on each node.
+        intra_gbps, inter_gbps: Gbit/s, as in ``Rates.of_links``; None for the recorded value.
+        latency: seconds of a message between groups; None for the recorded value.
     """
 
     sizes: GroupSizes
@@ -82,7 +82,7 @@ class Cluster:
 
     @property
     def flows(self) -> int:
-        """Return how many hops between groups share a node's link."""
+        """Return the number of hops between groups that share a node's link."""
         return min(self.sizes.group_size, self.ranks_per_node)
 
 
@@ -91,14 +91,14 @@ class Described:
     """The part of a report that only the planner reads.
 
     Attributes:
-        strategy: the three letters of what runs; of a plain stage those in ``PLAIN``.
-        plain: whether that is a plain stage.
-        sent: what is sent in few bits.
-        cluster: where it runs.
+        strategy: the three letters of the running strategy; for a plain stage, its key in ``PLAIN``.
+        plain: whether it is a plain stage.
+        sent: the compression.
+        cluster: the recorded cluster.
         backend: "nccl" or "gloo".
-        model: what is trained, with the compute of a micro-batch as recorded.
-        rates: of the hops, as probed.
-        flat: of collectives over all ranks, as probed.
+        model: the model, with the recorded compute of a micro-batch.
+        rates: probed rates of the hops.
+        flat: probed rates of collectives over all ranks.
     """
 
     strategy: str
@@ -112,11 +112,11 @@ class Described:
 
     @property
     def name(self) -> str:
-        """Return what runs: three letters, or a plain stage."""
+        """Return the running strategy or plain stage."""
         return PLAIN[self.strategy] if self.plain else self.strategy
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, with "inf" for infinity, which JSON does not have."""
+        """Return plain values, with "inf" for infinity, which JSON lacks."""
         values: dict[str, Any] = _with_text(TypeAdapter(Described).dump_python(self))
         return values
 
@@ -134,10 +134,10 @@ class Recorded:
     """A recorded training; see Note [Prediction from a record].
 
     Attributes:
-        described: what the report has for the planner.
-        step: seconds.
+        described: the report's part for the planner.
+        step: seconds of a step.
         update: seconds of the optimizer's step.
-        other: seconds of a step that are neither compute, nor update, nor exposed.
+        other: seconds of a step that are neither compute, update, nor exposed.
     """
 
     described: Described
@@ -150,7 +150,7 @@ class Recorded:
         """Return the training of a ``report.json``.
 
         Raises:
-            ValueError: it cannot be read, is no report, or lacks what the planner needs.
+            ValueError: it cannot be read, is no report, or lacks the planner's inputs.
         """
         try:
             return cls.of(json.loads(path.read_text(encoding="utf-8")))
@@ -164,7 +164,7 @@ class Recorded:
         """Return the training of a report.
 
         Raises:
-            ValueError: it is none, or lacks what the planner needs.
+            ValueError: it is no report, or lacks the planner's inputs.
         """
         try:
             seconds = {row["part"]: row["seconds"] for row in report["parts"]}
@@ -185,7 +185,7 @@ class Recorded:
 
     @cached_property
     def predicted(self) -> float:
-        """Return the predicted seconds of the step that was recorded, P + H."""
+        """Return the predicted seconds of the recorded step, P + H."""
         return self._explained + self.unexplained
 
     @property
@@ -203,12 +203,12 @@ class Recorded:
 
         Args:
             name: three letters, or a plain stage.
-            cluster: where.
-            model: what is trained there.
-            sent: what is sent in few bits.
+            cluster: the cluster.
+            model: the model to train.
+            sent: the compression.
 
         Raises:
-            ValueError: a rate that is needed was neither recorded nor given.
+            ValueError: a necessary rate was neither recorded nor given.
         """
         rates = replace(self._rates(cluster), memory=self._memory)
         if name in STRATEGIES:
@@ -222,14 +222,14 @@ class Recorded:
 
     @property
     def _memory(self) -> float:
-        """Return the bytes per second at which the recorded update works in memory; infinite if it takes no time."""
+        """Return the memory bytes per second of the recorded update; infinite if it takes no time."""
         model, placement = self.described.model, STRATEGIES[self.described.strategy].os
         families = model.families(self.described.cluster.sizes)
         nbytes = sum((part.held or part.states).optimizer / sizes.shards(placement) for sizes, part in families)
         return UPDATE_TOUCHES * nbytes / self.update if nbytes and self.update > 0 else inf
 
     def _rates(self, cluster: Cluster) -> Rates:
-        """Return the rates of hops between and within groups on a cluster."""
+        """Return the rates of hops within and between groups on a cluster."""
         rates = self.described.rates
         if cluster == self.described.cluster:
             return rates
@@ -252,13 +252,13 @@ class Recorded:
         return Rates.of_links(cluster.sizes, cluster.ranks_per_node, intra, inter, latencies).gather
 
     def _flat_hops(self, flat: Rate, probed: HopRates, hops: HopRates, cluster: Cluster) -> HopRates:
-        """Return the rates of a collective over all ranks, as those of two hops that run at once.
+        """Return the rates of a collective over all ranks as two hops that run at once.
 
         Args:
-            flat: of the collective, as probed.
-            probed: of the hops, as probed.
-            hops: of the hops on the cluster.
-            cluster: where.
+            flat: probed rate of the collective.
+            probed: probed rates of the hops.
+            hops: rates of the hops on ``cluster``.
+            cluster: the cluster.
         """
         old, n, k = self.described.cluster, cluster.sizes.ranks, cluster.sizes.groups
         before, after = (hop_latency(c.sizes.ranks, c.nodes, backend=self.described.backend) for c in (old, cluster))
@@ -274,5 +274,5 @@ class Recorded:
 
 
 def _scaled(latency: float, before: float, after: float) -> float:
-    """Return a probed latency on another cluster, by the formula's latencies on both."""
+    """Scale a probed latency to another cluster by the ratio of the formula's latencies."""
     return latency * after / before if before else latency or after

@@ -17,7 +17,7 @@ from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, figure
 EXACT = "exact"
 _INFINITE = float("inf")
 _TOO_LARGE = "  (too large)"
-_Column = tuple[str, int, Callable[[Any], str]]  # title, width, and the cell of a row
+_Column = tuple[str, int, Callable[[Any], str]]  # title, width, and a function that formats a row's cell
 
 
 def _gb(name: str) -> Callable[[Any], str]:
@@ -74,14 +74,14 @@ CHANGES_TRAINING = (
 def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
     """Return a table of the strategies of all plans and the plain stages, fastest first.
 
-    A row has what each rank holds, what it receives in a step, the seconds that each part adds to a step, and for how
-    long the links are busy. If something is in host memory, further columns show the bytes there, and copies. If the
-    plans say how often to save, there are columns for the seconds for which a save holds training up, synchronous and
-    asynchronous, and of the way that was asked for the interval, and the share of the time that is lost.
+    A row has the bytes that each rank holds and receives in a step, the seconds that each part adds to a step, and the
+    busy seconds of links. If something is in host memory, further columns show its bytes and the copies. With saves,
+    further columns show the seconds for which synchronous and asynchronous saves block training, and, for the
+    requested kind, the interval and the share of the time that is lost.
 
     Args:
         plans: plans for the same model and cluster.
-        saves: where and how a run saves; the predictions then include it.
+        saves: storage and failure rate, if the predictions include saves.
     """
     first = plans[0]
     rows = [(row, plan) for plan in plans for row in plan.predictions] + [(row, first) for row in first.plain]
@@ -97,7 +97,7 @@ def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
 
 
 def reason(plan: Plan) -> str:
-    """Return why the choice is made, and how often to save with it."""
+    """Return the reason for the choice, and its interval between saves."""
     chosen = plan.choice
     return f"{plan.reason}; {chosen.saves.reason}" if isinstance(chosen, SavedPrediction) else plan.reason
 
@@ -105,8 +105,8 @@ def reason(plan: Plan) -> str:
 def outer_table(plan: OuterPlan) -> str:
     """Return a table of the strategies with an outer optimizer, fastest first.
 
-    A row has what ``table`` shows, of a step in the mean; then bytes that the outer optimizer holds, those of what is
-    on its way, those received between groups in an outer step, and the seconds that this adds and takes.
+    A row has the columns of ``table`` for an average step; then the bytes that the outer optimizer holds, has in
+    flight, and receives from other groups in an outer step, and the exposed and busy seconds of an outer step.
     """
     settings, width = plan.settings, max(len(row.average.name) for row in plan.predictions)
     parts = "" if settings.fragments == 1 else f", in {settings.fragments} fragments"
@@ -125,14 +125,14 @@ def outer_table(plan: OuterPlan) -> str:
 
 
 def _form(plan: Plan) -> str:
-    """Return a clause on what is sent in few bits."""
+    """Return a clause on the compression."""
     first = plan.predictions[0]
     few_bits = [name for name, on in (("LoCo", first.loco), ("updates in few bits", first.updates)) if on]
     return f"with {' and '.join(few_bits)}" if few_bits else EXACT
 
 
 def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
-    """Yield the cluster, and what was assumed."""
+    """Yield lines on the cluster and on assumptions."""
     n, m, k = plan.sizes.ranks, plan.sizes.group_size, plan.sizes.groups
     limit = "no limit" if plan.budget is None else f"{plan.budget / GIGA:g} GB"
     yield f"{n} ranks in {k} group(s) of {m}, {plan.model.accumulation} micro-step(s) a step, a rank's memory: {limit}"
@@ -150,7 +150,7 @@ def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
 
 
 def rates(plan: Plan) -> list[str]:
-    """Return a line for each kind of hop, and for memory and copies where their rates are known."""
+    """Return a line for each direction of hops, and for memory and copies if their rates are known."""
     lines = []
     for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):
         lines.append(f"{kind:<15}within groups {_rate(hops.intra)}, between groups {_rate(hops.inter)}")
@@ -177,6 +177,6 @@ def _cells(row: Any, columns: Sequence[_Column]) -> str:
 
 
 def _line(row: Prediction, width: int, more: str, mark: str) -> str:
-    """Return a row; ``more``: further cells."""
+    """Return a row of the table; ``more``: further cells."""
     known_as = "plain" if row.plain else STRATEGIES[row.strategy].known_as
     return f"{row.name:<{width}}{_cells(row, _COLUMNS)}{more}  {known_as}{mark}"

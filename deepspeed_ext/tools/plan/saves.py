@@ -1,51 +1,51 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a save writes, for how long it holds training up, and how often to save. Pure.
+"""Predicts the bytes of a save, the time that it blocks training, and the best interval between saves. Pure.
 
 Note [Cost of a save]
-    *Files.* Of optimizer states of X bytes (12 for each parameter that AdamW trains) a rank has X/S, S the number of
-    shards. All ranks write theirs with os = G, the first group with I, the first rank with N; with experts, as many of
-    the first ranks as have all states together (``zero/writers.py``). With p = N the first rank writes the weights,
+    *Files.* Of X bytes of optimizer states (12 for each parameter that AdamW trains) a rank has X/S, S the number of
+    shards. All ranks write theirs with os = G, the first group with I, the first rank with N. With experts, as many
+    first ranks write as have all states together (``zero/writers.py``). With p = N the first rank writes the weights,
     and the first E ranks write those of experts, E the expert-parallel size. Frozen weights are in that file twice, in
-    the model's state dict and as what ``zero_to_fp32.py`` reads. With p = I and G, the optimizer's states have what is
-    trained, and the ranks that write these write their slices of frozen weights, too. All ranks write what error
-    feedback has kept. So each kind of file is of the first so many ranks, and the first rank and node write most.
+    the model's state dict and for ``zero_to_fp32.py``. With p = I and G, the optimizer's states contain the trained
+    weights, and the same ranks also write their slices of frozen weights. All ranks write their error feedback. So
+    each file type is written by a number of first ranks, and the first rank and node write most.
 
-    *Synchronous.* All ranks wait for the last one: C = L = crossing + copying + writing. With p = N, partitions go
-    back to DeepSpeed's order first (``comm/relayout.py``): of the X/S bytes of a shard, all but 1/S come from other
-    ranks, half of what ``Strategy.exchange`` says. Partitions of plain stages are in that order, and those of small
-    models, which have no stripes. Writing takes as long as the first node does at the rate of a node, or all do at
-    the rate of a storage that they share.
+    *Synchronous.* All ranks wait for the last rank: C = L = exchange + copying + writing. With p = N, partitions are
+    first restored to DeepSpeed's order (``comm/relayout.py``): of the X/S bytes of a shard, all but 1/S are received
+    from other ranks, half of ``Strategy.exchange``. Partitions of plain stages are already in that order, as are those
+    of small models, which have no stripes. Writing takes the longer of two times: the first node's bytes at a node's
+    rate, or all bytes at the rate of shared storage.
 
     *Asynchronous.* Weights and errors are copied to pinned host memory while training waits. Optimizer states change
-    in a step only: they are copied under the next forward and backward, and the step waits for what is left. Then
-    files are written. Nothing crosses. A rank pins as many bytes as it writes. C is what training waits for, L all of
-    it. A plain stage is predicted as if it could do so, too.
+    only in a step: they are copied during the next forward and backward, and the step waits for the rest. Then files
+    are written. Ranks exchange nothing. A rank pins as many bytes as it writes. C is the time for which training
+    waits, L the total. A plain stage is predicted as if it supported this, too.
 
     Left out: copies within the host (of an offloaded optimizer), buffers and padding, an outer optimizer's states,
-    agreements between ranks and the two renames, and that a writer takes a core, and links, from training.
+    votes between ranks and the two renames, and the core and links that a writer takes from training.
 
 Note [When to save]
-    A run trains for T seconds between two saves. A save holds training up for C seconds, its critical path, and is
-    *good* L >= C seconds after it has begun: it is written and committed then. A synchronous save has L = C; during
-    the L - C seconds of an asynchronous one, training goes on. Failures of the job come independently of each other,
-    M seconds apart in the mean, and may come during a restart, which takes R seconds. Then the run continues from the
-    last good save.
+    A run trains for T seconds between two saves. A save blocks training for C seconds, its critical path, and is
+    *good* (written and committed) L >= C seconds after its start. A synchronous save has L = C; during the L - C
+    seconds of an asynchronous save, training continues. Failures of the job are independent of each other, M seconds
+    apart on average, and may occur during a restart, which takes R seconds. Then the run continues from the last good
+    save.
 
-    *Time of a period.* From one good save to the next T + C seconds pass, in which T seconds are trained. If the job
-    fails, it has also lost what it had trained while the last good save was being written. So each further attempt
+    *Time of a period.* From one good save to the next T + C seconds pass, with T seconds of training. If the job
+    fails, it also loses the training done while the last good save was being written. So each further attempt
     takes R + (L - C) + (T + C) = R + L + T seconds. An attempt of S seconds that is repeated until it succeeds takes
-    M (e^(S/M) - 1) seconds in the mean. The first attempt takes only T + C seconds, so that in the mean a period takes
+    M (e^(S/M) - 1) seconds on average. The first attempt takes only T + C seconds, so an average period takes
 
         E = M (1 - q) + (1 - q) M (e^((R + L + T)/M) - 1) = M e^((R + L - C)/M) (e^((T + C)/M) - 1),
 
-    with q = e^(-(T + C)/M). The share of the time that is lost to saves, to work done again, and to restarts is
+    with q = e^(-(T + C)/M). The share of the time that is lost to saves, to repeated work, and to restarts is
     1 - T/E. Source: overhead C and latency L are those of N. H. Vaidya, "Impact of checkpoint latency on overhead
     ratio of a checkpointing scheme", IEEE Transactions on Computers 46(8), 1997, pp. 942-947. With L = C this is the
     complete cost function of Daly's paper, below.
 
-    *Best interval.* E/T is least where (1 - T/M) e^((T + C)/M) = 1. Neither R nor L is in that: the interval goes by
-    what holds training up alone. Two approximations of T:
+    *Best interval.* E/T is least where (1 - T/M) e^((T + C)/M) = 1. This has neither R nor L: the interval depends
+    only on the time that blocks training. Two approximations of T:
 
         Young   sqrt(2 C M)
         Daly    sqrt(2 C M) (1 + sqrt(C/2M)/3 + (C/2M)/9) - C     if C < 2M;     M otherwise
@@ -54,11 +54,11 @@ Note [When to save]
     1974, pp. 530-531. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps",
     Future Generation Computer Systems 22(3), 2006, pp. 303-312, equation 37.
 
-    *Asynchronous saves.* The next save waits until the last one is good, so T + C >= L. E/T only rises beyond its
-    minimum, hence the best interval that is possible is max(Daly, L - C). If nothing holds training up (C = 0), a run
-    saves all the time: T = L.
+    *Asynchronous saves.* The next save waits until the last save is good, so T + C >= L. E/T only rises beyond its
+    minimum, hence the best possible interval is max(Daly, L - C). If saves do not block training (C = 0), a run
+    saves continuously: T = L.
 
-    Left out: that training may be slower while files are written.
+    Left out: training may be slower while files are written.
 """
 
 import math
@@ -79,14 +79,14 @@ def young(held: float, mtbf: float) -> float:
     """Return Young's interval; see Note [When to save].
 
     Args:
-        held: C, seconds for which a save holds training up.
+        held: C, seconds for which a save blocks training.
         mtbf: M, mean seconds between failures of the job.
     """
     return math.sqrt(2 * held * mtbf)
 
 
 def daly(held: float, mtbf: float) -> float:
-    """Return Daly's interval; see Note [When to save]. Arguments as of ``young``."""
+    """Return Daly's interval; see Note [When to save]. Same arguments as ``young``."""
     ratio = held / (2 * mtbf)
     if ratio >= 1:
         return mtbf
@@ -94,34 +94,34 @@ def daly(held: float, mtbf: float) -> float:
 
 
 def share_lost(interval: float, held: float, lasts: float, mtbf: float, restart: float = 0.0) -> float:
-    """Return the share of the time in which nothing is trained that lasts; see Note [When to save].
+    """Return the share of the time without lasting progress; see Note [When to save].
 
     Args:
         interval: T, seconds of training between two saves; above 0.
-        held: C, seconds for which a save holds training up.
-        lasts: L, seconds from the beginning of a save until it is good, at most ``interval + held``.
+        held: C, seconds for which a save blocks training.
+        lasts: L, seconds from the start of a save until it is good, at most ``interval + held``.
         mtbf: M, mean seconds between failures of the job.
-        restart: R, seconds from a failure until training goes on.
+        restart: R, seconds from a failure until training continues.
     """
-    # As E with all exponents negative, so that none is too large for a float.
+    # E is rearranged so that all exponents are negative: positive exponents may overflow a float.
     succeeds = math.exp(-(restart + lasts + interval) / mtbf)
     return 1 - interval / mtbf * succeeds / -math.expm1(-(interval + held) / mtbf)
 
 
 @dataclass(frozen=True)
 class Saves:
-    """Where a run saves, and how often it fails.
+    """Storage and failure rate of a run.
 
     Attributes:
-        mtbf: mean seconds between failures of the whole job.
-        ranks_per_node: number of ranks of a node.
+        mtbf: mean seconds between failures of the job.
+        ranks_per_node: number of ranks on a node.
         disk: bytes per second that a node writes.
-        shared: bytes per second that the storage takes from all nodes together.
-        restart: seconds from a failure until training goes on from the last save.
-        asynchronous: whether training goes on while files are written.
+        shared: bytes per second that all nodes write together.
+        restart: seconds from a failure until training continues from the last save.
+        asynchronous: whether training continues while files are written.
 
     Raises:
-        ValueError: a figure is out of bounds.
+        ValueError: a value is out of bounds.
     """
 
     mtbf: float
@@ -141,7 +141,7 @@ class Saves:
             raise ValueError(f"restart must be a finite number of at least 0, got {self.restart!r}.")
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values; None for a storage without bound, since JSON has no infinity."""
+        """Return plain values; None for unlimited storage, since JSON has no infinity."""
         return asdict(self) | {"shared": None if self.shared == math.inf else self.shared}
 
     def writing(self, files: Sequence["Files"]) -> float:
@@ -151,7 +151,7 @@ class Saves:
 
 
 class Family(NamedTuple):
-    """A family of parameters: the sizes of its groups, its states, and the bytes of errors that a rank keeps."""
+    """A family of parameters: its group sizes, its states, and a rank's bytes of error feedback."""
 
     sizes: GroupSizes
     states: ModelStates
@@ -159,14 +159,14 @@ class Family(NamedTuple):
 
 
 class Files(NamedTuple):
-    """The first ``ranks`` ranks write ``each`` bytes."""
+    """Files of the first ``ranks`` ranks, with ``each`` bytes per rank."""
 
     ranks: int
     each: float
 
     @property
     def total(self) -> float:
-        """Return the bytes of all of them."""
+        """Return the bytes of all ranks."""
         return self.ranks * self.each
 
 
@@ -183,22 +183,24 @@ class Contents(NamedTuple):
 
     @classmethod
     def of(cls, strategy: Strategy, families: Sequence[Family]) -> "Contents":
-        """Return what a strategy writes; see Note [Cost of a save].
+        """Return the files of a strategy; see Note [Cost of a save].
 
         Args:
-            strategy: whose files.
-            families: the dense one first.
+            strategy: the strategy.
+            families: all families; the dense family is first.
         """
         ranks = families[0].sizes.ranks
-        together = [ranks // family.sizes.ranks for family in families]  # ranks that have all parameters of a family
+        rank_counts = [
+            ranks // family.sizes.ranks for family in families
+        ]  # ranks that hold a complete family together
         writers = ranks
         if strategy.os != Placement.G:
-            writers = math.lcm(families[0].sizes.shards(strategy.os), *together)
+            writers = math.lcm(families[0].sizes.shards(strategy.os), *rank_counts)
         states = sum(family.states.optimizer / family.sizes.shards(strategy.os) for family in families)
         frozen = [family.states.parameters - family.states.updated for family in families]
         if strategy.p == Placement.N:
-            whole = (family.states.parameters + extra for family, extra in zip(families, frozen, strict=True))
-            weights = tuple(Files(*pair) for pair in zip(together, whole, strict=True))
+            file_bytes = (family.states.parameters + extra for family, extra in zip(families, frozen, strict=True))
+            weights = tuple(Files(*pair) for pair in zip(rank_counts, file_bytes, strict=True))
         else:
             slices = (extra / family.sizes.shards(strategy.p) for family, extra in zip(families, frozen, strict=True))
             weights = (Files(writers, sum(slices)),)
@@ -207,14 +209,14 @@ class Contents(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How often to save in one way; see Note [When to save].
+    """The interval of synchronous or asynchronous saves; see Note [When to save].
 
     Attributes:
-        held: seconds for which a save holds training up.
-        lasts: seconds from its beginning until it is good.
-        steps, seconds: of training between two saves.
-        young_seconds: Young's first-order estimate of the latter, before bounds and whole steps.
-        lost: share of the time that is lost to saves, work done again and restarts.
+        held: seconds for which a save blocks training.
+        lasts: seconds from its start until it is good.
+        steps, seconds: training between two saves.
+        young_seconds: Young's first-order estimate of ``seconds``, without bounds or rounding to steps.
+        lost: share of the time that is lost to saves, repeated work and restarts.
     """
 
     held: float
@@ -229,7 +231,7 @@ class Schedule:
         """Return the best schedule for a save, if a step of training takes ``step`` seconds.
 
         Raises:
-            ValueError: a step takes no time, so an interval has no number of steps.
+            ValueError: a step takes no time, so the interval cannot be expressed in steps.
         """
         if not step > 0:
             raise ValueError(f"how often to save needs the seconds of a step, which are predicted as {step:g}.")
@@ -240,13 +242,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class SavePrediction:
-    """What saves cost under a strategy.
+    """The predicted cost of saves under a strategy.
 
     Attributes:
-        of_first_rank, total: bytes of files that the first rank writes, which has most, and that all write.
+        of_first_rank, total: bytes of files that the first rank writes, which is the most of any rank, and of all.
         pinned: bytes of pinned host memory of the first rank; 0 unless saves are asynchronous.
-        kind: "synchronous" or "asynchronous": how the run saves.
-        synchronous, asynchronous: how often to save in either way.
+        kind: "synchronous" or "asynchronous": the saves of the run.
+        synchronous, asynchronous: the schedule for each kind.
     """
 
     of_first_rank: float
@@ -258,12 +260,12 @@ class SavePrediction:
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule of the way in which the run saves."""
+        """Return the schedule of the run's kind of saves."""
         return self.asynchronous if self.kind == "asynchronous" else self.synchronous
 
     @property
     def reason(self) -> str:
-        """Return a clause on how often to save, and what that costs in either way."""
+        """Return a clause on the interval between saves, and the costs of both kinds."""
         now = self.schedule
         others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
         other, then = next((name, schedule) for name, schedule in others.items() if name != self.kind)
@@ -276,13 +278,13 @@ class SavePrediction:
 
 @dataclass(frozen=True)
 class SavedPrediction(Prediction):
-    """A prediction with what saves cost; ``host`` includes what they pin."""
+    """A prediction with the cost of saves; ``host`` includes their pinned memory."""
 
     saves: SavePrediction = field(kw_only=True)
 
 
 def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
-    """Return a plan whose predictions include saves; ``sent``: the form of its strategies.
+    """Return a plan whose predictions include saves; ``sent``: the compression of its strategies.
 
     Raises:
         ValueError: see ``Schedule.of``.
@@ -299,12 +301,12 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
 def predict_saves(
     saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
 ) -> SavedPrediction:
-    """Add what saves cost to a prediction; see Note [Cost of a save].
+    """Add the cost of saves to a prediction; see Note [Cost of a save].
 
     Args:
-        saves: where and how.
-        row: of a strategy or a plain stage, whose partitions are in DeepSpeed's order.
-        sizes, model, rates, sent: what it was predicted from.
+        saves: storage and failure rate.
+        row: prediction for a strategy, or for a plain stage, whose partitions are in DeepSpeed's order.
+        sizes, model, rates, sent: inputs of the prediction.
 
     Raises:
         ValueError: see ``Schedule.of``.
@@ -320,27 +322,28 @@ def predict_saves(
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
     at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
-    beside = min(of_states, step - row.seconds[UPDATE])
-    held = waits + of_states - beside
-    found = SavePrediction(
+    # Optimizer states are copied during forward and backward, which is the step without its update.
+    overlapped = min(of_states, step - row.seconds[UPDATE])
+    blocked = waits + of_states - overlapped
+    save_prediction = SavePrediction(
         of_first,
         sum(file.total for file in files.all),
         of_first if saves.asynchronous else 0.0,
         "asynchronous" if saves.asynchronous else "synchronous",
         Schedule.of(at_once, at_once, step, saves),
-        Schedule.of(held, held + beside + writing, step, saves),
+        Schedule.of(blocked, blocked + overlapped + writing, step, saves),
     )
-    given = {field.name: getattr(row, field.name) for field in fields(row)}
-    return SavedPrediction(**given | {"host": row.host + found.pinned}, saves=found)
+    fields_of_row = {field.name: getattr(row, field.name) for field in fields(row)}
+    return SavedPrediction(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)
 
 
 def figure(value: float) -> str:
-    """Return seconds or steps in three digits, or in as many as an integer has."""
+    """Return seconds or steps with three digits, or all digits of a larger integer part."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _crossing(strategy: Strategy, families: Sequence[Family], rates: Rates) -> float:
-    """Return the seconds in which partitions with stripes go back to DeepSpeed's order."""
+    """Return the seconds for restoring DeepSpeed's order of partitions with stripes."""
     if strategy.p != Placement.N or strategy.os == Placement.N:
         return 0.0
     there_and_back = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())

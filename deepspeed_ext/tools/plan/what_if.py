@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``plan --from``: predictions of a recorded training elsewhere, as a table and a sentence. Pure."""
+"""``plan --from``: predictions of a recorded training on other clusters, as a table and a sentence. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from deepspeed_ext.planner.rates import GIGA
 from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
 
-Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all
+Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all bits
 ALL: Bits = (None, None)
 _FORMS = (
     AS_IT_IS,
@@ -27,7 +27,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Row:
-    """A prediction, and the seconds of a step with those that nothing explains."""
+    """A prediction, and the seconds of a step including unexplained ones."""
 
     prediction: Prediction
     seconds: float
@@ -35,7 +35,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return the strategy, and what it sends in few bits."""
+        """Return the strategy and its compression."""
         kinds = zip(("gradients", "updates"), self.bits, strict=True)
         few = " and ".join(f"{kind} in {bits} bits" for kind, bits in kinds if bits)
         return f"{self.prediction.strategy}, {few}" if few else self.prediction.name
@@ -58,7 +58,7 @@ class WhatIf:
 
     Attributes:
         recorded: the training.
-        cluster, model: where, and what is trained there.
+        cluster, model: the predicted cluster and model.
         budget: bytes that a rank has for model states; None for no limit.
     """
 
@@ -78,7 +78,7 @@ class WhatIf:
 
     @cached_property
     def now(self) -> Row:
-        """Return the prediction of what runs, on this cluster."""
+        """Return the prediction of the running strategy on this cluster."""
         return self._row(self.recorded.described.name, self.recorded.described.sent)
 
     def _row(self, name: str, sent: Compression = AS_IT_IS) -> Row:
@@ -86,7 +86,7 @@ class WhatIf:
         return Row(prediction, prediction.total_seconds + self.recorded.unexplained, _bits(sent))
 
     def fits(self, row: Row) -> bool:
-        """Return whether a rank has the memory."""
+        """Return whether a rank has enough memory."""
         return self.budget is None or row.prediction.total_memory <= self.budget
 
     def as_dict(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class WhatIf:
 
     @property
     def sentence(self) -> str:
-        """Return what would be fastest, and what runs now takes."""
+        """Return a sentence on the fastest strategies, and the time of the running one."""
         name, described = self.now.name, self.recorded.described
         took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted:.3g} s)"
         now = f"now {name} takes {took}"
@@ -114,19 +114,19 @@ class WhatIf:
         if not fitting:
             return f"On this script, no strategy fits; {now}."
         exact = self._best([row for row in fitting if row.bits == ALL])
-        few = self._best(fitting)
+        best_of_all = self._best(fitting)
         gain = exact.figures
         if exact.seconds >= (1 - TIE) * self.now.seconds:
             gain = f"no strategy that sends all bits would be faster than {name}"
-        if few.seconds < (1 - TIE) * min(exact.seconds, self.now.seconds):
-            gain += f", and {few.figures}"
+        if best_of_all.seconds < (1 - TIE) * min(exact.seconds, self.now.seconds):
+            gain += f", and {best_of_all.figures}"
         return f"On this script, {gain}; {now}."
 
     def _best(self, rows: Sequence[Row]) -> Row:
         return best(rows or [self.now], lambda row: row.seconds, lambda row: row.prediction.total_memory)
 
     def table(self) -> str:
-        """Return the seconds of a step of each strategy by bits, and what an exact one holds and receives."""
+        """Return the seconds of a step of each strategy by bits, and the bytes that it holds and receives exactly."""
         sizes, model = self.cluster.sizes, self.model
         columns = sorted({row.bits for row in self.rows}, key=lambda bits: ([bool(kind) for kind in bits], str(bits)))
         by_name: dict[str, dict[Bits, Row]] = {}

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step's time goes: some steps of a training are recorded, and shown as a page, a trace and a paragraph."""
+"""Records some steps of a training, and reports their time as a page, a trace and a paragraph."""

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The command ``report``: runs a script, of which some steps are recorded."""
+"""The command ``report``: runs a script and records some of its steps."""
 
 import argparse
 import os
@@ -25,21 +25,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def prepare(arguments: argparse.Namespace, command: Sequence[str], local_rank: str | None) -> None:
-    """Check what was asked for, and set this process, one of a launcher's ranks, up for the script.
+    """Check the arguments, and prepare this process, a launcher's rank, for the script.
 
     Args:
-        arguments: of ``report``.
+        arguments: arguments of ``report``.
         command: the script, with its arguments.
-        local_rank: what the ``deepspeed`` launcher has given us, which is for the script.
+        local_rank: the ``deepspeed`` launcher's argument, which is passed on to the script.
 
     Raises:
         ValueError: there is no script, or a setting is not valid.
     """
     if not command or not Path(command[0]).is_file():
-        given = command[0] if command else "nothing"
+        script = command[0] if command else "nothing"
         raise ValueError(
             f"report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got "
-            f"{given!r}, which is no file."
+            f"{script!r}, which is no file."
         )
     names = ("folder", "after", "steps", "probe")
     settings = ReportSettings.parse({name: getattr(arguments, name) for name in names}, "report")
@@ -50,5 +50,5 @@ def prepare(arguments: argparse.Namespace, command: Sequence[str], local_rank: s
 
 
 def run(script: str) -> None:
-    """Run the script in this process; what it raises is its own."""
+    """Run the script in this process; its exceptions are not caught."""
     runpy.run_path(script, run_name="__main__")

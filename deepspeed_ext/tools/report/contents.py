@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a report of what all ranks have recorded, with predictions for the same links; rank 0 writes it."""
+"""Makes a report from the records of all ranks, with predictions for the same links; rank 0 writes it."""
 
 import contextlib
 import json
@@ -43,31 +43,32 @@ from deepspeed_ext.version import __version__
 
 FORMAT = 1
 _STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-_SAME = 1e-6  # of predicted seconds
+_SAME = 1e-6  # relative difference of predicted seconds that count as equal
 
 
 def make(
     engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], held: StateBytes, probes: bool
 ) -> dict[str, Any] | None:
-    """Return the report, on rank 0; None on others. Collective over all ranks.
+    """Return the report on rank 0, None on other ranks. Collective over all ranks.
 
     Args:
-        engine: that has trained.
-        steps: recorded on this rank.
+        engine: the recorded engine.
+        steps: recorded steps of this rank.
         undisturbed: seconds of steps before and after them.
         held: bytes of model states on this rank.
-        probes: whether to measure the links, and predict.
+        probes: whether to measure the links and predict.
     """
-    own = measures.summary(steps)
-    own["held"] = [held.parameters, held.gradients, held.optimizer]
-    ranks = _rows_of_ranks(own)
+    summary = measures.summary(steps)
+    summary["held"] = [held.parameters, held.gradients, held.optimizer]
+    ranks = _rows_of_ranks(summary)
+    # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
     step = measures.middle(steps)
     timelines = [_timeline(which, rank, ranks, step) for which, rank in (("slowest", slowest), ("fastest", fastest))]
-    measured = json.loads(broadcast_text(json.dumps(own), slowest))
+    measured = json.loads(broadcast_text(json.dumps(summary), slowest))
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
-    if dist.get_rank() != 0:
+    if dist.get_rank() != 0:  # no collectives after this line: they would hang
         return None
     now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
     usual = median(undisturbed) if undisturbed else None
@@ -114,8 +115,8 @@ def _rows_of_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
-    """Return the timeline of a rank, on all ranks. Collective."""
-    own = {
+    """Return the timeline of one rank on all ranks. Collective."""
+    row = {
         "which": which,
         "rank": rank,
         "host": ranks[rank]["host"],
@@ -123,7 +124,7 @@ def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step
         "seconds": step.seconds,
         "lanes": measures.timeline(step) if rank == dist.get_rank() else [],
     }
-    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(own), rank))
+    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(row), rank))
     return shown
 
 
@@ -175,13 +176,13 @@ def _memory(held: Sequence[float], now: Prediction | None) -> list[dict[str, Any
 
 @dataclass(frozen=True)
 class Predictions:
-    """Predictions with the compute and the links of a training that runs.
+    """Predictions with the compute and the links of the running training.
 
     Attributes:
-        rates: of the links, as measured.
-        now: of what runs; None if that is not predicted.
-        all: of every strategy in every form, and the plain stages; the fastest first.
-        described: what ``plan --from`` predicts from; None if it does not predict such trainings.
+        rates: measured rates of the links.
+        now: prediction of the running strategy; None if it is not predicted.
+        all: predictions of every strategy in every form, and of the plain stages; the fastest first.
+        described: input of ``plan --from``; None if it does not predict such trainings.
     """
 
     rates: Rates
@@ -190,7 +191,7 @@ class Predictions:
     described: recorded.Described | None
 
     def choices(self) -> list[dict[str, Any]]:
-        """Return a row of ``report.json`` for each strategy; only a device has a limit of memory."""
+        """Return a row of ``report.json`` for each strategy; only a device has a memory limit."""
         device = get_accelerator()
         limit = None if device.is_synchronized_device() else device.total_memory()
         return [
@@ -209,9 +210,9 @@ class Predictions:
 
 
 def _predicted_of_hop(hop: str, predictions: Predictions | None) -> dict[str, float | None]:
-    """Return the predicted figures of a hop; None for those that are unknown.
+    """Return the predicted values of a hop; None for unknown values.
 
-    DeepSpeed's own collectives are over all ranks, so theirs are all between groups, if there are several.
+    DeepSpeed's own collectives are over all ranks, so with several groups all their bytes are between groups.
     """
     row: dict[str, float | None] = {"formula_bytes": None, "predicted_exposed": None, "probed_rate": None}
     if predictions is None:
@@ -227,19 +228,19 @@ def _predicted_of_hop(hop: str, predictions: Predictions | None) -> dict[str, fl
 
 
 def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, Predictions | None, list[str]]:
-    """Measure the links, and predict. Collective; takes some seconds.
+    """Measure the links and predict. Collective; takes some seconds.
 
     Args:
-        engine: that trains.
+        engine: the engine that trains.
         compute: seconds of a step's forward and backward, the same on all ranks.
-        probes: whether to do that.
+        probes: whether to measure and predict.
 
     Returns:
-        The groups, the predictions, and why there are none.
+        The groups, the predictions, and the reasons if there are no predictions.
     """
     try:
-        own: Topology | None = getattr(engine.optimizer, "topology", None)
-        topology = get_topology(groups._get_sequence_data_parallel_group()) if own is None else own.whole
+        current: Topology | None = getattr(engine.optimizer, "topology", None)
+        topology = get_topology(groups._get_sequence_data_parallel_group()) if current is None else current.whole
         if not probes:
             return topology.sizes, None, []
         model = same_everywhere(describe_engine(engine, engine.module))
@@ -250,7 +251,7 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         planned = plan(topology.sizes, model, rates, None, [*forms, sent])
     except ValueError as error:
         return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
-    # Where a group is all ranks, strategies are plain stages' twins in all that is predicted.
+    # If a group is all ranks, some strategies have the same predictions as a plain stage: leave these out.
     twins = {row.strategy: row.total_seconds for row in planned.plain}
     rows = [
         row
@@ -266,52 +267,53 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
 def _described(
     engine: Engine, now: Prediction | None, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression
 ) -> recorded.Described | None:
-    """Return what ``plan --from`` predicts from; None if it does not predict such trainings. Collective."""
+    """Return the input of ``plan --from``; None if it does not predict such trainings. Collective."""
     if now is None or engine.pipeline_parallelism:
         return None
-    per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None  # else some hold other parts
+    # With model parallelism, some of a node's ranks hold other parts of the model, so ``ranks_per_node`` is not used.
+    per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None
     cluster = recorded.Cluster(sizes, per_node or sizes.group_size)
-    backend = "gloo" if get_accelerator().is_synchronized_device() else "nccl"  # whose latencies grow alike
+    backend = "gloo" if get_accelerator().is_synchronized_device() else "nccl"  # determines how latencies scale
     flat_rates = flat.measure(engine._config, dtype_of(model))
     return recorded.Described(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
 def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
-    """Return the prediction of what runs."""
+    """Return the prediction of the running strategy or plain stage."""
     if getattr(engine._config.zero_config, OUTER, None) is not None:
-        return None  # its steps are not alike
+        return None  # inner and outer steps differ
     strategy = active_strategy(engine._config)
     if strategy is None:
         name = STRATEGY_OF_STAGE.get(int(engine._config.zero_config.stage), "NNN")
-        return next((one for one in planned.plain if one.strategy == name), None)
-    return next((one for one in planned.predictions if one.name == strategy.name + sent.label), None)
+        return next((row for row in planned.plain if row.strategy == name), None)
+    return next((row for row in planned.predictions if row.name == strategy.name + sent.label), None)
 
 
 # Files ############################################################################################
 
 
 def write(report: dict[str, Any], folder: Path) -> None:
-    """Write the page, the trace and the figures; if that fails, keep the previous ones.
+    """Write the page, the trace and the JSON report. If that fails, keep the previous files.
 
-    An error is logged, for the training goes on.
+    An error is only logged, because the training continues.
     """
     texts = {
         "report.json": json.dumps(report),
         "trace.json": json.dumps(page.chrome_trace(report)),
         "report.html": page.render(report),
     }
-    aside = {name: folder / f".{name}.part" for name in texts}
+    temporary_files = {name: folder / f".{name}.part" for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            aside[name].write_text(text, encoding="utf-8")
-        for name, path in aside.items():
+            temporary_files[name].write_text(text, encoding="utf-8")
+        for name, path in temporary_files.items():
             path.replace(folder / name)
     except OSError as error:
         logger.error(f"deepspeed_ext: the report could not be written to {folder}: {error}")
-        for path in aside.values():
+        for path in temporary_files.values():
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
         return
-    # Shown at DeepSpeed's default level, for somebody has asked for it.
+    # A warning, so that it is shown at DeepSpeed's default level: the user has requested the report.
     logger.warning(f"deepspeed_ext: {report['paragraph']} See {folder / 'report.html'}; trace.json is for Perfetto.")

@@ -22,8 +22,8 @@ def measure(config: Config, dtype: torch.dtype) -> FlatRates:
     """Measure the collectives of plain stages with this configuration. Collective; takes some seconds.
 
     Args:
-        config: which says how gradients are reduced.
-        dtype: of gradients and parameters.
+        config: determines how gradients are reduced.
+        dtype: dtype of gradients and parameters.
     """
     zero, group = config.zero_config, groups._get_sequence_data_parallel_group()
     ranks = dist.get_world_size(group)
@@ -36,7 +36,7 @@ def measure(config: Config, dtype: torch.dtype) -> FlatRates:
 
 
 def _runner(kind: Callable[..., Any], ranks: int, group: Any, dtype: torch.dtype, share: int) -> Callable[[], Any]:
-    """Return a function that runs a collective over as many elements from each rank."""
+    """Return a function that runs a collective with ``share`` elements from each rank."""
     flat = torch.zeros(share * ranks, dtype=dtype, device=get_accelerator().current_device_name())
     return partial(kind, flat, torch.zeros_like(flat[:share]), group)
 

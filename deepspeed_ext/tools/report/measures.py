@@ -1,21 +1,21 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Recorded steps of a rank: phases, waits and communications in seconds, and the measures taken of them. Pure.
+"""Recorded steps of a rank: phases, waits and communications in seconds, and measures derived from them. Pure.
 
 The *training lane* is the thread, or on a device the stream, that computes. Other threads and streams complete
-transfers beside it.
+transfers concurrently.
 
 Note [Exposed seconds]
-    A step is what the training lane does: compute (forward and backward), the update, handling what communicates, and
-    waits. What it waits for is *exposed*; the rest of a communication is hidden under compute.
+    A step consists of the training lane's compute (forward and backward), update, handling of communication, and
+    waits. Communication that it waits for is *exposed*; the rest is hidden by compute.
 
-    A wait for a communication's handle is charged to its hop. A wait for another thread, or another stream, is charged
-    to what that one waits for meanwhile, or else to what is on the wire meanwhile: between groups before within, since
-    a transfer that has both hops on the wire waits for the slower link. What is left of a wait is neither hop's: other
-    ranks are late, or the other thread computes.
+    A wait for a communication's handle is charged to its hop. A wait for another thread or stream is charged to the
+    communication for which that thread waits at the time, or else to communication on the wire at the time: between
+    groups before within, since a transfer with both hops on the wire waits for the slower link. The rest of a wait
+    belongs to no hop: other ranks are late, or the other thread computes.
 
-    So the parts of a step are compute, exposed within, exposed between, the update, and all that is left: handling,
-    such waits, the data loader, and the script.
+    So the parts of a step are compute, exposed within, exposed between, the update, and the rest: handling, such
+    waits, the data loader, and the script.
 """
 
 from collections import defaultdict
@@ -29,17 +29,17 @@ HOPS = (WITHIN, BETWEEN)
 FORWARD, BACKWARD, UPDATE, HANDLING = "forward", "backward", "update", "other"
 COMPUTE, OTHER = "compute", "other"
 PARTS = (COMPUTE, WITHIN, BETWEEN, UPDATE, OTHER)
-_MODULES = 50  # listed at most
+_MODULES = 50  # maximum number of listed modules
 _SHORT = 1e-6  # seconds: a shorter wait is not drawn
 _DRAWN_AS = {"gather": "gather", "reduce": "reduce", "send": "copy", "recv": "copy", "broadcast": "gather"}
 
 Interval = tuple[float, float]
-Moment = Any  # seconds; while steps are recorded, a moment of a clock
+Moment = Any  # a moment of a clock while steps are recorded, then seconds
 Charges = Mapping[tuple[str, str, str], float]  # seconds by operation, hop, and module
 
 
 def hop_of(ranks: Sequence[int], group_size: int) -> str:
-    """Return the hop of a process group: within if all its ranks are in one group; empty if it has one rank."""
+    """Return the hop of a process group: within if all its ranks are in one group; empty for a single rank."""
     if len(ranks) == 1:
         return ""
     return WITHIN if len({rank // group_size for rank in ranks}) == 1 else BETWEEN
@@ -47,13 +47,13 @@ def hop_of(ranks: Sequence[int], group_size: int) -> str:
 
 @dataclass
 class Communication:
-    """One communication, from its start until something has waited for it.
+    """One communication, from its start until the first completed wait for it.
 
     Attributes:
-        name: of the operation.
-        hop: "within" a group, "between" groups; empty where it has one rank.
-        nbytes: received by this rank.
-        begin, end: it may have ended before ``end``, if nothing waited for it until then.
+        name: name of the operation.
+        hop: "within" a group, "between" groups; empty for a single rank.
+        nbytes: bytes that this rank receives.
+        begin, end: start and first wait; the communication may have ended before ``end``.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Wait:
     """An interval in which a thread or a stream waited.
 
     Attributes:
-        begin, end: of the interval.
-        trains: whether it was the training lane; else it completes transfers.
-        communication: for which it waited; None for whatever another thread or stream had to do.
-        module: whose parameters were waited for; empty if that is not known.
+        begin, end: bounds of the interval.
+        trains: whether the training lane waited; otherwise a thread or stream that completes transfers.
+        communication: the awaited communication; None for a wait for another thread or stream.
+        module: module whose parameters were awaited; empty if unknown.
     """
 
     begin: Moment
@@ -83,8 +83,8 @@ class Wait:
 
 @dataclass
 class Phase:
-    """An interval of the training lane: forward, backward, the update; or, inside one of these, handling what
-    communicates."""
+    """An interval of the training lane: forward, backward, the update; or, inside one of these, handling of
+    communication."""
 
     kind: str
     begin: Moment
@@ -97,7 +97,7 @@ class Step:
     """An optimizer step, from the end of the previous one to its own.
 
     Attributes:
-        number: of the step, counted from 1 as DeepSpeed does.
+        number: number of the step, counted from 1 as in DeepSpeed.
         begin, end: seconds.
     """
 
@@ -124,7 +124,7 @@ class Step:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same times as intervals that are sorted, not empty, and do not touch."""
+    """Return the union of intervals as sorted, non-empty intervals that do not touch."""
     united: list[Interval] = []
     for begin, end in sorted(intervals):
         if end <= begin:
@@ -137,23 +137,23 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the seconds of intervals that do not overlap one another."""
+    """Return the seconds of intervals that do not overlap each other."""
     return sum(end - begin for begin, end in intervals)
 
 
 def without(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the times of the first that are not in the second; each is a union."""
-    rest: list[Interval] = []
+    """Return the parts of ``intervals`` outside ``others``; each argument must be a ``union``."""
+    remaining: list[Interval] = []
     for begin, end in intervals:
         for other_begin, other_end in others:
             if other_end <= begin or other_begin >= end:
                 continue
             if other_begin > begin:
-                rest.append((begin, other_begin))
+                remaining.append((begin, other_begin))
             begin = max(begin, other_end)
         if begin < end:
-            rest.append((begin, end))
-    return rest
+            remaining.append((begin, end))
+    return remaining
 
 
 # Measures #########################################################################################
@@ -167,35 +167,36 @@ def exposed(step: Step) -> Charges:
         assert wait.communication is not None
         charges[wait.communication.name, wait.communication.hop, wait.module] += wait.end - wait.begin
     charged = union((wait.begin, wait.end) for wait in for_handles)
-    aside = [(wait.communication, wait.begin, wait.end) for wait in step.waits if not wait.trains]
+    other_lanes = [(wait.communication, wait.begin, wait.end) for wait in step.waits if not wait.trains]
     wire = [(sent, sent.begin, sent.end) for sent in sorted(step.communications, key=lambda sent: sent.hop != BETWEEN)]
     for wait in (wait for wait in step.waits if wait.trains and wait.communication is None):
-        left = without(union([(wait.begin, wait.end)]), charged)
-        for sent, begin, end in [*aside, *wire]:
+        # Seconds that are charged to a handle must not be charged again.
+        uncharged = without(union([(wait.begin, wait.end)]), charged)
+        for sent, begin, end in [*other_lanes, *wire]:
             if sent is None or not sent.hop or begin >= wait.end or end <= wait.begin:
                 continue
-            rest = without(left, [(begin, end)])
-            if rest != left:
-                charges[sent.name, sent.hop, wait.module] += length(left) - length(rest)
-                left = rest
+            remaining = without(uncharged, [(begin, end)])
+            if remaining != uncharged:
+                charges[sent.name, sent.hop, wait.module] += length(uncharged) - length(remaining)
+                uncharged = remaining
     return charges
 
 
 def _total(charges: Charges, *wanted: tuple[int, str]) -> float:
-    """Return the seconds of charges that have, at these places of their keys, these names."""
+    """Return the seconds of charges whose keys match all (position, name) pairs."""
     return sum(seconds for key, seconds in charges.items() if all(key[place] == name for place, name in wanted))
 
 
 def parts(step: Step, charges: Charges | None = None) -> dict[str, float]:
-    """Return the seconds of each of ``PARTS``; their sum is the step's."""
+    """Return the seconds of each of ``PARTS``, which add up to the step's."""
     charges = exposed(step) if charges is None else charges
     elsewhere = union([*step.waiting, *step.of_kinds(HANDLING)])
-    known = {
+    seconds_of = {
         COMPUTE: length(without(step.of_kinds(FORWARD, BACKWARD), elsewhere)),
         UPDATE: length(without(step.of_kinds(UPDATE), elsewhere)),
         **{hop: _total(charges, (1, hop)) for hop in HOPS},
     }
-    return {part: known.get(part, step.seconds - sum(known.values())) for part in PARTS}
+    return {part: seconds_of.get(part, step.seconds - sum(seconds_of.values())) for part in PARTS}
 
 
 def summary(steps: Sequence[Step]) -> dict[str, Any]:
@@ -224,16 +225,19 @@ Sent = Mapping[tuple[str, str], Sequence[Communication]]  # by operation and hop
 
 
 def _busy(sent: Iterable[Communication], steps: int) -> float:
-    """Return the seconds of a step in which one of these is on the wire."""
+    """Return the seconds per step in which at least one of these communications is on the wire."""
     return length(union((communication.begin, communication.end) for communication in sent)) / steps
 
 
 def _hops(sent: Sent, means: Charges, steps: int) -> list[dict[str, Any]]:
     rows = []
     for hop in HOPS:
-        some = [communication for (_, of), group in sent.items() if of == hop for communication in group]
-        if some:
-            nbytes, busy = sum(communication.nbytes for communication in some) / steps, _busy(some, steps)
+        communications = [communication for (_, of), group in sent.items() if of == hop for communication in group]
+        if communications:
+            nbytes, busy = (
+                sum(communication.nbytes for communication in communications) / steps,
+                _busy(communications, steps),
+            )
             rate = nbytes / busy if busy else None
             rows.append({"hop": hop, "bytes": nbytes, "busy": busy, "exposed": _total(means, (1, hop)), "rate": rate})
     return rows
@@ -244,12 +248,12 @@ def _operations(sent: Sent, means: Charges, steps: int) -> list[dict[str, Any]]:
         {
             "name": name,
             "hop": hop,
-            "count": len(some) / steps,
-            "bytes": sum(communication.nbytes for communication in some) / steps,
-            "busy": _busy(some, steps),
+            "count": len(communications) / steps,
+            "bytes": sum(communication.nbytes for communication in communications) / steps,
+            "busy": _busy(communications, steps),
             "exposed": _total(means, (0, name), (1, hop)),
         }
-        for (name, hop), some in sorted(sent.items())
+        for (name, hop), communications in sorted(sent.items())
     ]
     return sorted(rows, key=lambda row: (row["exposed"], row["busy"]), reverse=True)
 
@@ -261,12 +265,12 @@ def _modules(means: Charges) -> list[dict[str, Any]]:
 
 
 def middle(steps: Sequence[Step]) -> Step:
-    """Return the step with the median duration, or next to it."""
+    """Return the step with the median duration; of two middle steps, the longer."""
     return sorted(steps, key=lambda step: step.seconds)[len(steps) // 2]
 
 
 def timeline(step: Step) -> list[dict[str, Any]]:
-    """Return the lanes of a step as ``report.json`` has them, in seconds from its begin."""
+    """Return the lanes of a step in the format of ``report.json``, in seconds from its begin."""
 
     def span(of: Phase | Wait | Communication, name: str, kind: str, *rest: Any) -> list[Any]:
         return [round(of.begin - step.begin, 7), round(of.end - step.begin, 7), name, kind, *rest]

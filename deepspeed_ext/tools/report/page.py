@@ -1,10 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A report in words, as one HTML page, and as a trace. Pure; each takes the contents of ``report.json``.
+"""Renders a report in words, as one HTML page, and as a trace. Pure; each takes the contents of ``report.json``.
 
-The page needs neither a network nor a server. It consists of ``assets``: a template, a style sheet, and scripts, which
-draw the report that the page carries as JSON. The title and the verdict are in the page itself, for readers without
-scripts.
+The page needs no network or server. It consists of ``assets``: a template, a style sheet, and scripts, which draw the
+report from JSON in the page. The title and the verdict are plain HTML, for readers without scripts.
 """
 
 import html
@@ -19,13 +18,15 @@ from deepspeed_ext.tools.report.measures import BETWEEN, COMPUTE, OTHER, UPDATE,
 _SCRIPTS = ("dom.js", "bars.js", "spans.js", "view.js", "timeline.js", "tables.js", "ranks.js", "main.js")  # in order
 _HOPS = {WITHIN: "within groups", BETWEEN: "between groups"}
 _PARTS = {COMPUTE: "compute", **{hop: f"exposed {name}" for hop, name in _HOPS.items()}, UPDATE: "the update"}
-_WORTH = 0.05  # of a step: what is less is not pointed out
-_SLOW = 2.0  # times that a hop may take of what the probe finds
-_UNEVEN = 0.1  # of the median of compute
-_LARGER = 0.1  # of bytes of model states
-_MORE = 0.2  # of bytes that are received
-_OVERHEAD = 0.02
-_NESTED = "training"  # the lane of which spans lie inside one another
+# Thresholds of findings.
+_WORTH = 0.05  # share of a step
+_SLOW = 2.0  # ratio of a hop's probed rate to its reached rate
+_UNEVEN = 0.1  # share of the median of compute
+_LARGER = 0.1  # share of the bytes of model states
+_MORE = 0.2  # share of the received bytes
+_OVERHEAD = 0.02  # share of a step
+
+_NESTED = "training"  # the lane with nested spans
 
 Report = Mapping[str, Any]
 Event = dict[str, Any]
@@ -51,7 +52,7 @@ def paragraph(report: Report) -> str:
 
 
 def findings(report: Report) -> list[str]:
-    """Return what stands out, the most important first; each is a sentence that says what to do about it."""
+    """Return findings as sentences, the most important first."""
     return [*_faster(report), *_slow_hops(report), *_step_findings(report), *_amounts(report)]
 
 
@@ -72,7 +73,7 @@ def _faster(report: Report) -> Iterator[str]:
     lossy = _best([*fitting, now])
     if exact["step"] < (1 - _WORTH) * now["step"]:
         yield _gain(exact, now, "is predicted to be faster")
-    # 4 bits change the training a little: that is for its user to weigh.
+    # 4 bits change the training slightly, so they are reported separately for the user to decide.
     if lossy["step"] < (1 - 2 * _WORTH) * min(exact["step"], now["step"]):
         yield _gain(lossy, now, "would be faster still, with gradients or updates in 4 bits")
     elif exact["step"] >= (1 - _WORTH) * now["step"]:
@@ -112,7 +113,7 @@ def _step_findings(report: Report) -> Iterator[str]:
         )
     usual = median([row["compute"] for row in report["ranks"]] or [0.0])
     worst = max(report["ranks"], key=lambda row: float(row["compute"]), default={"compute": 0.0})
-    if usual and worst["compute"] > (1 + _UNEVEN) * usual:  # not of one rank
+    if usual and worst["compute"] > (1 + _UNEVEN) * usual:  # never true for one rank
         yield (
             f"Rank {worst['rank']} on {worst['host']} computes {worst['compute'] / usual:.2g} times as long as the "
             f"median rank, and the others wait for it."
@@ -128,7 +129,7 @@ def _amounts(report: Report) -> Iterator[str]:
             )
     for hop in report["hops"]:
         formula = hop["formula_bytes"]
-        # Fewer are gathered where modules are kept, and what a thread sends may count for the step after its own.
+        # Fewer bytes are normal: modules may be kept, and a thread's transfer may count for the next step.
         if formula and hop["bytes"] > (1 + _MORE) * formula:
             source = "its group" if hop["hop"] == WITHIN else "other groups"
             yield (
@@ -144,10 +145,10 @@ def _amounts(report: Report) -> Iterator[str]:
 
 
 def render(report: Report) -> str:
-    """Return a page that shows the report. Numbers that are not finite are left out, like those that are None.
+    """Return a page that shows the report. Numbers that are None or not finite are left out.
 
     Raises:
-        TypeError: the report has something that JSON has not.
+        TypeError: the report has a value that JSON does not support.
     """
     training = report.get("training") or {}
     called = html.escape(str(training.get("called") or "training"))
@@ -168,17 +169,18 @@ def render(report: Report) -> str:
 def chrome_trace(report: Report) -> dict[str, Any]:
     """Return the timelines of a report in the Chrome Trace Event format, for Perfetto and chrome://tracing.
 
-    A timeline is a process, and a lane is a thread. Complete events of one thread must nest, and transfers of a link
-    overlap, so a lane has as many threads as it needs. Times are in microseconds from the begin of the step. Without
-    timelines, the trace is empty.
+    A timeline is a process, and a lane is one or more threads: complete events of one thread must nest, but transfers
+    of a link overlap. Times are in microseconds from the begin of the step. Without timelines, the trace is empty.
     """
-    events = [event for pid, one in enumerate(report.get("timelines") or (), 1) for event in _process(pid, one)]
+    events = [
+        event for pid, timeline in enumerate(report.get("timelines") or (), 1) for event in _process(pid, timeline)
+    ]
     training = report.get("training") or {}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"training": str(training.get("called", ""))}}
 
 
 def _process(pid: int, timeline: Mapping[str, Any]) -> Iterator[Event]:
-    """Yield the events of a timeline. Its number is not the rank's, since two timelines may be of one rank."""
+    """Yield the events of a timeline. ``pid`` is not the rank, since two timelines may have the same rank."""
     rank, host, which, step = (timeline[key] for key in ("rank", "host", "which", "step"))
     yield _metadata("process_name", pid, 0, name=f"rank {rank} on {host}, {which}, step {step}")
     yield _metadata("process_sort_index", pid, 0, sort_index=pid)
@@ -205,14 +207,14 @@ def _complete(pid: int, tid: int, span: Span) -> Event:
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Return whole nanoseconds, so that no rounding makes a span end after the one that it lies in."""
+    """Return integer nanoseconds, so that rounding never makes a span end after its enclosing span."""
     return round(seconds * 1e9)
 
 
 def _rows(spans: Iterable[Span], nested: bool) -> list[list[Span]]:
-    """Return spans in rows, ordered by begin: those of a row do not overlap, or (``nested``) one lies in the other."""
+    """Return spans in rows, ordered by begin: the spans of a row do not overlap, or (``nested``) may be nested."""
     rows: list[list[Span]] = []
-    open_ends: list[list[int]] = []  # of each row: ends of the spans that the last one lies in, and its own
+    open_ends: list[list[int]] = []  # for each row: ends of the spans that enclose the last span, and its own end
     for span in sorted(spans, key=lambda span: (span[0], -span[1])):
         begin, end = _nanoseconds(span[0]), _nanoseconds(span[1])
         for row, ends in zip(rows, open_ends, strict=True):

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def engine_ready(engine: "Engine") -> None:
-    """Record steps of an engine that asks for it."""
+    """Record steps of an engine whose settings request a report."""
     from deepspeed_ext.config.settings import ReportSettings
 
     if (settings := ReportSettings.asked_for(engine._config.zero_config)) is not None:

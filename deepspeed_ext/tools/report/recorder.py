@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Records what a rank does in a step, in moments of a clock that become seconds afterwards.
+"""Records a rank's phases, waits and communications in moments of a clock, which are converted to seconds afterwards.
 
 Note [Why not torch.profiler]
-    Its ranges have no waits of the host, no group and no bytes of DeepSpeed's own communications, nothing of a device
-    other than CUDA's, and it records each operator, which slows the step that is to be measured.
+    Its ranges lack waits of the host, the groups and bytes of DeepSpeed's own communications, and devices other than
+    CUDA's. It also records each operator, which slows the measured step.
 """
 
 import functools
@@ -25,13 +25,13 @@ _Timed = TypeVar("_Timed", Communication, Phase, Wait)
 
 
 class WatchedHandle:
-    """The handle of a communication, whose first completed wait is the communication's end."""
+    """Wraps a communication's handle. The first completed wait is recorded as the communication's end."""
 
     def __init__(self, recorder: "Recorder", communication: Communication, handle: Any) -> None:
         self._recorder, self._communication, self._handle = recorder, communication, handle
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait for it."""
+        """Wait for the communication."""
         begin = self._recorder.clock.mark()
         result = self._handle.wait(*args, **kwargs)
         self._recorder.waited(begin, self._communication)
@@ -42,19 +42,19 @@ class WatchedHandle:
 
 
 class Recorder:
-    """A record of what a rank does; a ``Watcher`` of our communications.
+    """Records a rank's phases, waits and communications; a ``Watcher`` of our communications.
 
     Args:
-        clock: made on the training lane.
+        clock: clock that was created on the training lane.
         hop_of: returns the hop of a process group.
 
     Attributes:
-        clock: the same.
+        clock: the same clock.
     """
 
     def __init__(self, clock: Clock, hop_of: Callable[[ProcessGroup | None], str]) -> None:
         self.clock, self._hop_of = clock, hop_of
-        self._module = ""  # whose parameters are being fetched
+        self._module = ""  # module whose parameters are being fetched
         self._communications: list[Communication] = []
         self._waits: list[Wait] = []
         self._phases: list[Phase] = []
@@ -64,7 +64,7 @@ class Recorder:
     def started(
         self, name: str, group: ProcessGroup | None, nbytes: float, handle: Any, begin: Moment = None
     ) -> WatchedHandle:
-        """Record a communication that was started at ``begin`` or now; see ``Watcher.started``."""
+        """Record a communication that started at ``begin`` or now; see ``Watcher.started``."""
         moment = self.clock.mark() if begin is None else begin
         self._communications.append(Communication(name, self._hop_of(group), nbytes, moment, None))
         return WatchedHandle(self, self._communications[-1], handle)
@@ -92,7 +92,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, kind: str, module: str = "") -> Iterator[None]:
-        """Record a phase of the training lane; one inside another of its kind is a part of it."""
+        """Record a phase of the training lane; a nested phase of the same kind is part of the outer phase."""
         opened = self.open(kind)
         try:
             yield
@@ -101,20 +101,20 @@ class Recorder:
                 self.close(kind, module)
 
     def open(self, kind: str) -> bool:
-        """Begin a phase; return whether it had not begun already."""
+        """Begin a phase; return False if it is open already, or outside the training lane."""
         if kind in self._open or not self.clock.trains():
             return False
         self._open[kind] = self.clock.mark()
         return True
 
     def close(self, kind: str, module: str = "") -> None:
-        """End a phase, if it has begun."""
+        """End a phase if it is open."""
         if kind in self._open:
             self._phases.append(Phase(kind, self._open.pop(kind), self.clock.mark(), module))
 
     @contextmanager
     def fetching(self, module: str) -> Iterator[None]:
-        """Record that the parameters of a module are being fetched, and on a host that this is handled."""
+        """Record that a module's parameters are being fetched; on a host, also as handling."""
         before, self._module = self._module, module
         try:
             with self.handling(module):
@@ -124,7 +124,7 @@ class Recorder:
 
     @contextmanager
     def handling(self, module: str = "") -> Iterator[None]:
-        """Record that the host handles what communicates. A device computes meanwhile."""
+        """Record that the host handles communication. Does nothing on a device, which computes concurrently."""
         if not self.clock.on_host:
             yield
             return
@@ -132,16 +132,16 @@ class Recorder:
             yield
 
     def end_step(self, number: int) -> None:
-        """Record that step ``number`` ends here, and the next one begins."""
+        """Record that step ``number`` ends now and the next step begins."""
         self._ends.append((number, self.clock.mark()))
 
     def steps(self) -> list[Step]:
         """Return the steps between the recorded ends, in seconds. Ends the recording."""
         self.clock.settle()
         seconds, last = self.clock.seconds, self._ends[-1][1]
-        timed: list[Communication | Wait | Phase] = [*self._communications, *self._waits, *self._phases]
-        for one in timed:
-            one.begin, one.end = seconds(one.begin), seconds(last if one.end is None else one.end)
+        items: list[Communication | Wait | Phase] = [*self._communications, *self._waits, *self._phases]
+        for item in items:
+            item.begin, item.end = seconds(item.begin), seconds(last if item.end is None else item.end)
         ends = [(number, seconds(end)) for number, end in self._ends]
         return [
             Step(
@@ -157,7 +157,7 @@ class Recorder:
 
 
 def _within(begin: float, end: float, timed: Sequence[_Timed]) -> list[_Timed]:
-    return [one for one in timed if begin <= one.begin < end]
+    return [item for item in timed if begin <= item.begin < end]
 
 
 # DeepSpeed's communications #######################################################################
@@ -169,8 +169,8 @@ class Operation(NamedTuple):
     """An operation of DeepSpeed's backend.
 
     Attributes:
-        arguments: their names, in order: DeepSpeed's decorators hide the signature.
-        received: returns the bytes that a rank receives, of its arguments and the number of ranks of the group.
+        arguments: names of the arguments, in order: DeepSpeed's decorators hide the signature.
+        received: returns the bytes that a rank receives, from the arguments and the number of ranks in the group.
         asynchronous: whether it always returns a handle.
     """
 
@@ -179,7 +179,7 @@ class Operation(NamedTuple):
     asynchronous: bool = False
 
     def given(self, args: Iterable[Any], kwargs: Arguments) -> dict[str, Any]:
-        """Return its arguments by name."""
+        """Return the arguments by name."""
         return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
 
@@ -188,7 +188,7 @@ def _nbytes(value: Any) -> float:
 
 
 def _collective(arguments: str, of: str, times: float = 1.0) -> Operation:
-    """Return a collective that receives the other ranks' parts of one of its arguments, so many times."""
+    """Return a collective that receives the other ranks' parts of argument ``of``, ``times`` times."""
     return Operation(
         (*arguments.split(), "group", "async_op"),
         lambda given, ranks: times * _nbytes(given[of]) * (ranks - 1) / ranks,
@@ -204,7 +204,7 @@ def _message(other: str, asynchronous: bool) -> Operation:
     )
 
 
-# A reduce to one rank passes through all of them, as it does in a ring: each receives about what the others have.
+# A reduce to one rank counts as a ring through all ranks: each rank receives about the other ranks' parts.
 OPERATIONS: Mapping[str, Operation] = {
     "all_reduce": _collective("tensor op", "tensor", 2),
     "inference_all_reduce": _collective("tensor op", "tensor", 2)._replace(arguments=("tensor", "op", "group")),
@@ -234,22 +234,22 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def recorded(recorder: Recorder, name: str, operation: Operation, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return an operation of DeepSpeed's backend that is recorded, unless it is one of our communications."""
+    """Wrap an operation of DeepSpeed's backend so that it is recorded, unless it is one of our communications."""
 
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if watching.is_ours():
             return run(*args, **kwargs)
-        given = operation.given(args, kwargs)
-        group = given["p2p_op_list"][0].group if "p2p_op_list" in given else given.get("group")
-        nbytes = operation.received(given, dist.get_world_size(group=group))
+        arguments = operation.given(args, kwargs)
+        group = arguments["p2p_op_list"][0].group if "p2p_op_list" in arguments else arguments.get("group")
+        nbytes = operation.received(arguments, dist.get_world_size(group=group))
         begin = recorder.clock.mark()
-        with watching.ours():  # what it calls in turn is recorded already
+        with watching.ours():  # operations that it calls internally would be recorded twice
             result = run(*args, **kwargs)
-        if not (operation.asynchronous or given.get("async_op")):
+        if not (operation.asynchronous or arguments.get("async_op")):
             recorder.completed(name, group, nbytes, begin)
             return result
-        if isinstance(result, list):  # a batch of messages, whose bytes are recorded with the first one
+        if isinstance(result, list):  # a batch of messages: record all bytes with the first message
             return [
                 recorder.started(name, group, nbytes if not number else 0.0, handle, begin)
                 for number, handle in enumerate(result)

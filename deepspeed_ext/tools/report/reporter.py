@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the steps of an engine, records those that were asked for, and has the report made.
+"""Counts the steps of an engine, records the requested steps, and triggers the report.
 
 Note [Recorded steps]
-    After a warm-up come steps that are only timed, then those that are recorded, then as many again that are only
-    timed: the difference is what recording costs. Then all ranks make the report together, at the end of a step, where
-    they all are. From then on the engine is as it was. Where somebody has wrapped our methods since, they stay, and do
-    nothing but call the engine's.
+    After a warm-up, some steps are only timed, the next are recorded, and then as many again are only timed: the
+    difference is the overhead of recording. Then all ranks make the report together, at the end of a step, which all
+    of them reach. Afterwards the engine is restored. If other code has since wrapped our methods, they remain, and
+    only call the engine's methods.
 
 While steps are recorded, methods and hooks of the engine's objects are wrapped, and so are the operations of
 DeepSpeed's backend. Our own communications report to ``comm/watching.py``.
@@ -38,15 +38,15 @@ from deepspeed_ext.tools.report.contents import make, write
 from deepspeed_ext.tools.report.measures import BACKWARD, FORWARD, UPDATE, hop_of
 from deepspeed_ext.tools.report.recorder import OPERATIONS, Recorder, recorded
 
-_reporter: "_Reporter | None" = None  # of the engine of this process that is reported on
+_reporter: "_Reporter | None" = None  # reporter of this process, for one engine at a time
 
 
 def report_on(engine: Engine, settings: ReportSettings) -> None:
-    """Record steps of an engine, and report on them. Of several engines at a time it is the first one.
+    """Record steps of an engine, and report on them. Of several engines at a time, only the first is recorded.
 
     Args:
-        engine: whose steps are counted from now on.
-        settings: of the report.
+        engine: engine whose steps are counted from now on.
+        settings: settings of the report.
     """
     global _reporter
     if _reporter is not None:
@@ -59,16 +59,17 @@ class _Reporter:
     """Counts the steps of one engine; see Note [Recorded steps]."""
 
     def __init__(self, engine: Engine, settings: ReportSettings) -> None:
+        # Weak: ``_reporter`` and atexit refer to this object, and must not keep the engine alive.
         self._engine, self._settings = weakref.proxy(engine), settings
         self._taken, self._known = 0, engine.global_steps
         self._clock: Clock | None = None
-        self._ends: list[Any] = []  # of the steps that are timed or recorded
+        self._ends: list[Any] = []  # ends of the timed and recorded steps
         self._recorder: Recorder | None = None
         self._looking, self._recording = ExitStack(), ExitStack()
         self._held = StateBytes(0, 0, 0)
         self._ended = False
-        # By the method's name: what is in its place, weakly, since that refers to the engine; and whether it replaces
-        # one that was put on the engine, and not its class's.
+        # By the method's name: a weak reference to our wrapper, which refers to the engine; and whether it replaces an
+        # attribute of the engine rather than its class's method.
         self._wrappers: dict[str, tuple[weakref.ref[Any], bool]] = {}
         self._wrap(engine, "train_batch" if engine.pipeline_parallelism else "step", after=self._count)
         self._wrap(engine, "destroy", before=self._give_up)
@@ -97,33 +98,33 @@ class _Reporter:
         setattr(engine, name, wrapper)
 
     def _end(self) -> None:
-        """Restore the engine, except for what others have put on it since."""
+        """Restore the engine, except for methods that other code has wrapped since."""
         global _reporter
         _reporter, self._ended = None, True
         self._looking.close()
         self._recording.close()
         for name, (wrapper, replaced) in self._wrappers.items():
-            ours = wrapper()
-            if ours is None or vars(self._engine).get(name) is not ours:
+            our_wrapper = wrapper()
+            if our_wrapper is None or vars(self._engine).get(name) is not our_wrapper:
                 continue
             if replaced:
-                setattr(self._engine, name, ours.__wrapped__)
+                setattr(self._engine, name, our_wrapper.__wrapped__)
             else:
                 delattr(self._engine, name)
         atexit.unregister(self._warn)
 
     def _give_up(self) -> None:
-        """Record nothing of an engine that is destroyed."""
+        """Stop recording an engine that is destroyed."""
         self._end()
         self._warn()
 
     def _count(self) -> None:
-        """Count an optimizer step, and none of the micro-steps before."""
+        """Count an optimizer step; ignore micro-steps."""
         settings = self._settings
         if self._engine.global_steps == self._known:
             return
         self._known, self._taken = self._engine.global_steps, self._taken + 1
-        if self._taken == settings.after - 1:  # the last step that is not timed
+        if self._taken == settings.after - 1:  # only during the next step, the last of the warm-up
             self._looking.enter_context(call_before_phases(self._engine, self._look))
         if self._taken < settings.after:
             return
@@ -142,7 +143,7 @@ class _Reporter:
             self._report(self._clock, self._recorder)
 
     def _look(self) -> None:
-        """Keep the bytes of model states at the moment at which they are most."""
+        """Record the peak of the bytes of model states."""
         self._held = max(self._held, held(self._engine), key=lambda states: states.total)
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
@@ -164,7 +165,7 @@ class _Reporter:
             write(report, Path(self._settings.folder))
 
     def _warn(self) -> None:
-        """Log, at the end of an engine or of a process, that no report was made."""
+        """Log at the end of an engine or of a process that no report was made."""
         if dist.is_initialized() and dist.get_rank() == 0:
             logger.warning(
                 f"deepspeed_ext: there is no report: the training ended after {self._taken} optimizer steps, and the "
@@ -175,21 +176,21 @@ class _Reporter:
 
 # Attaching a recorder ############################################################################
 
-# Methods of DeepSpeed's optimizers, and of ours, in which the training lane handles what communicates.
+# Methods of DeepSpeed's optimizers, and of ours, in which the training lane handles communication.
 _HANDLING = (
     "reduce_ready_partitions_and_remove_grads",
     "overlapping_partition_gradients_reduce_epilogue",
     "reduce_gradients",
     "update_hook_state_and_maybe_run_epilogue",
-    "reduce_leaf",  # ours, as the next one
+    "reduce_leaf",  # this and the next one are ours
     "reduce_window",
 )
-Around = Callable[..., AbstractContextManager[None]]  # of the arguments of a method
+Around = Callable[..., AbstractContextManager[None]]  # takes a method's arguments
 
 
 @contextmanager
 def call_before_phases(engine: Engine, look: Callable[[], None]) -> Iterator[None]:
-    """Call a function before each forward and each update of an engine, within this context."""
+    """Context in which a function is called before each forward and each update of an engine."""
 
     @contextmanager
     def looking(*_: Any) -> Iterator[None]:
@@ -204,11 +205,11 @@ def call_before_phases(engine: Engine, look: Callable[[], None]) -> Iterator[Non
 
 @contextmanager
 def attach(recorder: Recorder, engine: Engine) -> Iterator[None]:
-    """Record the steps of an engine, within this context.
+    """Context in which the steps of an engine are recorded.
 
     Args:
-        recorder: to attach.
-        engine: that trains.
+        recorder: the recorder to attach.
+        engine: the engine that trains.
 
     Raises:
         RuntimeError: another engine is recorded.
@@ -236,8 +237,10 @@ def attach(recorder: Recorder, engine: Engine) -> Iterator[None]:
 
 def _replace(installed: ExitStack, owner: Any, name: str, value: Any) -> None:
     """Replace an attribute until the stack is closed."""
-    own = vars(owner)
-    installed.callback(setattr, owner, name, own[name]) if name in own else installed.callback(delattr, owner, name)
+    attributes = vars(owner)
+    installed.callback(setattr, owner, name, attributes[name]) if name in attributes else installed.callback(
+        delattr, owner, name
+    )
     setattr(owner, name, value)
 
 
@@ -251,14 +254,14 @@ def _inside(method: Callable[..., Any], around: Around) -> Callable[..., Any]:
 
 
 def _wrap(installed: ExitStack, owner: Any, name: str, around: Around) -> None:
-    """Run a method of an object, if it has that, inside a context, until the stack is closed."""
+    """Run a method of an object, if it exists, inside a context, until the stack is closed."""
     method = getattr(owner, name, None)
     if method is not None:
         _replace(installed, owner, name, _inside(method, around))
 
 
 def _instructions(recorder: Recorder, engine: Engine) -> Mapping[type, Callable[..., Any]]:
-    """Return a pipeline's instructions, of which forward and backward are phases."""
+    """Return a pipeline's instructions, with forward and backward recorded as phases."""
     from deepspeed.runtime.pipe import schedule
 
     kinds = {schedule.ForwardPass: FORWARD, schedule.BackwardPass: BACKWARD}
@@ -269,7 +272,7 @@ def _instructions(recorder: Recorder, engine: Engine) -> Mapping[type, Callable[
 
 
 def _attach_to_loss_backward(recorder: Recorder, engine: Engine, installed: ExitStack) -> None:
-    """Record ``loss.backward()`` as a phase, too: DeepSpeed's hooks run at its beginning and its end."""
+    """Record ``loss.backward()`` as a phase, too: DeepSpeed's hooks run at its begin and its end."""
     begin, end = engine._backward_prologue, engine._backward_epilogue
     opened = []
 
@@ -290,10 +293,10 @@ def _attach_to_loss_backward(recorder: Recorder, engine: Engine, installed: Exit
 
 
 def _attach_to_module_hooks(recorder: Recorder, engine: Engine, installed: ExitStack) -> None:
-    """Record what ZeRO's hooks of modules and parameters do, and for which module ZeRO-3 fetches parameters.
+    """Record the handling in ZeRO's hooks of modules and parameters, and the module for which ZeRO-3 fetches.
 
-    Forward hooks are wrapped as a whole: besides fetching and releasing, they follow the trace of modules and put
-    nodes into the graph. In a backward autograd runs those nodes, which call methods of ``parameter_offload``.
+    Entire forward hooks are wrapped: besides fetching and releasing, they follow the trace of modules and add nodes to
+    the graph. In a backward, autograd runs these nodes, which call methods of ``parameter_offload``.
     """
     optimizer: Any = engine.optimizer
     offload = getattr(optimizer, "parameter_offload", None)
@@ -318,7 +321,7 @@ def _attach_to_module_hooks(recorder: Recorder, engine: Engine, installed: ExitS
 
 
 def _wrap_hooks(installed: ExitStack, handles: Iterable[Any], around: Around) -> None:
-    """Run the hooks of modules or tensors behind these handles inside a context, until the stack is closed."""
+    """Run the hooks of these handles, of modules or tensors, inside a context until the stack is closed."""
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
@@ -327,12 +330,12 @@ def _wrap_hooks(installed: ExitStack, handles: Iterable[Any], around: Around) ->
 
 
 def _put_back(hooks: dict[int, Any], number: int, hook: Any) -> None:
-    if number in hooks:  # it has not been removed since
+    if number in hooks:  # unless the hook has been removed since
         hooks[number] = hook
 
 
 def _attach_to_streams(recorder: Recorder, installed: ExitStack) -> None:
-    """Record when the stream that trains waits for another one: the only class that is changed is torch's own."""
+    """Record waits of the training stream for other streams. This changes torch's class, and no other class."""
     kind = type(get_accelerator().current_stream())
     wait = kind.wait_event
 
