@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,6 +37,8 @@ from deepspeed_ext.comm.disjoint_groups import timeout_of
 
 _Result = TypeVar("_Result")
 _PREFIX = "deepspeed_ext"  # of keys in the store
+_CLOSED = "closed"  # key in the store of a channel: a rank has closed its connections
+_POLL = 0.02  # seconds between two looks at the store
 _FAN_OUT = 32
 _LONGEST = 4096  # bytes of a text that is broadcast
 _PATIENCE = 300.0  # seconds until a warning that a disk is slow; each further warning after twice as many
@@ -90,6 +92,8 @@ class HostChannel:
         levels = enumerate(tree(self.rank, self.world))
         self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
         self._mesh = self._unconnected(f"{number}/mesh")
+        self._peers = _store(f"{number}/peers", range(self.world))
+        self._met: set[int] = set()  # ranks that are connected, or can be at once
 
     def _group(self, name: str, ranks: Sequence[int]) -> "_Group":
         store, rank = _store(name, ranks), ranks.index(self.rank)
@@ -117,6 +121,8 @@ class HostChannel:
         received: another rank may be in the last call.
         """
         self._closed = True
+        with suppress(RuntimeError):  # the process that serves the store may have ended
+            self._peers.set(_CLOSED, "")
         for group in self._groups:
             group.gloo = None
 
@@ -211,6 +217,27 @@ class HostChannel:
             finally:
                 # An exception references this list, and its handles reference connections that must be closed.
                 handles.clear()
+
+    def _meet(self, targets: set[int], sources: set[int]) -> None:
+        """Wait until ranks are about to send or receive as well, unless they have been connected before.
+
+        Gloo would try to connect to a rank that has closed its side for five times the timeout.
+
+        Raises:
+            RuntimeError: a rank has closed its connections, or does not come within the timeout.
+        """
+        peers = (targets | sources) - self._met - {self.rank}
+        for peer in peers:
+            self._peers.set(f"{self.rank}-{peer}", "")
+        end = time.monotonic() + self._timeout.total_seconds()
+        for peer in sorted(peers):
+            while not self._peers.check([f"{peer}-{self.rank}"]):
+                if self._peers.check([_CLOSED]):
+                    raise RuntimeError("a rank has closed its connections")
+                if time.monotonic() > end:
+                    raise RuntimeError(f"rank {peer} has not connected within {self._timeout}")
+                time.sleep(_POLL)
+        self._met |= peers
 
     def exchange_text(self, text: str, target: int, source: int) -> str:
         """Send a text to ``target``, and return the text received from ``source``."""

@@ -42,8 +42,8 @@ class LiveElements:
     def add(self, numel: int) -> None:
         """Count gathered elements; a negative number counts released ones."""
         self.now += numel
-        if self.now > self.most:
-            self.most = self.now
+        if numel > 0:
+            self.most = max(self.most, self.now)
 
 
 class UnitOwner(Protocol):

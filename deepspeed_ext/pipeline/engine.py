@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's pipeline engine with sharded gradients and parameters.
 
-Note [What runs when, in a pipeline]
+Note [Order of operations in a pipeline]
     The accumulation boundary is the flush of the pipeline. In the backward of each micro-batch, gradients are reduced
     N -> g as the strategy says; with g = I, this is inside the group. The hop between groups runs once, at the flush,
     and the optimizer's step runs after it. Reductions are started in the order of the pipeline's schedule, which is
@@ -53,7 +53,7 @@ class _Outputs:
 
 @checked
 class ShardedPipelineEngine(PipelineEngine):
-    """A pipeline engine with a strategy. See Note [What runs when, in a pipeline].
+    """A pipeline engine with a strategy. See Note [Order of operations in a pipeline].
 
     ``setup.initialize`` turns a ``PipelineEngine`` into one.
     """

@@ -14,8 +14,8 @@ import deepspeed
 import pytest
 import torch
 
-from deepspeed_ext import clocks
 from deepspeed_ext.config.section import active_strategy
+from deepspeed_ext.tools import clocks
 from deepspeed_ext.tools.compare import measuring
 from deepspeed_ext.tools.compare.measuring import Measurement
 from deepspeed_ext.tools.compare.turn import UNFINISHED, VARIABLE, Turn, current

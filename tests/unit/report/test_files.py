@@ -18,7 +18,7 @@ import pytest
 import torch
 from deepspeed.utils import logger
 
-from deepspeed_ext import clocks
+from deepspeed_ext.tools import clocks
 from deepspeed_ext.tools.report.contents import _origin, write
 from deepspeed_ext.tools.report.page import chrome_trace, render
 from tests.harness import reports
