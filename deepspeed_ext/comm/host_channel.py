@@ -209,6 +209,7 @@ class HostChannel:
         """Send tensors to ``target`` and receive tensors from ``source``, each in order; either list may be empty."""
         handles: list[Any] = []
         with self._connected():
+            self._meet({target} if sent else set(), {source} if received else set())
             try:
                 handles += [self._mesh.gloo.recv([tensor], source, 0) for tensor in received]
                 handles += [self._mesh.gloo.send([tensor], target, 0) for tensor in sent]
