@@ -93,7 +93,7 @@ class HostChannel:
         self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
         self._mesh = self._unconnected(f"{number}/mesh")
         self._peers = _store(f"{number}/peers", range(self.world))
-        self._met: set[int] = set()  # ranks that are connected, or can be at once
+        self._met: set[int] = set()  # ranks with which a message has been exchanged
 
     def _group(self, name: str, ranks: Sequence[int]) -> "_Group":
         store, rank = _store(name, ranks), ranks.index(self.rank)
@@ -209,7 +209,7 @@ class HostChannel:
         """Send tensors to ``target`` and receive tensors from ``source``, each in order; either list may be empty."""
         handles: list[Any] = []
         with self._connected():
-            self._meet({target} if sent else set(), {source} if received else set())
+            self._meet({peer for peer, tensors in ((target, sent), (source, received)) if tensors})
             try:
                 handles += [self._mesh.gloo.recv([tensor], source, 0) for tensor in received]
                 handles += [self._mesh.gloo.send([tensor], target, 0) for tensor in sent]
@@ -219,26 +219,27 @@ class HostChannel:
                 # An exception references this list, and its handles reference connections that must be closed.
                 handles.clear()
 
-    def _meet(self, targets: set[int], sources: set[int]) -> None:
-        """Wait until ranks are about to send or receive as well, unless they have been connected before.
+    def _meet(self, peers: set[int]) -> None:
+        """Before the first message between two ranks, wait until both are about to send it.
 
-        Gloo would try to connect to a rank that has closed its side for five times the timeout.
+        Gloo connects them at that message. Without this, it would retry for five times the timeout if the other rank
+        has closed its connections.
 
         Raises:
-            RuntimeError: a rank has closed its connections, or does not come within the timeout.
+            RuntimeError: a rank has closed its connections, or is not ready within the timeout.
         """
-        peers = (targets | sources) - self._met - {self.rank}
-        for peer in peers:
+        new = peers - self._met - {self.rank}
+        for peer in new:
             self._peers.set(f"{self.rank}-{peer}", "")
         end = time.monotonic() + self._timeout.total_seconds()
-        for peer in sorted(peers):
+        for peer in sorted(new):
             while not self._peers.check([f"{peer}-{self.rank}"]):
                 if self._peers.check([_CLOSED]):
                     raise RuntimeError("a rank has closed its connections")
                 if time.monotonic() > end:
                     raise RuntimeError(f"rank {peer} has not connected within {self._timeout}")
                 time.sleep(_POLL)
-        self._met |= peers
+        self._met |= new
 
     def exchange_text(self, text: str, target: int, source: int) -> str:
         """Send a text to ``target``, and return the text received from ``source``."""

@@ -81,7 +81,7 @@ class ParoConfig(BaseModel):
     ] = None
     """Updated parameters are sent between groups as differences
     [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients are. With
-    p = N or I beside a strategy, or beside `stage` 1 or 2 or `mics_shard_size`."""
+    p = N or I with a strategy, or with `stage` 1 or 2 or `mics_shard_size`."""
     paro_outer_optimizer: Annotated[
         OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
     ] = None
@@ -127,12 +127,12 @@ class ParoConfig(BaseModel):
     """MiCS, which DeepSpeed has removed: means `paro_strategy` III with that `paro_group_size`, and cannot be combined
     with these two."""
     mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
-    """Accepted beside `mics_shard_size`; implied, since III gathers only inside groups."""
+    """Accepted with `mics_shard_size`; implied, since III gathers only inside groups."""
     zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
         None
     )
-    """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. Beside a
-    strategy, or beside `stage` 1, 2 or 3 alone, where groups are nodes."""
+    """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. With a
+    strategy, or with `stage` 1, 2 or 3 alone, where groups are nodes."""
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ParoConfig":

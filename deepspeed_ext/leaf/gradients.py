@@ -302,15 +302,11 @@ class LeafGradients:
         Gradients that are in a bucket already are kept; then the next backward fails, as in ZeRO-3 with leaf modules.
         """
         self._waiting.clear()
-        in_buckets = self._in_buckets()
+        in_buckets = _in_buckets(self._optimizer)
         for params in self._trained.values():
             for param in params:
                 if param.ds_id not in in_buckets:
                     param.grad = None
-
-    def _in_buckets(self) -> set[int]:
-        """Return the ds_ids of parameters with gradients that are in a bucket already."""
-        return {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
 
     def leave_modules(self) -> None:
         """End module passes that are still open, because the inputs need no gradient.
@@ -328,7 +324,7 @@ class LeafGradients:
         self.leave_modules()
         if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
             return
-        in_buckets = self._in_buckets()
+        in_buckets = _in_buckets(self._optimizer)
         chunks = {chunk: None for chunk in self._waiting}
         self._waiting.clear()
         for chunk in chunks:
@@ -388,11 +384,16 @@ class LateGradients:
 
     def end_of_backward(self) -> None:
         """Reduce the delayed modules, in the order of their backwards."""
-        in_buckets = {param.ds_id for bucket in self._optimizer.ipg_buckets.values() for param in bucket.params}
+        in_buckets = _in_buckets(self._optimizer)
         late = [param for params in self._late.values() for param in params if param.ds_id not in in_buckets]
         self._late.clear()
         for param in zero_gradients(late):
             self._optimizer.reduce_ready_partitions_and_remove_grads(param)
+
+
+def _in_buckets(optimizer: LeafOptimizer) -> set[int]:
+    """Return the ds_ids of parameters with gradients that are in a bucket already."""
+    return {param.ds_id for bucket in optimizer.ipg_buckets.values() for param in bucket.params}
 
 
 def reduce_late_gradients(optimizer: LeafOptimizer) -> None:

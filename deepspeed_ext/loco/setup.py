@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Creates the hops between groups for an engine's configuration, and reports their compression."""
 
+from typing import Any
+
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
+from deepspeed_ext.config.section import offloads
 from deepspeed_ext.config.settings import EXACT, LocoSettings, UpdateSettings, of_outer_steps
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.loco.hop import COMPRESS_TIMER, DECOMPRESS_TIMER, LocoHop, QuantizedSums
@@ -36,9 +39,8 @@ class ConfiguredHops:
     def __init__(self, engine: Engine, strategy: Strategy) -> None:
         self._engine = engine
         config = engine._config.zero_config
-        self._loco = None if config.zeropp_loco_param is None else LocoSettings.parse(config.zeropp_loco_param)
-        section = config.paro_quantized_updates
-        compressed = None if section is None else UpdateSettings.parse(section)
+        self._loco: LocoSettings | None = config.zeropp_loco_param
+        compressed: UpdateSettings | None = config.paro_quantized_updates
         # If optimizer states are not sharded over all ranks, sums of gradients are gathered instead of parameters.
         self._updates = compressed if strategy.os == Placement.G else None
         self._sums = compressed if strategy.os != Placement.G else None
@@ -111,10 +113,8 @@ class OuterHops:
 
 def _place_of_errors(engine: Engine) -> tuple[str | None, bool]:
     """Return (device of the error feedback, None for that of gradients; whether it is in pinned memory)."""
-    offload = engine._config.zero_config.offload_optimizer
-    if offload is None or offload.device == "none":
-        return None, False
-    return "cpu", offload.pin_memory
+    section: Any = engine._config.zero_config.offload_optimizer
+    return ("cpu", section.pin_memory) if offloads(section) else (None, False)
 
 
 def announce_updates(settings: UpdateSettings, block_size: int, groups: int, what: str, then: str) -> None:

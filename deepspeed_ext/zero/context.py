@@ -4,7 +4,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime.torch_autocast import get_comm_dtype, is_autocast_initialized
@@ -12,6 +12,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from deepspeed_ext.comm.process_groups import Topology
+from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families
@@ -64,8 +65,8 @@ class Context:
             families: all parameter families with the hops of this optimizer.
             accumulation_dtype, communication_dtype: dtypes that the engine has chosen for gradients.
         """
-        host = config.offload_optimizer
-        offload = host is not None and host.device != "none"
+        section: Any = config.offload_optimizer
+        offload = offloads(section)
         return cls(
             strategy=strategy,
             families=families,
@@ -76,7 +77,7 @@ class Context:
             gather_bucket=int(config.allgather_bucket_size),
             overlap=bool(config.overlap_comm),
             offload=offload,
-            pinned=host is not None and offload and host.pin_memory,
+            pinned=offload and section.pin_memory,
             sequence_parallel_size=int(groups._get_sequence_parallel_world_size()),
             ahead=config.paro_overlap_updates,
         )

@@ -94,8 +94,7 @@ def configure_with(
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
     _refuse_replaced_methods(strategy)
     wait_for_whole_parameters()  # updates of an earlier engine, before the new one reads its parameters
-    section = engine._config.zero_config.paro_outer_optimizer
-    outer = None if section is None else OuterSettings.parse(section)
+    outer: OuterSettings | None = engine._config.zero_config.paro_outer_optimizer
     alone = strategy.os == Placement.N or outer is not None
     topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
     topologies = topologies_of(engine, topology, alone=alone)
