@@ -66,19 +66,25 @@ def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
     return numbers, texts, messages, results, seconds
 
 
-def test_a_lost_connection_is_an_error_on_all_ranks_at_once(ranks: Any) -> None:
-    for message, seconds in ranks(3).run(lost_case):
+@pytest.mark.parametrize("vote", [True, False])
+def test_a_lost_connection_is_an_error_on_all_ranks_at_once(ranks: Any, vote: bool) -> None:
+    for message, seconds in ranks(3).run(lost_case, vote):
         assert message.startswith("ChannelError: ") and seconds < 60.0, (message, seconds)
+        assert vote or "closed" in message, message
 
 
-def lost_case() -> tuple[str, float]:
-    """The error of a vote after one rank has closed its connections, and when it came."""
+def lost_case(vote: bool) -> tuple[str, float]:
+    """Return the error of a vote, or of a first message, after a rank has closed its connections, and its seconds."""
     channel = HostChannel(unique_number())
     channel.all_reduce_min(0)
-    if channel.rank == 1:
+    rank = channel.rank
+    if rank == 1:
         channel.close()
     begin = time.monotonic()
-    message = error_of(channel.all_reduce_min, 0)
+    if vote:
+        message = error_of(channel.all_reduce_min, 0)
+    else:
+        message = error_of(channel.exchange_text, "a text", (rank + 1) % 3, (rank - 1) % 3)
     channel.close()
     return message, time.monotonic() - begin
 
