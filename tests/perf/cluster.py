@@ -5,6 +5,7 @@
     python -m tests.perf.cluster                    # all strategies and peers, a model of blocks
     python -m tests.perf.cluster --overlap          # what hides under compute, which is emulated
     python -m tests.perf.cluster --offload          # parameters in host memory
+    python -m tests.perf.cluster --network          # seconds per step over the rate of the link
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
     python -m tests.perf.cluster --save             # saves, at once and beside the training
     python -m tests.perf.cluster --record           # a report of steps beside what is measured without
@@ -44,6 +45,7 @@ from tests.perf.lib.settings import UNLIMITED
 MEASUREMENTS = {  # by option or model: where its class is
     "blocks": "measurements.BlocksMeasurement",
     "overlap": "measurements.OverlapMeasurement",
+    "network": "measurements.NetworkMeasurement",
     "offload": "offload.OffloadMeasurement",
     "outer": "measurements.OuterMeasurement",
     "save": "saves.SavesMeasurement",
@@ -55,6 +57,7 @@ MEASUREMENTS = {  # by option or model: where its class is
 }
 OPTIONS = {
     "--overlap": "what of communication hides under emulated compute",
+    "--network": "seconds per step over the rate of the link",
     "--offload": "parameters in host memory",
     "--outer": "an outer optimizer between nodes",
     "--save": "saves beside the training",

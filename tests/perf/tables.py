@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
-from tests.perf.lib import predictions, studies, tabulated
+from tests.perf.lib import network, predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -130,6 +130,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "kernels": kernels,
     "lossless": lossless,
     "growth": growth,
+    "network": network.table,
     "readme": readme,
     "pipelines": pipelines,
     "keys": lambda: keys(ParoConfig),
@@ -164,6 +165,7 @@ def pages() -> Sequence[Path]:
 def main() -> None:
     for page in pages():
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
+    network.PLOT.write_text(network.plot(), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.models import describe, mark_matrices
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, Direction
-from tests.perf.lib import settings, tabulated
+from tests.perf.lib import network, settings, tabulated
 from tests.perf.lib.blocks import Pauses, make_blocks, make_rounded_blocks
 from tests.perf.lib.peers import PEERS, Batch, Method, Ours, OuterFSDP2, Workload
 from tests.perf.lib.records import Row, Table, slower
@@ -42,6 +42,7 @@ class Measurement:
         methods, rounds, steps: all methods; turns and steps by default.
         probes: whether the planner is asked for seconds, with the links' rates.
         short, most: steps of a turn that take less than this together go on, up to this number of them.
+        rows: of a micro-batch.
         stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
         slack: bytes that a node may send in a step beside the formula's.
         compared, bounds, loco_bound: what must not differ from the first method's, and by how much at most; of the
@@ -56,6 +57,7 @@ class Measurement:
     steps: ClassVar[int] = 1
     probes: ClassVar[bool] = False
     short, most = 0.0, 1
+    rows: ClassVar[int] = ROWS
     stock: ClassVar[str] = "ZeRO-3"
     least: ClassVar[Mapping[str, dict[str, float]]] = {}
     slack: ClassVar[float] = 0.0
@@ -104,7 +106,7 @@ class Measurement:
     def batches(self, step: int) -> list[Batch]:
         """Return this rank's micro-batches of a step."""
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())
-        rows = torch.randn(self.setting.accumulation, 2, ROWS, self.width, generator=generator)
+        rows = torch.randn(self.setting.accumulation, 2, self.rows, self.width, generator=generator)
         return [(inputs, targets) for inputs, targets in rows.to(self.workload.dtype)]
 
     def compare(self) -> dict[str, float]:
@@ -288,6 +290,17 @@ class OverlapMeasurement(Measurement):
         gathers = [one for one in phases if one.each_micro_step and one.kind == Direction.GATHER]
         gathered = setting.accumulation * sum(one.each_micro_step * one.volume.inter for one in gathers)
         return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
+
+
+class NetworkMeasurement(Measurement):
+    """Seconds per step over the rate of the link, of a small model whose micro-batches are large enough to compute."""
+
+    file = network.FILE
+    settings = settings.NETWORK
+    methods = network.METHODS
+    stock = network.METHODS[0]
+    rows = 128
+    short, most = 1.0, 7
 
 
 class OuterMeasurement(Measurement):

@@ -24,6 +24,7 @@ HSDP_REDUCTIONS = {  # parameters from forward to backward, and the dtype of red
 SIZES = {  # blocks, their width, and the width of their hidden layer
     "large": (4, 512, 2048),
     "small": (4, 256, 1024),
+    "curve": (4, 128, 1024),
     "narrow": (8, 256, 400),  # whose compute is nothing beside its messages
     "two": (2, 512, 1024),
     "25M": (12, 512, 2048),
@@ -92,6 +93,7 @@ OFFLOAD = by_name(
     Setting("2x2-LoRA-100", lora=True),
     Setting("2x2-LoRA-15", mbit=(15,), size="two", lora=True),
 )
+NETWORK = by_name(Setting("2x2-curve-4", mbit=(5, 10, 25, 50, 100, 500, 2000, None), size="curve"))
 OUTER = by_name(
     *(
         Setting(f"2x{ranks}-{rate_name(rate)}", ranks_per_node=ranks, accumulation=1, mbit=(rate,))
