@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.perf import tables
-from tests.perf.lib import gpt2, records, tabulated
+from tests.perf.lib import gpt2, network, records, tabulated
 from tests.perf.lib.measurements import BlocksMeasurement, OuterMeasurement, OverlapMeasurement
 from tests.perf.lib.offload import OffloadMeasurement
 from tests.perf.lib.records import Row, slower, speed
@@ -92,6 +92,7 @@ def test_pages_have_the_tables_of_their_rows() -> None:
         text = page.read_text(encoding="utf-8")
         found |= set(re.findall("<!-- table: tables.py (.*) -->", text))
         assert tables.written(text) == text, page.name
+    assert network.PLOT.read_text(encoding="utf-8") == network.plot()
     assert found == set(tables.TABLES)
 
 
