@@ -13,7 +13,7 @@ import pytest
 from scripts import ROOT
 from tests.harness.documents import page
 from tests.perf import cluster, tables
-from tests.perf.lib import records, studies, tabulated
+from tests.perf.lib import network, records, studies, tabulated
 from tests.perf.lib.records import RESULTS, Row, read_rows
 from tests.perf.lib.settings import BOTH, LOCO
 
@@ -123,6 +123,7 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
     choices = [line[-2:] for line in tables.TABLES["all"]()[1]]
     exact, loco = (max(float(line[i]) for line in choices if line[i]) for i in (0, 1))
     assert exact <= 1.07 and loco <= 1.16 and len(choices) == 15
+    slowest, slow_link = (rows("network.csv", "2x2-curve-4", rate) for rate in (5, 100))
     hsdp, kept = "HSDP (reduces in bf16)", "HSDP kept (reduces in bf16)"
     sentences = (
         f"NIG is {times(fp32, 'NIG', 'ZeRO-3'):.1f} times as fast as lean ZeRO-3, "
@@ -134,6 +135,9 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
         f"HSDP that keeps parameters takes {times(fp32, 'NIG', 'HSDP kept'):.2f} of NIG's seconds "
         f"in {share(fp32, 'HSDP kept', 'NIG'):.2f} times its memory",
         f"make NIG {times(fp32, few, 'NIG'):.1f} times as fast",
+        f"takes {times(slowest, 'HSDP kept', few):.2f} of HSDP's seconds at 5 Mbit/s "
+        f"and {times(slow_link, 'HSDP kept', few):.2f} at 100; "
+        f"from {network.end_of_gain(records.read(network.FILE))[1]:.0f} Mbit/s on, nothing is gained",
         f"In bf16, NIG takes {times(bf16, hsdp, 'NIG'):.2f} of HSDP's seconds, "
         f"in {share(bf16, 'NIG', hsdp):.2f} of its memory. "
         f"HSDP that keeps parameters takes {times(bf16, 'NIG', kept):.2f} of NIG's "
