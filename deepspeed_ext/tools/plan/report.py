@@ -67,7 +67,7 @@ _OUTER_COLUMNS: Sequence[_Column] = (
 )
 CHANGES_TRAINING = (
     "An outer optimizer changes the training, so none of these is a choice: "
-    "see deepspeed_ext/zero/README.md#an-outer-optimizer"
+    "see deepspeed_ext/zero/outer_optimizer.md"
 )
 
 
