@@ -86,9 +86,9 @@ class ParoConfig(BaseModel):
         OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
     ] = None
     """Trains groups separately; [an outer optimizer](../zero/outer_optimizer.md) combines them every 30 steps. With
-    os = I: III, NII, INI, NNI."""
+    os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
     paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
-    """With `offload_param` and ING, IIG, or IGG: bytes of parameter shards that are
+    """With `offload_param` and I-N-G, I-I-G, or I-G-G: bytes of parameter shards that are
     [also on the device](../zero/host_memory.md)."""
     paro_memory_gb: Annotated[
         float | None,
@@ -123,10 +123,10 @@ class ParoConfig(BaseModel):
         Predicate(lambda size: size >= 1 or size == -1),
         allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
-    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` III with this `paro_group_size`; refused together
+    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` `III` with this `paro_group_size`; refused together
     with either."""
     mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
-    """Accepted with `mics_shard_size`, and implied by it, since III gathers only within groups."""
+    """Accepted with `mics_shard_size`, and implied by it, since I-I-I gathers only within groups."""
     zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
         None
     )
