@@ -123,8 +123,8 @@ class ParoConfig(BaseModel):
         Predicate(lambda size: size >= 1 or size == -1),
         allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
-    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` `III` with this `paro_group_size`; refused together
-    with either."""
+    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` `III` with this `paro_group_size`. Refused with
+    either."""
     mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
     """Accepted with `mics_shard_size`, and implied by it, since I-I-I gathers only within groups."""
     zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
