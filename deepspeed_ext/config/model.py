@@ -67,29 +67,29 @@ class ParoConfig(BaseModel):
         AfterValidator(_strategy_name),
         allowed(f'one of {", ".join(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
     ] = None
-    """The [placement](../zero/README.md) of parameters, gradients and optimizer states, one letter each: N replicated,
-    I sharded inside a group, G sharded over all ranks. Sets `stage` if that is absent."""
+    """[Placement](../zero/README.md) of parameters, gradients, and optimizer states, one letter each: N replicated, I
+    sharded within a group, G sharded across all ranks. Sets `stage` if it is absent."""
     paro_group_size: Annotated[
         int | None, allowed("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
     ] = None
-    """Data-parallel ranks in a group; a divisor of the data-parallel size."""
+    """Data-parallel ranks per group; a divisor of the data-parallel size."""
     paro_overlap_updates: Annotated[bool, allowed("true or false")] = False
-    """With p = N: updated parameters are gathered
-    [during the next forward](../zero/README.md#what-goes-under-compute); with p = I they always are."""
+    """With p = N: gathers updated parameters [during the next forward](../zero/overlap.md#updated-parameters). With
+    p = I this is always done."""
     paro_quantized_updates: Annotated[
         UpdateSettings | None, _parsed(UpdateSettings), allowed(dictionary_of(UpdateSettings))
     ] = None
-    """Updated parameters are sent between groups as differences
-    [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients are. With
-    p = N or I with a strategy, or with `stage` 1 or 2 or `mics_shard_size`."""
+    """Sends updated parameters between groups as differences
+    [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients. With p = N
+    or I, with `stage` 1 or 2, or with `mics_shard_size`."""
     paro_outer_optimizer: Annotated[
         OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
     ] = None
-    """Groups train apart, and [an outer optimizer](../zero/README.md#an-outer-optimizer) brings them together every 30
-    steps. With os = I: III, NII, INI, NNI."""
+    """Trains groups separately; [an outer optimizer](../zero/outer_optimizer.md) combines them every 30 steps. With
+    os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
     paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
-    """With `offload_param` and ING, IIG or IGG: slices of parameters that are
-    [on the device as well](../zero/README.md#parameters-in-host-memory)."""
+    """With `offload_param` and I-N-G, I-I-G, or I-G-G: bytes of parameter shards that are
+    [also on the device](../zero/host_memory.md)."""
     paro_memory_gb: Annotated[
         float | None,
         allowed(
@@ -98,41 +98,40 @@ class ParoConfig(BaseModel):
             gt=0,
         ),
     ] = None
-    """With `"fastest"`: the memory for model states; the rest is for activations and buffers."""
+    """With `"fastest"`: memory for model states; the rest is for activations and buffers."""
     paro_decision_file: Annotated[str, allowed("the path of a file", min_length=1)] = "paro_decision.json"
-    """With `"fastest"`: the file in which the decision is kept, for later runs."""
+    """With `"fastest"`: file that stores the decision for later runs."""
     paro_micro_step_seconds: Annotated[
         float | None,
         allowed("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
     ] = None
-    """With `"fastest"`: seconds of forward and backward of a micro-step without communication; see
-    [the planner](../planner/README.md#compute)."""
+    """With `"fastest"`: seconds of a micro-batch's forward and backward without communication; see
+    [the planner](../planner/README.md)."""
     paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(dictionary_of(ReportSettings))] = (
         None
     )
-    """Some steps are recorded, and [where their time goes](../tools/report/README.md) is shown; also with a plain
-    stage."""
+    """Records some steps and [reports their time](../tools/report/README.md), also with a plain stage."""
     stage3_leaf_bytes: Annotated[
         bool | Annotated[int, Ge(0)],
         allowed(
             f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MOST_LIVE} gives"
         ),
     ] = 0
-    """With stage 3 or p = I or G: modules that fit are [fetched as one](../leaf/README.md)."""
+    """With stage 3, or p = I or G: modules of at most this size are [fetched as one unit](../leaf/README.md)."""
     mics_shard_size: Annotated[
         int,
         Predicate(lambda size: size >= 1 or size == -1),
         allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
-    """MiCS, which DeepSpeed has removed: means `paro_strategy` III with that `paro_group_size`, and cannot be combined
-    with these two."""
+    """MiCS, which DeepSpeed has removed: the same as `paro_strategy` `III` with this `paro_group_size`. Refused with
+    either."""
     mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
-    """Accepted with `mics_shard_size`; implied, since III gathers only inside groups."""
+    """Accepted with `mics_shard_size`, and implied by it, since I-I-I gathers only within groups."""
     zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
         None
     )
-    """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. With a
-    strategy, or with `stage` 1, 2 or 3 alone, where groups are nodes."""
+    """[LoCo](../loco/README.md), which DeepSpeed has removed: sends gradients between groups in 4 bits. With a
+    strategy, or with `stage` 1, 2, or 3 alone; groups are then nodes."""
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ParoConfig":

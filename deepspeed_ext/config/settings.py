@@ -307,9 +307,8 @@ class SaveSettings(Settings):
     key: ClassVar[str] = "checkpoint"
 
     async_save: _Flag = False
-    """Saves [continue while training goes on](../checkpoint/README.md#asynchronous-saves)."""
+    """Training continues [during saves](../checkpoint/asynchronous.md)."""
     memory_folder: Annotated[str, Predicate(os.path.isabs), allowed("an absolute path")] = "/dev/shm"
-    """With `async_save`: where [saves in memory](../checkpoint/README.md#saves-that-survive-a-node) are, of all jobs,
-    in a folder of their own."""
+    """With `async_save`: folder of all jobs' [saves in memory](../checkpoint/in_memory.md)."""
     memory_copies: Annotated[int, allowed("an integer of at least 0", ge=0)] = 1
-    """Number of other groups that keep a copy of each file in memory that only one group's ranks have."""
+    """Number of other groups that have a copy of each in-memory file that only one group has."""

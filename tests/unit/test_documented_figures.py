@@ -90,7 +90,7 @@ def value_of(formula: str, **names: float) -> float:
 
 def test_the_tables_of_strategies_are_the_code() -> None:
     one = page(STRATEGIES_PAGE)
-    known = {name: row for row in one.rows("strategy") for name in row[0].split(", ")}
+    known = {name: row for row in one.rows("strategy") for name in row[0].replace("-", "").split(", ")}
     assert set(known) == set(STRATEGIES)
     for name, (_, known_as, stage) in known.items():
         strategy = STRATEGIES[name]
@@ -100,7 +100,9 @@ def test_the_tables_of_strategies_are_the_code() -> None:
     n, m, s, psi = 12, 4, 5, 1000
     sizes, states = GroupSizes(n, m), ModelStates.of(psi)
     names = {"n": n, "m": m, "s": s, "P": psi, "M": 2 * psi, "a": (m - 1) / m, "b": (n // m - 1) / n}
-    formulas = {row[0].split(",")[0]: row[1:] for row in one.section("## Memory and bytes").rows("strategy")}
+    formulas = {
+        row[0].split(",")[0].replace("-", ""): row[1:] for row in one.section("## Memory and bytes").rows("strategy")
+    }
     assert set(formulas) == set(STRATEGIES)
     for name, (memory, intra, inter) in formulas.items():
         strategy = STRATEGIES[name]

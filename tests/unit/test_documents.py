@@ -21,7 +21,7 @@ MOST_WORDS = 1000
 LAUNCHERS = {"deepspeed": "launcher/runner.py", "torchrun": "distributed/run.py"}
 EXAMPLES = {  # shown on a page
     "README.md": ("own_script.py", "trainer.py"),
-    "deepspeed_ext/checkpoint/README.md": ("export_weights.py",),
+    "deepspeed_ext/checkpoint/export.md": ("export_weights.py",),
 }
 
 

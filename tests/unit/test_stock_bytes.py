@@ -68,9 +68,9 @@ def test_how_many_times_fewer_bytes_move_between_groups(moved: Found) -> None:
     assert rooted == pytest.approx([1.0, 2.5, 1.0], rel=0.01)
     text = " ".join(page("deepspeed_ext/zero/README.md").text.split())
     assert (
-        "NNG has {:.1f} times fewer bytes than ZeRO-1, and at accumulation 4 NIG has {:.1f} times and NGG {:.1f} "
-        "times fewer than ZeRO-2. With the key set to false, NNG and NGG have no fewer than ZeRO-1 and ZeRO-2, and "
-        "NIG has {:.1f} times fewer than ZeRO-2."
+        "N-N-G receives {:.1f} times fewer bytes than ZeRO-1; at accumulation 4, N-I-G receives {:.1f} times and "
+        "N-G-G {:.1f} times fewer than ZeRO-2. With the key set to false, N-N-G and N-G-G receive as many bytes as "
+        "ZeRO-1 and ZeRO-2, and N-I-G receives {:.1f} times fewer than ZeRO-2."
     ).format(*shipped, rooted[1]) in text
     assert f"{shipped[1]:.1f} times fewer than [ZeRO-2 as shipped]" in " ".join(page("README.md").text.split())
 

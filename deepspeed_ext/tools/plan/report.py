@@ -66,8 +66,7 @@ _OUTER_COLUMNS: Sequence[_Column] = (
     ("busy", 8, _seconds("busy")),
 )
 CHANGES_TRAINING = (
-    "An outer optimizer changes the training, so none of these is a choice: "
-    "see deepspeed_ext/zero/README.md#an-outer-optimizer"
+    "An outer optimizer changes the training, so none of these is a choice: see deepspeed_ext/zero/outer_optimizer.md"
 )
 
 
