@@ -56,7 +56,7 @@ def kernels() -> Table:
         [name, *(format(float(row[key]) * times, form) for key, (times, form) in columns.items())]
         for name, row in rows.items()
     ]
-    return ["kernel", "ms", "a copy, ms", "of the copy's bandwidth", "times plain PyTorch"], lines
+    return ["kernel", "ms", "copy, ms", "of the copy's bandwidth", "times plain PyTorch"], lines
 
 
 def long_training() -> Table:
@@ -93,7 +93,7 @@ def growth() -> Table:
             values = [format(float(row[column]), form) for row in pair if float(row[column] or 0)]
             line.append(", ".join(dict.fromkeys(values)))
         lines.append(line)
-    return ["", "groups", "messages of a step", "made in, s", "step, s", "MB"], lines
+    return ["", "groups", "messages per step", "creation, s", "step, s", "MB"], lines
 
 
 def keys(kind: type[BaseModel]) -> Table:

@@ -403,7 +403,7 @@ def read(study: Study) -> list[dict[str, str]]:
 
 def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
     """Return a line for each row; columns that are empty in all lines are left out."""
-    header = ["inside", "ranks", "method", "loss", "± seeds", "beside", "% apart", "each seed"]
+    header = ["optimizer", "ranks", "method", "loss", "± seeds", "baseline", "% apart", "each seed"]
     header += [f"% from {study.reference}", "own weights", "training", "held-out", "kB a step"]
     lines = []
     for row in rows:

@@ -118,7 +118,7 @@ def equal_speed(rows: Sequence[Row], name: str) -> Table:
     reductions in the peer's precision), and in few bits.
     """
     rows = [row for row in rows if (row.setting, row.mbit) == (name, 100)]
-    header = ["peer", "seconds", "MB held", "exact, as fast", "its MB", "in few bits, as fast", "its MB"]
+    header = ["peer", "seconds", "MB held", "exact, same speed", "MB", "4 bits, same speed", "MB"]
     lines = []
     for peer in sorted((row for row in rows if row.formula_bytes is None), key=lambda row: row.median):
         line = [peer.method, f"{peer.median:.2f}", f"{peer.memory / 1e6:.0f}"]
@@ -195,8 +195,8 @@ def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
 
 def saves(rows: Sequence[Row]) -> Table:
     """Return what saves of each method took in each setting, on each disk."""
-    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "stops for", "of synchronous"]
-    header += ["committed after", "a step, s", "beside the writer", "MB of buffers", "MB between"]
+    header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "stall, s", "of synchronous"]
+    header += ["committed after", "a step, s", "during a write", "MB of buffers", "MB between"]
     lines = []
 
     def median(row: Row, name: str, digits: int = 2) -> str:
