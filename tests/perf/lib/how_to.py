@@ -7,6 +7,7 @@ Nodes have eight GPUs. A GPU receives 2,400 Gbit/s inside its node, reaches 156 
 micro-batches unless a table says otherwise. Recomputation and attention are not counted.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -64,14 +65,14 @@ def dense(
 def planned(nodes: int, model: Model, gbps: float) -> tuple[Plan, dict[str, Prediction]]:
     """Return the plan for some nodes, and its predictions by name, those of plain stages included."""
     sizes = GroupSizes(nodes * PER_NODE, PER_NODE)
-    found = plan(sizes, model, cluster(gbps).rates(sizes), BUDGET, FORMS)
-    return found, {row.name: row for row in (*found.predictions, *found.plain)}
+    outcome = plan(sizes, model, cluster(gbps).rates(sizes), BUDGET, FORMS)
+    return outcome, {row.name: row for row in (*outcome.predictions, *outcome.plain)}
 
 
-def memory(found: Plan, row: Prediction) -> str:
+def memory(outcome: Plan, row: Prediction) -> str:
     """Return the GB that a GPU holds, in brackets if they do not fit."""
     text = f"{row.total_memory / GIGA:.3g}"
-    return text if found.fits(row) else f"({text})"
+    return text if outcome.fits(row) else f"({text})"
 
 
 def seconds(row: Prediction) -> str:
@@ -79,17 +80,22 @@ def seconds(row: Prediction) -> str:
     return f"{row.total_seconds:.3g}"
 
 
+def hyphenated(name: str) -> str:
+    """Return a name as pages write it: N-I-G for NIG."""
+    return re.sub(r"\b([NIG])([NIG])([NIG])\b", r"\1-\2-\3", name)
+
+
 def beside_one_node(model: Model, names: Sequence[str]) -> Table:
     """Return seconds of a step on two nodes, and tokens per second relative to ZeRO-3 on one node."""
     alone, stages = planned(1, model, 1)
     one_node = stages["ZeRO-3"]
-    lines = {name: [name] for name in names}
+    lines = {name: [hyphenated(name)] for name in names}
     for gbps in GBPS:
-        found, rows = planned(2, model, gbps)
+        outcome, rows = planned(2, model, gbps)
         for name, line in lines.items():
             row = rows[name]
             line[1:] = [
-                memory(found, row),
+                memory(outcome, row),
                 *line[2:],
                 f"{seconds(row)} s ({2 * one_node.total_seconds / row.total_seconds:.2f})",
             ]
@@ -105,13 +111,13 @@ def slow_network(kind: str) -> Table:
             dense(SIZE), ("ZeRO-3", "ZeRO-2", "ZeRO-1", "IIG", "NIG", "IIG" + few_bits, "NIG" + few_bits)
         )
     width = FOUR_BITS if kind == "QLoRA" else 2
-    return beside_one_node(dense(SIZE, LORA, width=width), ("ZeRO-3", "ZeRO-2", "GNG", "ING", "NIG"))
+    return beside_one_node(dense(SIZE, LORA, width=width), ("ZeRO-3", "ZeRO-2", "ING", "NIG"))
 
 
 def accumulation() -> Table:
     """Return times ZeRO-3's speed on two nodes, by micro-batches per step."""
     counts = (1, 4, 16)
-    lines = {name: [name] for name in ("ZeRO-2", "NIG", "IIG")}
+    lines = {name: [hyphenated(name)] for name in ("ZeRO-2", "NIG", "IIG")}
     for count in counts:
         _, rows = planned(2, dense(SIZE, accumulation=count), 25)
         for name, line in lines.items():
@@ -123,28 +129,28 @@ def number_of_gpus() -> Table:
     """Return GB per GPU and seconds of a step of one batch on one to four nodes."""
     names, lines = ("ZeRO-3", "IIG", "NIG"), []
     for nodes in (4, 3, 2, 1):
-        steps, left = divmod(BATCH, 4 * PER_NODE * nodes)
-        assert not left
-        found, rows = planned(nodes, dense(SIZE, accumulation=steps), 25)
-        cells = [f"{memory(found, rows[name])} GB, {seconds(rows[name])} s" for name in names]
+        steps, remainder = divmod(BATCH, 4 * PER_NODE * nodes)
+        assert not remainder
+        outcome, rows = planned(nodes, dense(SIZE, accumulation=steps), 25)
+        cells = [f"{memory(outcome, rows[name])} GB, {seconds(rows[name])} s" for name in names]
         lines.append([f"{nodes} ({nodes * PER_NODE})", str(steps), *cells])
-    return ["nodes (GPUs)", "micro-batches per step", *names], lines
+    return ["nodes (GPUs)", "micro-batches per step", *map(hyphenated, names)], lines
 
 
 def lora() -> Table:
     """Return memory, bytes from other nodes, and seconds of LoRA on a large model, on two nodes."""
     lines = []
-    found = {gbps: planned(2, dense(LARGE, LARGE_LORA), gbps) for gbps in (10, 100)}
+    by_rate = {gbps: planned(2, dense(LARGE, LARGE_LORA), gbps) for gbps in (10, 100)}
     for name in ("ZeRO-3", "GNG", "ING", "NIG"):
-        plan_at, rows = found[10]
+        outcome, rows = by_rate[10]
         row = rows[name]
-        times = [seconds(by_name[name]) for _, by_name in found.values()]
-        lines.append([name, memory(plan_at, row), f"{row.volume.inter / GIGA:.3g}", *times])
+        times = [seconds(by_name[name]) for _, by_name in by_rate.values()]
+        lines.append([hyphenated(name), memory(outcome, row), f"{row.volume.inter / GIGA:.3g}", *times])
     return [
         "",
         "GB per GPU",
         "GB from other nodes, per GPU and step",
-        *(f"s at {gbps} Gbit/s" for gbps in found),
+        *(f"s at {gbps} Gbit/s" for gbps in by_rate),
     ], lines
 
 
@@ -156,7 +162,7 @@ def ulysses() -> Table:
         for name in ("ZeRO-3", "IIG"):
             models = [dense(SIZE, accumulation=count, tokens=length // SEQUENCE_PARALLEL) for length in lengths]
             cells = [seconds(planned(4, model, 25)[1][name]) for model in models]
-            lines.append([name, str(count), *cells])
+            lines.append([hyphenated(name), str(count), *cells])
     return ["", "accumulation", *(f"{length:,} tokens" for length in lengths)], lines
 
 
@@ -172,10 +178,12 @@ def mixture() -> Table:
         (as_dense, "", ("ZeRO-3", "IIG")),
         (with_experts, "AutoEP, ", ("ZeRO-2", "NIG", "IIG")),
     ):
-        found = [planned(4, model, gbps) for gbps in rates]
+        outcomes = [planned(4, model, gbps) for gbps in rates]
         for name in names:
-            row = found[0][1][name]
-            lines.append([label + name, memory(found[0][0], row), *(seconds(rows[name]) for _, rows in found)])
+            row = outcomes[0][1][name]
+            lines.append(
+                [label + hyphenated(name), memory(outcomes[0][0], row), *(seconds(rows[name]) for _, rows in outcomes)]
+            )
     return ["", "GB per GPU", *(f"s at {gbps} Gbit/s" for gbps in rates)], lines
 
 
@@ -185,13 +193,18 @@ def saving() -> Table:
     saves = Saves(FAILURES, PER_NODE, DISK)
     for size, names in ((SIZE, ("NIG", "IIG")), (LARGE, ("IIG",))):
         model = dense(size)
-        found, rows = planned(4, model, 100)
+        outcome, rows = planned(4, model, 100)
         for name in names:
-            rates = replace(found.rates, host=COPIES)
-            cost = predict_saves(saves, rows[name], found.sizes, model, rates).saves
+            rates = replace(outcome.rates, host=COPIES)
+            cost = predict_saves(saves, rows[name], outcome.sizes, model, rates).saves
             cells = [f"{cost.total / GIGA:.0f}", f"{cost.of_first_rank / GIGA:.3g}"]
             lines.append(
-                [f"{size // 10**9}B, {name}", *cells, f"{cost.synchronous.held:.3g}", f"{cost.asynchronous.held:.2g}"]
+                [
+                    f"{size // 10**9}B, {hyphenated(name)}",
+                    *cells,
+                    f"{cost.synchronous.held:.3g}",
+                    f"{cost.asynchronous.held:.2g}",
+                ]
             )
     return ["", "GB of files", "GB of the first rank", "stops for, s", "asynchronous, s"], lines
 
@@ -199,9 +212,9 @@ def saving() -> Table:
 def going_back() -> Table:
     """Return memory and seconds under strategies and under the stages that load their checkpoints, on two nodes."""
     lines = []
-    found = {gbps: planned(2, dense(SIZE), gbps) for gbps in (25, 100)}
+    by_rate = {gbps: planned(2, dense(SIZE), gbps) for gbps in (25, 100)}
     for names in (("NNG", "ZeRO-1"), ("NIG", "ZeRO-2"), ("IIG", "ZeRO-3")):
-        held = [memory(found[25][0], found[25][1][name]) for name in names]
-        cells = [[seconds(rows[name]) for name in names] for _, rows in found.values()]
-        lines.append([*names, *(f"{before} -> {after}" for before, after in (held, *cells))])
-    return ["strategy", "stage", "GB per GPU", *(f"s at {gbps} Gbit/s" for gbps in found)], lines
+        held = [memory(by_rate[25][0], by_rate[25][1][name]) for name in names]
+        cells = [[seconds(rows[name]) for name in names] for _, rows in by_rate.values()]
+        lines.append([*map(hyphenated, names), *(f"{before} -> {after}" for before, after in (held, *cells))])
+    return ["strategy", "stage", "GB per GPU", *(f"s at {gbps} Gbit/s" for gbps in by_rate)], lines
