@@ -85,7 +85,7 @@ def hyphenated(name: str) -> str:
     return re.sub(r"\b([NIG])([NIG])([NIG])\b", r"\1-\2-\3", name)
 
 
-def beside_one_node(model: Model, names: Sequence[str]) -> Table:
+def relative_to_one_node(model: Model, names: Sequence[str]) -> Table:
     """Return seconds of a step on two nodes, and tokens per second relative to ZeRO-3 on one node."""
     alone, stages = planned(1, model, 1)
     one_node = stages["ZeRO-3"]
@@ -104,14 +104,12 @@ def beside_one_node(model: Model, names: Sequence[str]) -> Table:
 
 
 def slow_network(kind: str) -> Table:
-    """Return ``beside_one_node`` of full training, of LoRA, or of QLoRA."""
+    """Return ``relative_to_one_node`` of full training, of LoRA, or of QLoRA."""
     if kind == "full":
-        few_bits = FORMS[-1].label
-        return beside_one_node(
-            dense(SIZE), ("ZeRO-3", "ZeRO-2", "ZeRO-1", "IIG", "NIG", "IIG" + few_bits, "NIG" + few_bits)
-        )
+        names = ("ZeRO-3", "ZeRO-2", "ZeRO-1", "NIG", "IIG", "IIG" + FORMS[-1].label)
+        return relative_to_one_node(dense(SIZE), names)
     width = FOUR_BITS if kind == "QLoRA" else 2
-    return beside_one_node(dense(SIZE, LORA, width=width), ("ZeRO-3", "ZeRO-2", "ING", "NIG"))
+    return relative_to_one_node(dense(SIZE, LORA, width=width), ("ZeRO-3", "ZeRO-2", "ING", "NIG"))
 
 
 def accumulation() -> Table:
