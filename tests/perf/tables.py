@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
-from tests.perf.lib import network, predictions, studies, tabulated
+from tests.perf.lib import how_to, network, predictions, studies, tabulated
 from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
@@ -146,6 +146,14 @@ TABLES: dict[str, Callable[[], Table]] = {
         for model in predictions.MODELS
     },
     **{f"host-{kind}": partial(predictions.host_parameters, kind) for kind in predictions.HOST_METHODS},
+    **{f"how-to-slow-network-{kind}": partial(how_to.slow_network, kind) for kind in ("full", "LoRA", "QLoRA")},
+    "how-to-accumulation": how_to.accumulation,
+    "how-to-number-of-gpus": how_to.number_of_gpus,
+    "how-to-lora": how_to.lora,
+    "how-to-ulysses": how_to.ulysses,
+    "how-to-moe": how_to.mixture,
+    "how-to-saving": how_to.saving,
+    "how-to-going-back": how_to.going_back,
 }
 _TABLE = re.compile(r"(<!-- table: tables.py (?P<name>\S+) -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
@@ -159,7 +167,7 @@ def pages() -> Sequence[Path]:
     """Return the pages that may have tables."""
     package = ROOT / "deepspeed_ext"
     ours = (package / name / "README.md" for name in ("config", "pipeline"))
-    return [ROOT / "README.md", *ours, *sorted(RESULTS.glob("*.md"))]
+    return [ROOT / "README.md", *ours, *sorted((package / "how_to").glob("*.md")), *sorted(RESULTS.glob("*.md"))]
 
 
 def main() -> None:

@@ -53,3 +53,45 @@ def test_fine_tuning_with_lora(group: Any, strategy: str, more: dict[str, Any]) 
     answers = group.run(case, placed(strategy, **more), stock(strategy), checkpointing=bool(more))
     check([row for row, *_ in answers], strategy)
     assert all(unchanged and alone for _, unchanged, alone in answers), answers
+
+
+def four_bit_case(ours: dict[str, Any], stock: dict[str, Any]) -> tuple[Row, bool]:
+    """Fine-tune adapters of a base that bitsandbytes has packed into 4 bits; whether the base keeps its bits."""
+    import bitsandbytes
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from tests.harness.frameworks import loops, tiny
+
+    trained: list[torch.Tensor] = []
+
+    def make() -> dict[str, Any]:
+        model = tiny.make_model(hidden_size=64, intermediate_size=128)
+        for layer in [module for name, module in model.named_modules() if name.endswith(("self_attn", "mlp"))]:
+            for name, linear in layer.named_children():
+                if isinstance(linear, torch.nn.Linear):
+                    # Stored in the dtype of the other parameters, as peft's documentation asks of ZeRO-3.
+                    storage = {"quant_type": "nf4", "quant_storage": torch.float32}
+                    sizes = linear.in_features, linear.out_features
+                    packed = bitsandbytes.nn.Linear4bit(*sizes, False, compute_dtype=torch.float32, **storage)
+                    packed.weight = bitsandbytes.nn.Params4bit(linear.weight.data, requires_grad=False, **storage)
+                    setattr(layer, name, packed.to("cpu"))  # packs
+        model = get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "v_proj", "down_proj"]))
+        trained[:] = [torch.full((p.numel(),), p.requires_grad) for p in model.parameters()]
+        return {"model": model, "model_parameters": [p for p in model.parameters() if p.requires_grad]}
+
+    expected, start = loops.train(plain(stock), make)
+    found, _ = loops.train(plain(ours), make)
+    adapters = torch.cat(trained)
+    base = [weights[~adapters].view(torch.int32) for weights in (start, found.weights)]  # some bits are NaN in fp32
+    runs = [run._replace(weights=run.weights[adapters]) for run in (expected, found)]
+    return tiny.compared(start[adapters], *runs), torch.equal(*base)
+
+
+@pytest.mark.deep
+@needs("bitsandbytes")
+@pytest.mark.parametrize("strategy", ["ING", "NIG", "IIG", "GNG"])
+def test_fine_tuning_with_qlora(group: Any, strategy: str) -> None:
+    answers = group.run(four_bit_case, placed(strategy), stock(strategy))
+    check([row for row, _ in answers], strategy)
+    assert all(unchanged for _, unchanged in answers), answers
