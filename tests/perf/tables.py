@@ -21,21 +21,9 @@ from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from scripts import ROOT
 from tests.perf.lib import how_to, network, predictions, studies, tabulated
-from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows, seconds_of
+from tests.perf.lib.records import RESULTS, Table, markdown, read, read_rows
 
 CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
-
-
-def readme() -> Table:
-    """Return seconds of a step and what is held, of the methods that the first page shows."""
-    found = {(row.method, row.mbit): row for row in read(CLUSTER) if row.setting == "2x2-large-4"}
-    peers = {"ZeRO-1": "ZeRO-1", "ZeRO-3, lean": "ZeRO-3", "ZeRO-3, defaults": "ZeRO-3 defaults"}
-    peers |= {"FSDP2 HSDP": "HSDP", "HSDP, kept": "HSDP kept"}
-    lines = []
-    for name, method in (peers | {one: one for one in ("NIG", "NIG + LoCo + updates", "IIG")}).items():
-        times = [seconds_of(found[method, rate].median) for rate in (100, None)]
-        lines.append([name, *times, f"{found[method, 100].memory / 1e6:.0f}"])
-    return ["", "s per step, 100 Mbit/s", "no limit", "MB of states per rank"], lines
 
 
 def pipelines() -> Table:
@@ -131,7 +119,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "lossless": lossless,
     "growth": growth,
     "network": network.table,
-    "readme": readme,
+    "expected": predictions.expected,
     "pipelines": pipelines,
     "keys": lambda: keys(ParoConfig),
     "keys-of-saves": lambda: keys(SaveSettings),

@@ -17,6 +17,7 @@ from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts import ROOT
 from tests.harness.documents import page, pages
+from tests.perf.lib import predictions
 
 pytestmark = pytest.mark.quick
 
@@ -110,6 +111,15 @@ def test_the_tables_of_strategies_are_the_code() -> None:
         assert value_of(memory, **names) == pytest.approx(strategy.memory(sizes, states).total), name
         assert value_of(intra, **names) == pytest.approx(volume.intra), name
         assert value_of(inter, **names) == pytest.approx(volume.inter), name
+
+
+def test_the_memory_of_the_readme_is_that_of_its_predictions() -> None:
+    states = ModelStates.of(predictions.EXPECTED_PARAMETERS)
+    rows = {"N-I-G": "NIG", "I-I-G": "IIG", "HSDP": "III", "ZeRO-3": "GGG"}
+    text = page("README.md").text
+    for shown, name in rows.items():
+        memory = STRATEGIES[name].memory(predictions.EXPECTED_SIZES, states).total / 1e9
+        assert f"{shown} {memory:.1f} GB" in text, shown
 
 
 def test_messages_that_pages_quote() -> None:

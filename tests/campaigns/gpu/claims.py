@@ -59,10 +59,10 @@ def told(found: Sequence[Verdict]) -> str:
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
     """Return what the README says of these verdicts, without the full stop."""
     date, counts = about["date"][:10], Counter(one.kind for one in found)
-    others = [(counts[FAILS], "does not" if counts[FAILS] == 1 else "do not"), (counts[OPEN], "not settled")]
-    told = "".join(f", {count} {what}" for count, what in others if count)
-    holding = f"{counts[HOLDS]} of {len(found)} claims hold{told}"
-    return f"on a GPU ({about['device']}, {date}) {holding}, [as found]({TABLE.parent.as_posix()}/README.md)"
+    others = [(counts[FAILS], "failed"), (counts[OPEN], "inconclusive")]
+    rest = "".join(f", {count} {outcome}" for count, outcome in others if count)
+    confirmed = f"{counts[HOLDS]} of {len(found)} claims were confirmed{rest}"
+    return f"on a GPU ({about['device']}, {date}) {confirmed}, [details]({TABLE.parent.as_posix()}/README.md)"
 
 
 def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> None:

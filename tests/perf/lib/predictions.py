@@ -5,6 +5,8 @@
 *at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an A100's
 312 TFLOPS, bf16 with Adam; in brackets GB that a rank holds.
 
+*expected*: 7B on 4 nodes of 8 GPUs, at several rates of the network, at accumulation 1 and 4; otherwise as *at_scale*.
+
 *predicted_clusters*: up to 16,384 GPUs of ``CLUSTERS``, in groups of a node. Each step has 16 M tokens: with more GPUs
 a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries.
 
@@ -34,6 +36,12 @@ SCALE_RANKS = (32, 64, 128, 1024)
 SCALE_METHODS = ("ZeRO-1", "ZeRO-2", "NNG", "NIG", "NGG", "ING", "III", "IIG", "IGG", "GGG")
 
 
+EXPECTED_SIZES, EXPECTED_PARAMETERS = GroupSizes(32, PER_NODE), SCALE_MODELS["7B"]
+EXPECTED_GBPS = (10, 25, 100, 200, 400)  # of a node
+EXPECTED_ACCUMULATION = (1, 4)
+PEERS = ("ZeRO-3", "III")  # III is HSDP
+
+
 def speeds(found: Plan, names: Iterable[str]) -> dict[str, tuple[float, Prediction]]:
     """Return how many times as fast as plain ZeRO-3 these methods are, and their predictions."""
     by_name = {one.name: one for one in (*found.predictions, *found.plain)}
@@ -56,6 +64,27 @@ def at_scale(parameters: int, share: float) -> Table:
             cells[name].append(f"{speed:.2f} ({one.total_memory / 1e9:.0f} GB{mark})")
         cells["chosen"].append(found.choice.strategy if found.choice else "none")
     return ["", *(f"{ranks} GPUs" for ranks in SCALE_RANKS)], [[name, *row] for name, row in cells.items()]
+
+
+def expected() -> Table:
+    """Return the speeds of N-I-G and I-I-G, a line for each rate of the network; a cell has a speed for each peer."""
+    sizes, header = EXPECTED_SIZES, ["Gbit/s per node"]
+    lines = [[str(gbps)] for gbps in EXPECTED_GBPS]
+    for accumulation in EXPECTED_ACCUMULATION:
+        header += [f"{name}, accumulation {accumulation}" for name in ("N-I-G", "I-I-G")]
+        model = Model(
+            ModelStates.of(EXPECTED_PARAMETERS),
+            accumulation=accumulation,
+            compute=FLOPS * EXPECTED_PARAMETERS * 4096 / 156e12,
+            fetches=EXPECTED_PARAMETERS // FETCHED,
+        )
+        for line, gbps in zip(lines, EXPECTED_GBPS, strict=True):
+            rates = Rates.of_links(sizes, PER_NODE, 2400, gbps, Latencies.of(sizes, PER_NODE), 1500e9)
+            prediction = plan(sizes, model, rates, 64e9)
+            seconds = {row.name: row.total_seconds for row in (*prediction.predictions, *prediction.plain)}
+            for name in ("NIG", "IIG"):
+                line.append(", ".join(f"{seconds[peer] / seconds[name]:.2f}" for peer in PEERS))
+    return header, lines
 
 
 # Clusters #########################################################################################

@@ -87,7 +87,10 @@ def test_only_a_whole_run_of_a_commit_is_written(
     assert (tmp_path / claims.TABLE).exists() == (not changed)
     if not changed:
         assert len((tmp_path / claims.TABLE).read_text().splitlines()) == 1 + len(claims.CLAIMS)
-        assert "; on a GPU (a GPU, 2027-01-02) 8 of 9 claims hold, 1 does not" in (tmp_path / "README.md").read_text()
+        assert (
+            "; on a GPU (a GPU, 2027-01-02) 8 of 9 claims were confirmed, 1 failed,"
+            in (tmp_path / "README.md").read_text()
+        )
 
 
 def experiment_case(name: str, report: str) -> None:
