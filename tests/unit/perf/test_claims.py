@@ -135,6 +135,9 @@ def test_figures_of_emulated_networks_have_their_rows() -> None:
         f"HSDP that keeps parameters takes {times(fp32, 'NIG', 'HSDP kept'):.2f} of N-I-G's seconds "
         f"in {share(fp32, 'HSDP kept', 'NIG'):.2f} times its memory",
         f"make N-I-G {times(fp32, few, 'NIG'):.1f} times as fast",
+        f"takes {times(slowest, 'HSDP kept', few):.2f} of HSDP's seconds at 5 Mbit/s "
+        f"and {times(slow_link, 'HSDP kept', few):.2f} at 100; "
+        f"from {network.end_of_gain(records.read(network.FILE))[1]:.0f} Mbit/s on, nothing is gained",
         f"In bf16, N-I-G takes {times(bf16, hsdp, 'NIG'):.2f} of HSDP's seconds, "
         f"in {share(bf16, 'NIG', hsdp):.2f} of its memory. "
         f"HSDP that keeps parameters takes {times(bf16, 'NIG', kept):.2f} of N-I-G's "
