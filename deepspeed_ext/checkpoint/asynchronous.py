@@ -7,7 +7,7 @@ Note [Asynchronous saves]
     that ZeRO's order assigns to other ranks (p = N), and writes the copies into the staging folder. The threads commit
     it together, as in any save (``commit.py``). They communicate over their own host channel (``host_channel.py``).
     The next save, a load, the end of the engine, and the end of the process wait for them; see Note [Endings] in
-    ``comm/background.py``.
+    ``comm/worker_thread.py``.
 
     If a save fails on any rank, it fails on the threads of all ranks. The folder keeps its content, and the first rank
     logs the error immediately. The next step, save, load or ``engine.destroy()`` raises it. A step must raise on all
@@ -40,7 +40,7 @@ from deepspeed_ext.comm.agreement import (
     unique_number,
     wait_on_all,
 )
-from deepspeed_ext.comm.background import Background, Explained, Job
+from deepspeed_ext.comm.worker_thread import Background, Explained, Job
 from deepspeed_ext.comm.host_channel import HostChannel
 
 Waiting = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path

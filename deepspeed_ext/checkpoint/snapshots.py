@@ -35,7 +35,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.background import Background
+from deepspeed_ext.comm.worker_thread import Background
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.relayout import Relayout
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.profiler import record_function
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.packing import WIDEST_LOAD
 
 
@@ -75,7 +75,7 @@ class Collectives:
     def labeled(self, operation: str) -> Iterator[str]:
         """Label this context in profiler traces; yields the name for the comms logger."""
         name = f"{self.name}_{operation}"
-        with record_function(f"paro::{name}"), watching.ours():
+        with record_function(f"paro::{name}"), observers.ours():
             yield name
 
     def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
@@ -86,7 +86,7 @@ class Collectives:
     def watched(self, operation: str, nbytes: float, handle: Any) -> Any:
         """Return the handle of a communication by which this rank receives ``nbytes``; if steps are recorded, the
         recorder's handle."""
-        return watching.started(f"{self.name}_{operation}", self.group, nbytes, handle)
+        return observers.started(f"{self.name}_{operation}", self.group, nbytes, handle)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
         """Start an all-gather.

@@ -18,7 +18,7 @@ Note [Side streams]
     No step may make the host wait: it would wait for the hop before, and could launch nothing meanwhile. For that
     reason, transfers that deliver to pageable host memory use no side streams.
 
-    Without streams, a host thread may replace the side streams (``background.py``). It runs one transfer at a time,
+    Without streams, a host thread may replace the side streams (``worker_thread.py``). It runs one transfer at a time,
     from packing to the result. Its messages have their own tags, so ranks may submit such transfers at different
     times, as long as they do so in the same order. Transfers that overlap other communication need this: Note [Leaving
     early] in ``zero/boundary.py``. Or the thread only completes transfers: first hops start at once, and the host
@@ -36,7 +36,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from torch import Tensor
 
-from deepspeed_ext.comm.background import Background, Job, owe
+from deepspeed_ext.comm.worker_thread import Background, Job, owe
 from deepspeed_ext.comm.collectives import tagged
 from deepspeed_ext.comm.hops import Transfer
 
@@ -248,7 +248,7 @@ class TransferQueue:
         newest_first: whether later transfers advance before earlier ones, if nothing else advances them: if their
             work between two hops takes long, the hops of earlier ones are in flight meanwhile.
         owed: whether other ranks need the transfers even if this rank's script ends; see Note [Endings] in
-            ``background.py``.
+            ``worker_thread.py``.
     """
 
     def __init__(

@@ -276,16 +276,16 @@ def reduce_what_waits(epilogue: Callable[..., None], self: "LeafOptimizer") -> N
 def complete_transfers_first(destroy: Callable[..., None], group: Any = None) -> None:
     from torch.distributed import GroupMember
 
-    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.background" not in sys.modules:
+    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.worker_thread" not in sys.modules:
         destroy(group)
         return
-    from deepspeed_ext.comm import background
+    from deepspeed_ext.comm import worker_thread
 
     # Transfers in flight need the groups, and other ranks wait for their data: complete them before destroying.
-    failure = background.complete(after_an_error=sys.exc_info()[0] is not None)
+    failure = worker_thread.complete(after_an_error=sys.exc_info()[0] is not None)
     destroy(group)
     if failure is not None:
-        raise RuntimeError(background.failed(failure)) from failure
+        raise RuntimeError(worker_thread.failed(failure)) from failure
 
 
 # Checkpoints ######################################################################################

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deepspeed_ext.comm.background import THREAD
+from deepspeed_ext.comm.worker_thread import THREAD
 from tests.harness.streams import Access, Clock, Event, Memory, Stream, Work, byte_spans, merge, place_of_call
 
 # Operators with outputs that nobody has filled, and those that use only the shape of their input.

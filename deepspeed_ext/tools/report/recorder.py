@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, irecv
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.tools.clocks import Clock
 from deepspeed_ext.tools.report.measures import HANDLING, Communication, Moment, Phase, Step, Wait
 
@@ -238,13 +238,13 @@ def recorded(recorder: Recorder, name: str, operation: Operation, run: Callable[
 
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if watching.is_ours():
+        if observers.is_ours():
             return run(*args, **kwargs)
         arguments = operation.given(args, kwargs)
         group = arguments["p2p_op_list"][0].group if "p2p_op_list" in arguments else arguments.get("group")
         nbytes = operation.received(arguments, dist.get_world_size(group=group))
         begin = recorder.clock.mark()
-        with watching.ours():  # operations that it calls internally would be recorded twice
+        with observers.ours():  # operations that it calls internally would be recorded twice
             result = run(*args, **kwargs)
         if not (operation.asynchronous or arguments.get("async_op")):
             recorder.completed(name, group, nbytes, begin)

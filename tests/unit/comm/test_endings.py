@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import deepspeed_ext
-from deepspeed_ext.comm import background
+from deepspeed_ext.comm import worker_thread
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
@@ -98,7 +98,7 @@ def given_up_case() -> tuple[float, str, int]:
         started = queue.start(GatherHop(group).all_gather(torch.ones(3)))
         time.sleep(0.1)
         begin = time.monotonic()
-        assert background.complete(after_an_error=True) is None  # gradients are owed to nobody
+        assert worker_thread.complete(after_an_error=True) is None  # gradients are owed to nobody
         seconds = time.monotonic() - begin
         try:
             started.wait()
@@ -106,7 +106,7 @@ def given_up_case() -> tuple[float, str, int]:
             failure = str(error)
     else:
         seconds = 0.0
-    running = len(background.running())
+    running = len(worker_thread.running())
     dist.barrier()
     return seconds, failure, running
 
@@ -129,9 +129,9 @@ def finalizer_case() -> tuple[bool, bool]:
 
     TransferQueue(overlap=True, background=True, owed=True).start(transfer())
     before = bool(done)
-    (finalizer,) = background._finalizers
+    (finalizer,) = worker_thread._finalizers
     finalizer()
-    background._finalizers.clear()  # the next case has one of its own
+    worker_thread._finalizers.clear()  # the next case has one of its own
     return bool(done), before
 
 
@@ -154,7 +154,7 @@ def wait_case() -> tuple[int, int]:
 
     engine.optimizer.optimizer.step = late
     engine.step()
-    before = len([one for one in background.running() if one.owed])
+    before = len([one for one in worker_thread.running() if one.owed])
     if dist.get_rank() == 0:
         _get_default_store().set("the first group has seen what runs", "")
     deepspeed_ext.wait_for_updates()

@@ -15,8 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed_ext.comm import background
-from deepspeed_ext.comm.background import Background
+from deepspeed_ext.comm import worker_thread
+from deepspeed_ext.comm.worker_thread import Background
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
@@ -87,7 +87,7 @@ def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
 def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
     jobs, done = Background(), threading.Event()
     with (
-        mock.patch.object(background, "_COMES", 0.05),
+        mock.patch.object(worker_thread, "_COMES", 0.05),
         mock.patch.object(threading, "Thread", kind),
         pytest.raises((KeyboardInterrupt, RuntimeError)),
     ):
@@ -101,13 +101,13 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
 
 def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
     jobs, done, begun = Background(), list[int](), mock.Mock(side_effect=threading.Thread)
-    with mock.patch.object(background, "_LINGERS", 30.0), mock.patch.object(threading, "Thread", begun):
+    with mock.patch.object(worker_thread, "_LINGERS", 30.0), mock.patch.object(threading, "Thread", begun):
         for number in range(3):
             jobs.add(partial(done.append, number)).wait()
         begin = time.monotonic()
         while jobs.busy and time.monotonic() < begin + 10:  # it has said that a job is done, and looks for the next
             time.sleep(0.001)
-        assert background.running() == [] and jobs.join()
+        assert worker_thread.running() == [] and jobs.join()
         assert begun.call_count == 1 and not jobs.busy and time.monotonic() - begin < 10
         jobs.add(partial(done.append, 3)).wait()
         assert begun.call_count == 2 and jobs.join()
@@ -120,14 +120,14 @@ def test_join_waits_for_threads_that_took_their_last_job() -> None:
     jobs, threads = Background(), list[threading.Thread]()
     take = Background._next
 
-    def take_slowly(self: Background) -> background.Job | None:
+    def take_slowly(self: Background) -> worker_thread.Job | None:
         job = take(self)
         if job is None and not threads:
             threads.append(threading.current_thread())
             time.sleep(0.5)  # another thread takes what is added now
         return job
 
-    with mock.patch.object(Background, "_next", take_slowly), mock.patch.object(background, "_LINGERS", 0.01):
+    with mock.patch.object(Background, "_next", take_slowly), mock.patch.object(worker_thread, "_LINGERS", 0.01):
         jobs.add(lambda: None).wait()
         ends = time.monotonic() + 10
         while not threads and time.monotonic() < ends:
@@ -138,7 +138,7 @@ def test_join_waits_for_threads_that_took_their_last_job() -> None:
 
 def test_a_forked_process_has_none_of_the_threads() -> None:
     jobs = Background()
-    with mock.patch.object(background, "_LINGERS", 30.0):
+    with mock.patch.object(worker_thread, "_LINGERS", 30.0):
         jobs.add(lambda: None).wait()
         with jobs._lock:  # as it may be held where another thread forks
             pid = os.fork()
@@ -155,7 +155,7 @@ def test_a_thread_that_has_no_jobs_ends_by_itself_and_keeps_none() -> None:
 
     large = Large()
     alive, jobs = weakref.ref(large), Background()
-    with mock.patch.object(background, "_LINGERS", 2.0):
+    with mock.patch.object(worker_thread, "_LINGERS", 2.0):
         jobs.add(lambda large=large: None).wait()  # type: ignore[misc]
         del large
         assert jobs._takes and alive() is None
@@ -269,7 +269,7 @@ def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
         updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
         for _ in range(3):
             updates.start(over(order, wires))
-        assert background.complete(after_an_error=False) is None
+        assert worker_thread.complete(after_an_error=False) is None
         assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 

@@ -50,7 +50,7 @@ from typing import Protocol
 import torch
 from deepspeed.utils import logger
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.collectives import break_off_all, tagged
 
 # Ranks create their queues in one order, so the queues of a world have the same numbers on all ranks.
@@ -115,7 +115,7 @@ class Job:
     def wait_within(self, seconds: float | None) -> bool:
         """Wait until it is done, at most ``seconds``; return whether it is done or has failed."""
         if not self.over:
-            with watching.waiting():
+            with observers.waiting():
                 self._over.wait(seconds)
         return self.over
 
