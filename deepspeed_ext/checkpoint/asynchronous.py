@@ -40,8 +40,8 @@ from deepspeed_ext.comm.agreement import (
     unique_number,
     wait_on_all,
 )
-from deepspeed_ext.comm.worker_thread import Background, Explained, Job
 from deepspeed_ext.comm.host_channel import HostChannel
+from deepspeed_ext.comm.worker_thread import Background, Explained, Job
 
 Waiting = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path
 Write = Callable[[object, str, str], Exception | None]

@@ -35,9 +35,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.worker_thread import Background
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.relayout import Relayout
+from deepspeed_ext.comm.worker_thread import Background
 
 _SMALL = 256  # bytes
 _SHARE = 1 / 20  # of time in which an exchange uses the links, which steps also need

@@ -36,9 +36,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.comm import comms_logger
 from torch import Tensor
 
-from deepspeed_ext.comm.worker_thread import Background, Job, owe
 from deepspeed_ext.comm.collectives import tagged
 from deepspeed_ext.comm.hops import Transfer
+from deepspeed_ext.comm.worker_thread import Background, Job, owe
 
 Deliver = Callable[[Tensor], object]
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from deepspeed_ext.comm import worker_thread
-from deepspeed_ext.comm.worker_thread import Background
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.worker_thread import Background
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
 
