@@ -70,9 +70,11 @@ def is_ours() -> bool:
 
 def started(name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
     """Return the handle of a communication that has just been started; see ``Watcher.started``."""
-    return handle if _watcher is None else _watcher.started(name, group, nbytes, handle)
+    watcher = _watcher  # read once: another thread may remove it in between
+    return handle if watcher is None else watcher.started(name, group, nbytes, handle)
 
 
 def waiting() -> AbstractContextManager[None]:
     """Return a context in which this thread waits for another one; see ``Watcher.waiting``."""
-    return nullcontext() if _watcher is None else _watcher.waiting()
+    watcher = _watcher  # read once, as in ``started``
+    return nullcontext() if watcher is None else watcher.waiting()
