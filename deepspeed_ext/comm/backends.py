@@ -61,7 +61,7 @@ class NativeReduce(ReduceHop):
         if len(set(lengths)) == 1:
             part = flat.new_empty(lengths[0])
             handle = self.collectives.start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
-            yield self.collectives.watched("reduce_scatter", flat.nbytes - part.nbytes, handle)
+            yield self.collectives.observe("reduce_scatter", flat.nbytes - part.nbytes, handle)
             return part[:width]
         parts = flat.split(lengths)
         yield self.collectives.reduce_each(parts)
@@ -76,7 +76,7 @@ def _all_reduce(hop: ReduceHop, flat: Tensor) -> Transfer:
     if hop.size > 1 and flat.numel():
         received = 2 * flat.nbytes * (hop.size - 1) / hop.size
         handle = hop.collectives.start("all_reduce", dist.all_reduce, flat)
-        yield hop.collectives.watched("all_reduce", received, handle)
+        yield hop.collectives.observe("all_reduce", received, handle)
     return flat
 
 

@@ -75,7 +75,7 @@ class Collectives:
     def labeled(self, operation: str) -> Iterator[str]:
         """Label this context in profiler traces; yields the name for the comms logger."""
         name = f"{self.name}_{operation}"
-        with record_function(f"paro::{name}"), observers.ours():
+        with record_function(f"paro::{name}"), observers.package_communication():
             yield name
 
     def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
@@ -83,10 +83,10 @@ class Collectives:
         with self.labeled(operation) as log_name:
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
 
-    def watched(self, operation: str, nbytes: float, handle: Any) -> Any:
-        """Return the handle of a communication by which this rank receives ``nbytes``; if steps are recorded, the
-        recorder's handle."""
-        return observers.started(f"{self.name}_{operation}", self.group, nbytes, handle)
+    def observe(self, operation: str, nbytes: float, handle: Any) -> Any:
+        """Notify the observer of a communication by which this rank receives ``nbytes``, and return the handle to wait
+        for: the observer's, if there is one."""
+        return observers.on_start(f"{self.name}_{operation}", self.group, nbytes, handle)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
         """Start an all-gather.
@@ -99,10 +99,10 @@ class Collectives:
         nbytes = (self.size - 1) * shard.nbytes
         if not self.pairwise:
             handle = self.start(operation, dist.all_gather_into_tensor, gathered, shard)
-            return self.watched(operation, nbytes, handle)
+            return self.observe(operation, nbytes, handle)
         with self.labeled(operation) as name:
             handle = pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
-        return self.watched(operation, nbytes, handle)
+        return self.observe(operation, nbytes, handle)
 
     def all_to_all(
         self,
@@ -125,10 +125,10 @@ class Collectives:
         nbytes = (sum(output_splits) - output_splits[self.rank]) * received.element_size()
         if not self.pairwise:
             handle = self.start(operation, dist.all_to_all_single, received, sent, output_splits, list(splits))
-            return self.watched(operation, nbytes, handle)
+            return self.observe(operation, nbytes, handle)
         with self.labeled(operation) as name:
             handle = pairwise_all_to_all(self.group, received.split(output_splits), sent.split(list(splits)), name)
-        return self.watched(operation, nbytes, handle)
+        return self.observe(operation, nbytes, handle)
 
     def reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part to the rank of its number.
@@ -144,7 +144,7 @@ class Collectives:
                 if part.numel()
             ]
         nbytes = sum(part.nbytes for part in parts) * (self.size - 1) / self.size  # each part passes through all ranks
-        return self.watched("reduce_scatter", nbytes, launch if together else Handles(handles))
+        return self.observe("reduce_scatter", nbytes, launch if together else Handles(handles))
 
 
 def _launches_together(group: ProcessGroup, device: torch.device) -> bool:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notifies a recorder of communications and of waits for them, while steps are recorded.
 
-A recorder also observes communications that ``deepspeed.comm`` starts; ``is_ours`` distinguishes the two.
+A recorder also observes communications that ``deepspeed.comm`` starts; ``is_package_communication`` distinguishes them
+from ours.
 """
 
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from typing import Any, Protocol
 from torch.distributed import ProcessGroup
 
 
-class Watcher(Protocol):
+class Observer(Protocol):
     """Observes communications and waits."""
 
-    def started(self, name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
+    def on_start(self, name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
         """Return a handle that replaces that of a communication that has just been started.
 
         Args:
@@ -26,55 +27,57 @@ class Watcher(Protocol):
             handle: has a method ``wait``.
         """
 
-    def waiting(self) -> AbstractContextManager[None]:
+    def on_wait(self) -> AbstractContextManager[None]:
         """Return a context in which this thread waits for another one's communications."""
 
 
-_watcher: Watcher | None = None
-_ours: ContextVar[bool] = ContextVar("whether what is started is one of our communications", default=False)
+_observer: Observer | None = None
+_from_package: ContextVar[bool] = ContextVar(
+    "whether this thread is starting one of our communications", default=False
+)
 
 
 @contextmanager
-def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Notify ``watcher`` within this context.
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Notify ``observer`` within this context.
 
     Raises:
-        RuntimeError: there is another watcher.
+        RuntimeError: there is another observer.
     """
-    global _watcher
-    if _watcher is not None:
+    global _observer
+    if _observer is not None:
         raise RuntimeError(
-            "communications are watched already: only one engine of a process can be recorded at a time"
+            "communications are already being recorded: only one engine of a process can be recorded at a time"
         )
-    _watcher = watcher
+    _observer = observer
     try:
         yield
     finally:
-        _watcher = None
+        _observer = None
 
 
 @contextmanager
-def ours() -> Iterator[None]:
+def package_communication() -> Iterator[None]:
     """Mark communications that this thread starts in this context as ours."""
-    token = _ours.set(True)
+    token = _from_package.set(True)
     try:
         yield
     finally:
-        _ours.reset(token)
+        _from_package.reset(token)
 
 
-def is_ours() -> bool:
-    """Whether this thread is starting one of our communications."""
-    return _ours.get()
+def is_package_communication() -> bool:
+    """Return whether this thread is starting one of our communications."""
+    return _from_package.get()
 
 
-def started(name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
-    """Return the handle of a communication that has just been started; see ``Watcher.started``."""
-    watcher = _watcher  # read once: another thread may remove it in between
-    return handle if watcher is None else watcher.started(name, group, nbytes, handle)
+def on_start(name: str, group: ProcessGroup, nbytes: float, handle: Any) -> Any:
+    """Return the handle of a communication that has just been started; see ``Observer.on_start``."""
+    observer = _observer  # read once: another thread may remove it in between
+    return handle if observer is None else observer.on_start(name, group, nbytes, handle)
 
 
-def waiting() -> AbstractContextManager[None]:
-    """Return a context in which this thread waits for another one; see ``Watcher.waiting``."""
-    watcher = _watcher  # read once, as in ``started``
-    return nullcontext() if watcher is None else watcher.waiting()
+def on_wait() -> AbstractContextManager[None]:
+    """Return a context in which this thread waits for another one; see ``Observer.on_wait``."""
+    observer = _observer  # read once, as in ``on_start``
+    return nullcontext() if observer is None else observer.on_wait()

@@ -115,7 +115,7 @@ class Job:
     def wait_within(self, seconds: float | None) -> bool:
         """Wait until it is done, at most ``seconds``; return whether it is done or has failed."""
         if not self.over:
-            with observers.waiting():
+            with observers.on_wait():
                 self._over.wait(seconds)
         return self.over
 

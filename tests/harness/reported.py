@@ -45,14 +45,14 @@ def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links
     wrong: list[str] = []
 
     def look(engine: Any) -> None:
-        if {"step", "forward", "backward", "_take_model_step"} & set(vars(engine)) or observers._watcher is not None:
+        if {"step", "forward", "backward", "_take_model_step"} & set(vars(engine)) or observers._observer is not None:
             wrong.append("the engine is not as it was")
 
     usual = train(Job(**job), section)
     with links_given(links):
         reported = train(Job(**job), reporting, look)
     train(Job(**{**job, "steps": AFTER + 3}), reporting)
-    if observers._watcher is not None:
+    if observers._observer is not None:
         wrong.append("an engine that is destroyed is still recorded")
     if usual.losses != reported.losses or not torch.equal(usual.weights, reported.weights):
         wrong.append("recording has changed the training")

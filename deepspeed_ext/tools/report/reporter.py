@@ -215,7 +215,7 @@ def attach(recorder: Recorder, engine: Engine) -> Iterator[None]:
         RuntimeError: another engine is recorded.
     """
     with ExitStack() as installed:
-        installed.enter_context(observers.watched_by(recorder))
+        installed.enter_context(observers.observed_by(recorder))
         _wrap(installed, engine, "_take_model_step", lambda *_: recorder.phase(UPDATE))
         if engine.pipeline_parallelism:
             _replace(installed, engine, "_INSTRUCTION_MAP", _instructions(recorder, engine))
