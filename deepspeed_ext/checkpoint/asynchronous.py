@@ -41,14 +41,14 @@ from deepspeed_ext.comm.agreement import (
     wait_on_all,
 )
 from deepspeed_ext.comm.host_channel import HostChannel
-from deepspeed_ext.comm.worker_thread import Background, Explained, Job
+from deepspeed_ext.comm.worker_thread import ExplainedError, Job, WorkerThread
 
 Waiting = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path
 Write = Callable[[object, str, str], Exception | None]
 _CONNECTING = "threads that write checkpoints could not be connected"
 
 
-class SaveFailed(CheckpointError, Explained):
+class SaveFailed(CheckpointError, ExplainedError):
     """An asynchronous save that failed after ``save_checkpoint`` returned. Raised on all ranks."""
 
 
@@ -165,7 +165,7 @@ class AsyncSaves:
             logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
             self._pace.lift()
             self._job = Job(self._background, run, tag)
-            self._job.do()
+            self._job.run()
         except BaseException:  # a signal while the thread starts
             if not self._background.busy:
                 self._snapshot = None  # no thread will copy it, so `settle` must not wait for it
@@ -230,7 +230,7 @@ class AsyncSaves:
         try:
             self._tell()
         finally:
-            if self._job is None or self._job.over:  # after a signal, the thread may still be using the channel
+            if self._job is None or self._job.is_done:  # after a signal, the thread may still be using the channel
                 if self._job is not None:
                     self._forget(self._job)
                 self._disconnect()
@@ -280,8 +280,10 @@ class AsyncSaves:
         return SaveFailed(text)
 
 
-def _thread() -> Background:
-    return Background(owed=True, what="a checkpoint is still being written by this rank or another one")
+def _thread() -> WorkerThread:
+    return WorkerThread(
+        finish_before_exit=True, description="a checkpoint is still being written by this rank or another one"
+    )
 
 
 def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.relayout import Relayout
-from deepspeed_ext.comm.worker_thread import Background
+from deepspeed_ext.comm.worker_thread import WorkerThread
 
 _SMALL = 256  # bytes
 _SHARE = 1 / 20  # of time in which an exchange uses the links, which steps also need
@@ -108,7 +108,7 @@ class Pace:
         thread: the thread that exchanges.
     """
 
-    def __init__(self, thread: Background) -> None:
+    def __init__(self, thread: WorkerThread) -> None:
         self._thread, self._lifted = thread, threading.Event()
 
     def lift(self) -> None:

@@ -282,10 +282,10 @@ def complete_transfers_first(destroy: Callable[..., None], group: Any = None) ->
     from deepspeed_ext.comm import worker_thread
 
     # Transfers in flight need the groups, and other ranks wait for their data: complete them before destroying.
-    failure = worker_thread.complete(after_an_error=sys.exc_info()[0] is not None)
+    failure = worker_thread.complete_before_exit(after_an_error=sys.exc_info()[0] is not None)
     destroy(group)
     if failure is not None:
-        raise RuntimeError(worker_thread.failed(failure)) from failure
+        raise RuntimeError(worker_thread.failure_message(failure)) from failure
 
 
 # Checkpoints ######################################################################################

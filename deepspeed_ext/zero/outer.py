@@ -40,7 +40,7 @@ from deepspeed_ext.comm.agreement import all_reduced
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import ShardSpan, Span
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
@@ -130,7 +130,7 @@ class Fragment:
     anchor: Tensor
     weights: Tensor
     momentum: Tensor
-    started: Started | None = None
+    started: ActiveTransfer | None = None
     stepped: tuple[Tensor, Tensor] | None = None
     due: int = 0
 
@@ -180,7 +180,9 @@ class OuterOptimizer(InnerStepsOnly):
         self._report = report
         self._device = get_accelerator().current_device_name()
         self._kept = "cpu" if settings.offload == "cpu" else self._device
-        self._queue = TransferQueue(bool(settings.delay), True, all(hop.pairwise for hop in hops), owed=True)
+        self._queue = TransferQueue(
+            bool(settings.delay), True, all(hop.pairwise for hop in hops), finish_before_exit=True
+        )
         self._sums: Tensor | None = None  # sums of squares of this step's fragments; see ``_observe``
         self._used = False  # whether a fragment has been applied in this step
         self._shown: list[Tensor] | None = None  # the group's weights while the model holds the outer weights

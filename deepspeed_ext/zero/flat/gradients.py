@@ -87,8 +87,8 @@ class FlatGradients:
         self._redistribution, self._os = context.families[family].reduce, context.strategy.os
         self._arrives = Placement.G if context.strategy.g == Placement.G else Placement.I
         pairwise, streams = self._redistribution.pairwise, context.side_streams
-        self._queue = TransferQueue(context.overlap, streams, completed=pairwise)
-        self._crosses = TransferQueue(context.overlap, streams, background=pairwise)
+        self._queue = TransferQueue(context.overlap, streams, thread_completes=pairwise)
+        self._crosses = TransferQueue(context.overlap, streams, on_thread=pairwise)
         self.layouts = tuple(buffer.layout for buffer in buffers)
         self._buffers = tuple(buffer.number for buffer in buffers if buffer.family.name == family)
         self._shards, self._mean, self._context = shards, mean, context

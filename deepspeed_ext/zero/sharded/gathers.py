@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, forget_units, make_units
 from deepspeed_ext.leaf.windows import WindowedModule
@@ -48,7 +48,7 @@ class GatherHandle:
         self,
         params: Sequence[ZeroParameter],
         queue: TransferQueue,
-        started: Started,
+        started: ActiveTransfer,
         *,
         bucket: ParameterBucket,
         parts: int,
@@ -61,7 +61,7 @@ class GatherHandle:
         self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # otherwise they share memory
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
-        self._started: Started | None = started
+        self._started: ActiveTransfer | None = started
 
     @torch.inference_mode(False)  # a parameter may persist, and be trained after an evaluation has gathered it
     @torch.no_grad()

@@ -34,7 +34,7 @@ from deepspeed_ext.comm.layout import FlatLayout
 from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.comm.spans import BufferSpan, Span
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, full_bucket
 from deepspeed_ext.zero.context import Context
@@ -102,9 +102,12 @@ class Slices:
         self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows of its slice
         # Gathers between groups after a step: one after the other, because the first one is needed first.
         self._updates = TransferQueue(
-            overlap=True, side_streams=rows.keeps_order, background=self.redistribution.pairwise, owed=True
+            overlap=True,
+            side_streams=rows.keeps_order,
+            on_thread=self.redistribution.pairwise,
+            finish_before_exit=True,
         )
-        self._update_of: dict[int, Started] = {}  # number of the window: the gather into it
+        self._update_of: dict[int, ActiveTransfer] = {}  # number of the window: the gather into it
         self._changed: dict[int, _Change] = {}  # number of the block: its update to send
         announce(self)
 
@@ -272,7 +275,7 @@ class Slices:
         """All-gather their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
         chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = Started(self.redistribution.gather_rows(chunks)).finish()
+        gathered = ActiveTransfer(self.redistribution.gather_rows(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))

@@ -59,7 +59,7 @@ def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ende
     """The other rank is killed before it takes its last step: the script of the first one has ended well by itself."""
     ended = ends["killed late and destroyed, ahead"]
     assert ended.statuses == (1, -9), ended.written
-    assert "Updated parameters of the last step did not arrive" in ended.written
+    assert "Updated parameters of the last step were not received" in ended.written
     assert "Traceback" in ended.written and not ended.alive
 
 
@@ -93,12 +93,12 @@ def given_up_case() -> tuple[float, str, int]:
     """An end after an error, where the other rank never takes part in a reduction: its seconds, what has become of the
     reduction, and how many threads run."""
     group = dist.new_group([0, 1])
-    queue, failure = TransferQueue(overlap=True, background=True), "none"
+    queue, failure = TransferQueue(overlap=True, on_thread=True), "none"
     if dist.get_rank() == 0:
         started = queue.start(GatherHop(group).all_gather(torch.ones(3)))
         time.sleep(0.1)
         begin = time.monotonic()
-        assert worker_thread.complete(after_an_error=True) is None  # gradients are owed to nobody
+        assert worker_thread.complete_before_exit(after_an_error=True) is None  # gradients are owed to nobody
         seconds = time.monotonic() - begin
         try:
             started.wait()
@@ -106,7 +106,7 @@ def given_up_case() -> tuple[float, str, int]:
             failure = str(error)
     else:
         seconds = 0.0
-    running = len(worker_thread.running())
+    running = len(worker_thread.running_workers())
     dist.barrier()
     return seconds, failure, running
 
@@ -127,7 +127,7 @@ def finalizer_case() -> tuple[bool, bool]:
         return torch.ones(1)
         yield
 
-    TransferQueue(overlap=True, background=True, owed=True).start(transfer())
+    TransferQueue(overlap=True, on_thread=True, finish_before_exit=True).start(transfer())
     before = bool(done)
     (finalizer,) = worker_thread._finalizers
     finalizer()
@@ -154,7 +154,7 @@ def wait_case() -> tuple[int, int]:
 
     engine.optimizer.optimizer.step = late
     engine.step()
-    before = len([one for one in worker_thread.running() if one.owed])
+    before = len([one for one in worker_thread.running_workers() if one.finish_before_exit])
     if dist.get_rank() == 0:
         _get_default_store().set("the first group has seen what runs", "")
     deepspeed_ext.wait_for_updates()

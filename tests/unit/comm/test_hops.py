@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.comm import backends, collectives
 from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
 from deepspeed_ext.comm.hops import ReduceHop
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from tests.harness.transfers import Handle, result
 
 pytestmark = pytest.mark.quick
@@ -84,7 +84,7 @@ class Echo(ReduceHop):
 def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
     for numel in (6, 7):
         hop, flat = Echo(), torch.arange(numel)
-        assert Started(hop.all_reduce(flat)).finish().numel() == numel
+        assert ActiveTransfer(hop.all_reduce(flat)).finish().numel() == numel
         assert (hop.given.data_ptr() == flat.data_ptr()) == (numel == 6)
         assert hop.given[:numel].tolist() == flat.tolist() and not hop.given[numel:].any()
 

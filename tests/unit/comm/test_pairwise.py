@@ -13,7 +13,7 @@ from deepspeed.comm.comm import comms_logger
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import GatherHop
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 
 pytestmark = pytest.mark.quick
 
@@ -66,7 +66,7 @@ def background_case() -> list[list[float]]:
     comms_logger.enabled = comms_logger.prof_all = True  # it times what threads start
     rank, hop = dist.get_rank(), GatherHop(dist.group.WORLD)
     found: list[list[float]] = [[], [], []]
-    queues = [TransferQueue(overlap=True, background=True) for _ in range(2)]
+    queues = [TransferQueue(overlap=True, on_thread=True) for _ in range(2)]
 
     def submit(number: int) -> None:
         for at in range(20):
@@ -77,7 +77,7 @@ def background_case() -> list[list[float]]:
         submit(number)
         time.sleep(0.05)
     for at in range(20):
-        found[2].append(Started(hop.all_gather(torch.full((1,), 1000.0 + at))).finish().sum().item())
+        found[2].append(ActiveTransfer(hop.all_gather(torch.full((1,), 1000.0 + at))).finish().sum().item())
     for queue in queues:
         queue.drain()
     return found

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from deepspeed_ext.comm import worker_thread
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.comm.worker_thread import Background
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
+from deepspeed_ext.comm.worker_thread import WorkerThread
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
 
@@ -66,7 +66,7 @@ class Refused(threading.Thread):
 
 
 def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
-    jobs, done = Background(), threading.Event()
+    jobs, done = WorkerThread(), threading.Event()
     with mock.patch.object(threading, "Thread", Late), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
     assert jobs.join() and done.is_set()
@@ -75,8 +75,8 @@ def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
 
 
 def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
-    jobs, done = Background(), threading.Event()
-    with mock.patch.object(jobs, "_begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    jobs, done = WorkerThread(), threading.Event()
+    with mock.patch.object(jobs, "_start_thread", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
     jobs.wait()
     jobs.add(done.set).wait()
@@ -85,9 +85,9 @@ def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
 
 @pytest.mark.parametrize("kind", [Listed, Refused])
 def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
-    jobs, done = Background(), threading.Event()
+    jobs, done = WorkerThread(), threading.Event()
     with (
-        mock.patch.object(worker_thread, "_COMES", 0.05),
+        mock.patch.object(worker_thread, "_START_TIMEOUT", 0.05),
         mock.patch.object(threading, "Thread", kind),
         pytest.raises((KeyboardInterrupt, RuntimeError)),
     ):
@@ -100,14 +100,14 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
 
 
 def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
-    jobs, done, begun = Background(), list[int](), mock.Mock(side_effect=threading.Thread)
-    with mock.patch.object(worker_thread, "_LINGERS", 30.0), mock.patch.object(threading, "Thread", begun):
+    jobs, done, begun = WorkerThread(), list[int](), mock.Mock(side_effect=threading.Thread)
+    with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 30.0), mock.patch.object(threading, "Thread", begun):
         for number in range(3):
             jobs.add(partial(done.append, number)).wait()
         begin = time.monotonic()
         while jobs.busy and time.monotonic() < begin + 10:  # it has said that a job is done, and looks for the next
             time.sleep(0.001)
-        assert worker_thread.running() == [] and jobs.join()
+        assert worker_thread.running_workers() == [] and jobs.join()
         assert begun.call_count == 1 and not jobs.busy and time.monotonic() - begin < 10
         jobs.add(partial(done.append, 3)).wait()
         assert begun.call_count == 2 and jobs.join()
@@ -117,17 +117,20 @@ def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
 
 
 def test_join_waits_for_threads_that_took_their_last_job() -> None:
-    jobs, threads = Background(), list[threading.Thread]()
-    take = Background._next
+    jobs, threads = WorkerThread(), list[threading.Thread]()
+    take = WorkerThread._next_job
 
-    def take_slowly(self: Background) -> worker_thread.Job | None:
+    def take_slowly(self: WorkerThread) -> worker_thread.Job | None:
         job = take(self)
         if job is None and not threads:
             threads.append(threading.current_thread())
             time.sleep(0.5)  # another thread takes what is added now
         return job
 
-    with mock.patch.object(Background, "_next", take_slowly), mock.patch.object(worker_thread, "_LINGERS", 0.01):
+    with (
+        mock.patch.object(WorkerThread, "_next_job", take_slowly),
+        mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 0.01),
+    ):
         jobs.add(lambda: None).wait()
         ends = time.monotonic() + 10
         while not threads and time.monotonic() < ends:
@@ -137,8 +140,8 @@ def test_join_waits_for_threads_that_took_their_last_job() -> None:
 
 
 def test_a_forked_process_has_none_of_the_threads() -> None:
-    jobs = Background()
-    with mock.patch.object(worker_thread, "_LINGERS", 30.0):
+    jobs = WorkerThread()
+    with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 30.0):
         jobs.add(lambda: None).wait()
         with jobs._lock:  # as it may be held where another thread forks
             pid = os.fork()
@@ -154,15 +157,15 @@ def test_a_thread_that_has_no_jobs_ends_by_itself_and_keeps_none() -> None:
         """Something that a job refers to."""
 
     large = Large()
-    alive, jobs = weakref.ref(large), Background()
-    with mock.patch.object(worker_thread, "_LINGERS", 2.0):
+    alive, jobs = weakref.ref(large), WorkerThread()
+    with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 2.0):
         jobs.add(lambda large=large: None).wait()  # type: ignore[misc]
         del large
-        assert jobs._takes and alive() is None
+        assert jobs._accepts_jobs and alive() is None
         ends = time.monotonic() + 10
-        while jobs._takes and time.monotonic() < ends:
+        while jobs._accepts_jobs and time.monotonic() < ends:
             time.sleep(0.01)
-    assert not jobs._takes and jobs.join()
+    assert not jobs._accepts_jobs and jobs.join()
 
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:
@@ -204,7 +207,7 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
 
 def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
     log: list[str] = []
-    started = Started(transfer(log, "a"))
+    started = ActiveTransfer(transfer(log, "a"))
     assert log == ["start a1"]
     result = started.finish()
     assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
@@ -266,10 +269,10 @@ def test_streams_wait_only_for_results_that_they_need() -> None:
 @pytest.mark.parametrize("owed", [True, False])
 def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
     with wired() as (order, wires):
-        updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
+        updates = TransferQueue(overlap=True, side_streams=True, finish_before_exit=owed)
         for _ in range(3):
             updates.start(over(order, wires))
-        assert worker_thread.complete(after_an_error=False) is None
+        assert worker_thread.complete_before_exit(after_an_error=False) is None
         assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 
@@ -334,7 +337,7 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
         assert not torch.is_grad_enabled()
         return torch.ones(1)
 
-    queue = TransferQueue(overlap=True, side_streams=True, background=True)
+    queue = TransferQueue(overlap=True, side_streams=True, on_thread=True)
     assert queue.unattended and not TransferQueue(overlap=True, side_streams=True).unattended
     first = queue.start(held_up())
     queue.submit(transfer(log, "b"), lambda _: log.append("delivered b"))
@@ -344,7 +347,7 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
     queue.drain()
     hops = [[f"start {name}1", f"wait {name}1", f"start {name}2", f"wait {name}2", f"done {name}"] for name in "ab"]
     assert log == [*hops[0], *hops[1], "delivered b"]
-    assert not TransferQueue(overlap=False, background=True).unattended
+    assert not TransferQueue(overlap=False, on_thread=True).unattended
 
 
 def test_a_thread_completes_transfers_and_the_host_waits() -> None:
@@ -362,7 +365,7 @@ def test_a_thread_completes_transfers_and_the_host_waits() -> None:
             yield HeldUp(log, f"{name}{hop}")
         return torch.empty(0)
 
-    queue = TransferQueue(overlap=True, completed=True)
+    queue = TransferQueue(overlap=True, thread_completes=True)
     assert not queue.unattended
     for name in "ab":
         queue.submit(held_up(name), lambda _, name=name: log.append(f"delivered {name}"))
@@ -384,7 +387,7 @@ def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
         yield Handle(log, "a1")
         raise ConnectionError("a rank is gone")
 
-    queue = TransferQueue(overlap=True, background=True)
+    queue = TransferQueue(overlap=True, on_thread=True)
     queue.submit(failing(), ignore)
     queue.submit(transfer(log, "b"), ignore)
     for _ in range(2):
@@ -404,7 +407,7 @@ def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
         yield from transfer(log, "a")
         return torch.empty(0)
 
-    queue = TransferQueue(overlap=True, background=True)
+    queue = TransferQueue(overlap=True, on_thread=True)
     queue.submit(held_up(), ignore)
     queue.drop()
     queue.drain()  # of nothing

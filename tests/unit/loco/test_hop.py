@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco.hop import LocoHop
 from tests.harness import snapshots, training
@@ -46,8 +46,8 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
                 ]
                 part = slice(sum(numels[:rank]), sum(numels[: rank + 1]))
                 mean = torch.stack([d.double() for d in data]).mean(0)[part]
-                mine = Started(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
-                whole = Started(hop.all_reduce(data[rank] / world)).finish().double()
+                mine = ActiveTransfer(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
+                whole = ActiveTransfer(hop.all_reduce(data[rank] / world)).finish().double()
                 if mine.numel():
                     steps = max(d.abs().max().item() for d in data) / (2 ** (bits - 1) - 1) * (1 + 2.0**-7)
                     bound = steps / 2 + 2 * torch.finfo(dtype).eps * mean.abs().max().item() + 1e-6

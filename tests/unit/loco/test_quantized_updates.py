@@ -19,7 +19,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param,
 import deepspeed_ext
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.spans import ShardSpan
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.hop import QuantizedSums
@@ -300,7 +300,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
         hop.sums = QuantizedSums(UpdateSettings().sums)
         total = torch.zeros(numel)
         for _ in range(50):
-            arrived = Started(hop.all_reduce(gradient.clone(), (ShardSpan(0, 0, 0, numel),))).finish()
+            arrived = ActiveTransfer(hop.all_reduce(gradient.clone(), (ShardSpan(0, 0, 0, numel),))).finish()
             same &= training.replicas_equal(arrived)
             hop.sums.errors.finish_step(applied)
             total += arrived
