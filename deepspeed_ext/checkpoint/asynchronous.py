@@ -38,7 +38,7 @@ from deepspeed_ext.comm.agreement import (
     raise_together,
     run_on_all_or_raise,
     unique_number,
-    wait_on_all,
+    wait_for_all_ranks,
 )
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.worker_thread import ExplainedError, Job, WorkerThread
@@ -153,7 +153,7 @@ class AsyncSaves:
             finally:
                 snapshot.let_go()  # after an error, the next step would wait forever for copies
                 waiting.clear()
-                self.channel.rest()
+                self.channel.end_worker()
 
         self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
         self._told, self._connected = False, True
@@ -199,7 +199,7 @@ class AsyncSaves:
         job, commit, failure = self._job, self._commit, None
         self._pace.lift()
         if job is not None:
-            wait_on_all(job.wait_within)  # not one collective: a disk may be slower than its timeout
+            wait_for_all_ranks(job.wait_within)  # not one collective: a disk may be slower than its timeout
         self.settle()
         if job is None or commit is None:
             return

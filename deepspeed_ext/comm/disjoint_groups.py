@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import all_reduced, any_rank
+from deepspeed_ext.comm.agreement import all_reduce, any_rank
 
 
 def make_groups(lists: Sequence[Sequence[int]], parent: ProcessGroup | None) -> ProcessGroup | None:
@@ -88,4 +88,4 @@ def _device() -> torch.device:
 
 
 def _count(group: ProcessGroup) -> int:
-    return int(all_reduced(torch.ones(1), dist.ReduceOp.SUM, group).item())
+    return int(all_reduce(torch.ones(1), dist.ReduceOp.SUM, group).item())

@@ -36,7 +36,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.agreement import all_reduced
+from deepspeed_ext.comm.agreement import all_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import ShardSpan, Span
@@ -358,7 +358,7 @@ class OuterOptimizer(InnerStepsOnly):
             return
         for number in self._numbers:
             gradient = self._shards.shard_gradient(number)
-            mean = all_reduced(gradient.to(self._device), torch.distributed.ReduceOp.SUM, self.topology.inter)
+            mean = all_reduce(gradient.to(self._device), torch.distributed.ReduceOp.SUM, self.topology.inter)
             gradient.copy_(mean.div_(self.reduce.size))
 
     # Weights that were set outside of a step ##########################################################
@@ -482,7 +482,7 @@ class OuterOptimizer(InnerStepsOnly):
         """
         if self._report is None or self._sums is None:
             return
-        apart, mean = all_reduced(self._sums, torch.distributed.ReduceOp.SUM, self.topology.world).tolist()
+        apart, mean = all_reduce(self._sums, torch.distributed.ReduceOp.SUM, self.topology.world).tolist()
         apart /= self.reduce.size
         self._sums = None
         self._report({"gradient_norm": mean**0.5, "distance_of_groups": max(0.0, apart - mean) ** 0.5})

@@ -61,7 +61,7 @@ def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
 
     results = [channel.wait_for(slow), error_of(channel.wait_for, fail)]
     seconds = time.monotonic() - begin
-    channel.rest()
+    channel.end_worker()
     channel.close()
     return numbers, texts, messages, results, seconds
 
@@ -123,6 +123,6 @@ def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
     messages = messages_of((OSError(28, "No space", BYTES), Unreadable()))
     texts = [all_gather_texts(text if rank == 0 else f"{text}1") for text in TEXTS]
     same = [error_of(require_same, "a text", text) for text in (BYTES, TEXTS[4])]
-    channel.rest()
+    channel.end_worker()
     channel.close()
     return messages, texts, same
