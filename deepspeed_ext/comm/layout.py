@@ -40,7 +40,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, neighbors_joined
+from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, merge_neighbors
 from deepspeed_ext.strategy import Placement
 
 # Windows start at multiples of the first of these that fits: complete blocks of LoCo, aligned buckets.
@@ -172,7 +172,7 @@ class FlatLayout:
         """Return the flat buffer (1D) of one stripe from its cells (cols, rows, chunk); a view if possible."""
         return cells.transpose(0, 1).reshape(-1)[: self.numel]
 
-    def place(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
+    def unpack_window(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
         """Copy (or add) a window of every cell into the flat buffer.
 
         Args:
@@ -182,7 +182,7 @@ class FlatLayout:
             add: whether to add instead of copying.
         """
         by_rows, parts = cells.transpose(0, 1), list[tuple[Tensor, Tensor]]()
-        for numbers, target_cells in self.held(flat, Span(start, cells.shape[-1])):
+        for numbers, target_cells in self.window_views(flat, Span(start, cells.shape[-1])):
             source = by_rows[..., : target_cells.shape[1]]
             full_rows = numbers.stop // self.cols if not numbers.start else 0  # rows
             if full_rows:
@@ -196,7 +196,7 @@ class FlatLayout:
         for target, part in parts:
             target.add_(part) if add else target.copy_(part)
 
-    def held(self, flat: Tensor, window: Span) -> list[tuple[slice, Tensor]]:
+    def window_views(self, flat: Tensor, window: Span) -> list[tuple[slice, Tensor]]:
         """Return a window of every cell as views of the flat buffer.
 
         Args:
@@ -246,7 +246,7 @@ class Cut(NamedTuple):
     stride: int
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Neighboring rows of a column of which a bucket has the same elements: ``times`` rows from ``first`` on."""
 
     first: int
@@ -261,7 +261,7 @@ class Rows(NamedTuple):
     def spans(self) -> list[BufferSpan]:
         """Return the contents of each row in its chunks, in order: cuts, with neighbors joined."""
         by_buffer = groupby(self.cuts, key=lambda cut: cut.buffer)
-        return [(buffer, span) for buffer, cuts in by_buffer for span in neighbors_joined(cut.span for cut in cuts)]
+        return [(buffer, span) for buffer, cuts in by_buffer for span in merge_neighbors(cut.span for cut in cuts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -272,7 +272,7 @@ class BucketPlan:
         columns: for each column, the contents of its part of the packed bucket, row by row.
     """
 
-    columns: tuple[tuple[Rows, ...], ...]
+    columns: tuple[tuple[RowRange, ...], ...]
 
     def splits(self, col: int, rows: int) -> list[int]:
         """Return the elements of a column's part for each group."""
@@ -290,10 +290,10 @@ class BucketPlan:
                 parts[row] = tuple(ShardSpan(buffer, row, *span) for buffer, span in spans)
         return tuple(parts)
 
-    def row(self, col: int, row: int) -> list[Rows]:
+    def row(self, col: int, row: int) -> list[RowRange]:
         """Return the contents of a column's part for one group; possibly none."""
         return [
-            Rows(row, 1, row_range.cuts)
+            RowRange(row, 1, row_range.cuts)
             for row_range in self.columns[col]
             if 0 <= row - row_range.first < row_range.times
         ]
@@ -303,16 +303,16 @@ class BucketPlan:
 def plan_bucket(layouts: tuple[FlatLayout, ...], spans: tuple[BufferSpan, ...]) -> BucketPlan:
     """Divide a bucket of concatenated ``spans`` along the cells of their buffers, which all have the same numbers of
     rows and columns."""
-    columns: list[list[Rows]] = [[] for _ in range(layouts[spans[0][0]].cols)]
+    columns: list[list[RowRange]] = [[] for _ in range(layouts[spans[0][0]].cols)]
     offset = 0
     for buffer, span in spans:
         for col, rows in _cells(layouts[buffer], buffer, span, offset):
             columns[col].append(rows)
         offset += span.numel
-    return BucketPlan(tuple(tuple(_alike(rows)) for rows in columns))
+    return BucketPlan(tuple(tuple(_merge_equal_rows(rows)) for rows in columns))
 
 
-def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator[tuple[int, Rows]]:
+def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator[tuple[int, RowRange]]:
     """Yield the cells that a span of a flat buffer covers, by column: each with one cut.
 
     Args:
@@ -332,21 +332,21 @@ def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator
                 part = stripe.cell(cell).common(inside)
                 elements = part.shifted(stripe.column - stripe.span.start - cell * width)
                 cut = Cut(buffer, elements, offset + part.start - inside.start, stride)
-                yield cell % layout.cols, Rows(cell // layout.cols, 1, (cut,))
+                yield cell % layout.cols, RowRange(cell // layout.cols, 1, (cut,))
         for col in range(layout.cols):
             rows = [-(-(cell - col) // layout.cols) for cell in full_cells]
             if rows[0] < rows[1]:
                 first_offset = (rows[0] * layout.cols + col) * width - first
                 cut = Cut(buffer, Span(stripe.column, width), offset + first_offset, stride)
-                yield col, Rows(rows[0], rows[1] - rows[0], (cut,))
+                yield col, RowRange(rows[0], rows[1] - rows[0], (cut,))
         span, offset = Span.between(inside.stop, span.stop), offset + inside.numel
 
 
-def _alike(some: Sequence[Rows]) -> Iterator[Rows]:
+def _merge_equal_rows(row_ranges: Sequence[RowRange]) -> Iterator[RowRange]:
     """Yield the rows of a column in order, each with all its cuts; rows with the same cuts are merged."""
-    begins = sorted(some)
-    borders = sorted({border for rows in some for border in (rows.first, rows.first + rows.times)})
-    active: list[Rows] = []
+    begins = sorted(row_ranges)
+    borders = sorted({border for rows in row_ranges for border in (rows.first, rows.first + rows.times)})
+    active: list[RowRange] = []
     position = 0
     for first, end in pairwise(borders):
         active = [rows for rows in active if rows.first + rows.times > first]
@@ -357,4 +357,4 @@ def _alike(some: Sequence[Rows]) -> Iterator[Rows]:
             cut._replace(offset=cut.offset + (first - rows.first) * cut.stride) for rows in active for cut in rows.cuts
         ]
         if cuts:
-            yield Rows(first, end - first, tuple(sorted(cuts)))
+            yield RowRange(first, end - first, tuple(sorted(cuts)))

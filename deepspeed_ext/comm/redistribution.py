@@ -22,8 +22,8 @@ from deepspeed_ext.comm.hops import (
     Update,
     all_gather,
 )
-from deepspeed_ext.comm.layout import BucketPlan, Rows
-from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, record_on_current_stream
+from deepspeed_ext.comm.layout import BucketPlan, RowRange
+from deepspeed_ext.comm.packing import align, align_rows, fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.strategy import Placement
 
@@ -86,7 +86,7 @@ class ParameterRedistribution(_Redistribution):
         within = source > target == Placement.N and self.cols > 1
         return int(between) + int(within)
 
-    def complete_rows(self, rows: Tensor) -> Transfer:
+    def gather_g_to_i_in_place(self, rows: Tensor) -> Transfer:
         """Redistribute G -> I in place, unencoded: each group has written its own row.
 
         Args:
@@ -100,7 +100,7 @@ class ParameterRedistribution(_Redistribution):
             rows[other_rows].copy_(gathered[other_rows])
         return rows
 
-    def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
+    def gather_encoded_g_to_i(self, code: Tensor, rows: Tensor) -> Transfer:
         """Redistribute G -> I in place, encoded: each group sends the code of its own row.
 
         Args:
@@ -113,7 +113,7 @@ class ParameterRedistribution(_Redistribution):
         return rows
 
     def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
-        """Return codes of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
+        """Return codes of updated parameters, for ``gather`` or ``gather_encoded_g_to_i``; see ``Differences.encode``.
 
         Args:
             target: placement of the parameters; N or I.
@@ -133,7 +133,7 @@ class ParameterRedistribution(_Redistribution):
         if self.differences is not None:
             self.differences.finish_step()
 
-    def gather_rows(self, shard: Tensor) -> Transfer:
+    def gather_g_to_i(self, shard: Tensor) -> Transfer:
         """Redistribute G -> I, always unencoded, for parameters that no step updates: initial and frozen ones.
 
         Args:
@@ -154,7 +154,7 @@ class _BucketParts(NamedTuple):
         rows: elements of this rank's part for each group; None if it is not sent between groups.
     """
 
-    blocks: list[tuple[int, int, Rows]]
+    blocks: list[tuple[int, int, RowRange]]
     splits: list[int]
     rows: list[int] | None
 
@@ -225,7 +225,7 @@ class GradientRedistribution(_Redistribution):
         needs_contents = rows is not None and self.inter.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if needs_contents else ())
 
-    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[Rows]:
+    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[RowRange]:
         """Return the contents of ``reduce_bucket``'s result on this rank, row by row."""
         return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
 
@@ -247,7 +247,7 @@ class GradientRedistribution(_Redistribution):
         contents = self._contents(rows, spans, buffer) if target == Placement.G else ()
         return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
-    def reduce_rows(self, window: Tensor, spans: Sequence[Span], buffer: int = 0) -> Transfer:
+    def reduce_i_to_g(self, window: Tensor, spans: Sequence[Span], buffer: int = 0) -> Transfer:
         """Redistribute a part of a slice: I -> G.
 
         Args:
@@ -297,15 +297,15 @@ class GradientRedistribution(_Redistribution):
             (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
         """
         width = sum(span.numel for span in spans)
-        filled = aligned_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
+        filled = align_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
         if target == Placement.G:
-            total = yield from self.reduce_rows(filled, spans, buffer)
+            total = yield from self.reduce_i_to_g(filled, spans, buffer)
         else:
             contents = self._contents(1, spans, buffer)  # contents of one row
             total = yield from self.inter.all_reduce(filled.view(-1), *contents)
         return total.view(-1, filled.shape[1])[:, :width]
 
-    def gather_slice(self, sums: Tensor) -> Transfer:
+    def gather_i_to_n(self, sums: Tensor) -> Transfer:
         """Redistribute a window of sums that all groups have: I -> N.
 
         Args:
@@ -314,7 +314,7 @@ class GradientRedistribution(_Redistribution):
         Returns:
             (cols, numel of ``sums``).
         """
-        gathered = yield from self.intra.gather_sums(aligned(sums, self.multiple))
+        gathered = yield from self.intra.gather_sums(align(sums, self.multiple))
         return gathered.view(self.cols, -1)[:, : sums.numel()]
 
     def _reduce(
@@ -362,7 +362,7 @@ class GradientRedistribution(_Redistribution):
                 for column in plan.columns
             ]
         )
-        blocks: list[tuple[int, int, Rows]] = []
+        blocks: list[tuple[int, int, RowRange]] = []
         for start, column in zip(accumulate(lengths, initial=0), plan.columns, strict=False):
             for rows in column:
                 blocks.append((start, filled(rows.numel), rows))

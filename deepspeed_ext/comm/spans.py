@@ -68,7 +68,7 @@ Spans = tuple[ShardSpan, ...]  # contents of a rank's part of a bucket, in order
 Contents = tuple[Spans, ...]  # contents of a bucket: the spans for each rank that receives a part of it
 
 
-def neighbors_joined(spans: Iterable[Span]) -> list[Span]:
+def merge_neighbors(spans: Iterable[Span]) -> list[Span]:
     """Return the same elements in the same order, by as few spans as possible."""
     merged: list[Span] = []
     for span in spans:

@@ -51,7 +51,7 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_ext.comm import observers
-from deepspeed_ext.comm.collectives import break_off_all, tagged
+from deepspeed_ext.comm.collectives import close_all_connections, tagged
 
 # Ranks create their worker threads in one order, so the threads of a world have the same numbers on all ranks.
 _worker_numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
@@ -390,7 +390,7 @@ def _join_all(workers: Sequence[WorkerThread], seconds: float | None) -> bool:
 def _end_threads() -> None:
     deadline = time.monotonic() + _JOIN_TIMEOUT
     while (unfinished := running_workers()) and time.monotonic() < deadline:
-        break_off_all()
+        close_all_connections()
         unfinished[0].join(0.05)
     if unfinished:
         _exit_with_error(f"could not end {len(unfinished)} thread(s) that wait for messages")

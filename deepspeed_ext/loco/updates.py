@@ -34,7 +34,7 @@ class _Differences:
         self.collectives = collectives
         self.sent = Sampling()
         self.report: StepReport | None = None
-        self.whole_every = settings.resync_T
+        self.resync_interval = settings.resync_T
         require_kernels(get_accelerator().device_name(), collectives.group, UpdateSettings.key)
 
     def finish_step(self) -> None:
@@ -83,7 +83,7 @@ class QuantizedDifferences(_Differences):
 class HalfDifferences:
     """Differences in bf16 of weights in fp32; the rounding error of one is sent with the next one."""
 
-    whole_every = 0  # no update is sent unencoded
+    resync_interval = 0  # no update is sent unencoded
 
     def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
         """Return each update's difference in bf16, as bytes; see ``Differences``."""

@@ -373,7 +373,7 @@ class OuterOptimizer(InnerStepsOnly):
         """Reset all states; see ``InnerStepsOnly``."""
         self.settle()
         self.step = 0
-        self.reduce.errors.forget()
+        self.reduce.errors.reset()
         for fragment in self.fragments:
             self._begin(fragment)
 

@@ -307,13 +307,13 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     on_host = [one for one in families if isinstance(one, ShardedGradients) and one.held.device.type == "cpu"]
     on_host = [one for one in on_host if one.rows == 1]
     parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
-    aligned_rows = redistribution.aligned_rows
+    align_rows = redistribution.align_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
         with order.by_host():
             for window in windows:
                 window.sum()
-        return aligned_rows(windows, *args)
+        return align_rows(windows, *args)
 
     def measured(*args: Any) -> None:
         measure(*args)

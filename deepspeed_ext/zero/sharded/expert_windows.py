@@ -23,7 +23,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout, Piece
-from deepspeed_ext.comm.packing import joined_and_aligned
+from deepspeed_ext.comm.packing import concat_aligned
 from deepspeed_ext.comm.spans import Span, split_as
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.leaf.units import LiveElements
@@ -112,7 +112,7 @@ class WindowGathers:
         pieces = [
             param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True).view(1, -1) for param in module.params
         ]
-        shard = joined_and_aligned(pieces, self._slices.redistribution.multiple)
+        shard = concat_aligned(pieces, self._slices.redistribution.multiple)
         return (yield from self._slices.redistribution.gather(shard, Placement.G, Placement.I))
 
     def fetch(self, module: WindowedModule, number: int) -> _Window:

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
+from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
@@ -71,7 +71,7 @@ class GatherHandle:
         if self._started is None:
             return
         flat, self._started = self._queue.finish(self._started), None
-        cells = self._bucket.arrived(flat, self._parts)
+        cells = self._bucket.received_cells(flat, self._parts)
         for param, full in zip(self._params, self._bucket.unpack(cells), strict=True):
             data = full.clone() if self._copied else full
             param.data = data.view(param.ds_shape).to(param.ds_tensor.dtype)
@@ -205,7 +205,7 @@ class Gathers:
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
         # A list, from which the shard is popped, so that the hop can free it.
-        shard = [joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
+        shard = [concat_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
     @torch.inference_mode(False)

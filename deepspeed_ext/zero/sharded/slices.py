@@ -31,7 +31,7 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
-from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
+from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.comm.spans import BufferSpan, Span
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
@@ -273,9 +273,9 @@ class Slices:
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
         """All-gather their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
-        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
+        chunks = concat_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = ActiveTransfer(self.redistribution.gather_rows(chunks)).finish()
+        gathered = ActiveTransfer(self.redistribution.gather_g_to_i(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from deepspeed_ext.comm import collectives, layout
-from deepspeed_ext.comm.packing import aligned_rows
+from deepspeed_ext.comm.packing import align_rows
 from deepspeed_ext.comm.spans import Span
 from tests.harness import training
 from tests.harness.training import PARTITIONED, REPLICATED
@@ -29,7 +29,7 @@ def test_windows_begin_at_multiples_of_16_elements() -> None:
 def test_rows_are_filled_up_to_16_elements(windows: list[tuple[int, int]]) -> None:
     row = torch.arange(1.0, 65.0).view(1, 64)
     pieces = [row[:, start : start + width] for start, width in windows]
-    filled, given = aligned_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
+    filled, given = align_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
     assert filled.is_contiguous() and not filled.storage_offset() % 16 and filled.shape == (1, 32)
     assert torch.equal(filled[:, : given.shape[1]], given) and not filled[:, given.shape[1] :].any()
     assert (filled.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be

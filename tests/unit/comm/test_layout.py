@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from deepspeed_ext.comm.layout import FlatLayout, Stripe, plan_bucket
-from deepspeed_ext.comm.owners import Job, assign, rounds
+from deepspeed_ext.comm.owners import Job, assign_owners, rounds
 from deepspeed_ext.comm.parameter_bucket import _runs
-from deepspeed_ext.comm.spans import ShardSpan, Span, neighbors_joined, split_as, split_spans
+from deepspeed_ext.comm.spans import ShardSpan, Span, merge_neighbors, split_as, split_spans
 from deepspeed_ext.zero.flat.buffers import stripe_starts
 
 pytestmark = pytest.mark.quick
@@ -130,7 +130,7 @@ def test_windows_cover_the_chunk_and_cells_are_placed(layout: FlatLayout, most: 
     for start, width in found:
         assert width == 1 or width * layout.rows <= most
         cells = where[:, :, start : start + width].transpose(0, 1).float()
-        layout.place(flat, start, cells, add=add)
+        layout.unpack_window(flat, start, cells, add=add)
     assert torch.equal(flat, torch.arange(layout.numel).float())
 
 
@@ -150,7 +150,7 @@ def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int
             assert torch.equal(cells[col, row, : held.numel()].float(), held)
             assert not cells[col, row, held.numel() :].any()
     placed = torch.full((layout.numel,), torch.nan)
-    layout.place(placed, 0, cells.float())
+    layout.unpack_window(placed, 0, cells.float())
     assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
 
 
@@ -176,7 +176,7 @@ def test_common_elements_and_those_that_are_left(one: Span, other: Span) -> None
 
 @given(some.lists(SPANS))
 def test_neighbors_are_joined_in_their_order(spans: list[Span]) -> None:
-    joined = neighbors_joined(spans)
+    joined = merge_neighbors(spans)
     assert elements(*joined) == elements(*spans)
     assert all(before.stop != after.start for before, after in itertools.pairwise(joined))
 
@@ -201,11 +201,11 @@ def test_parts_of_ranks_make_the_whole(origin: int, width: int) -> None:
     job = Job(Span(11, 90), Stripe(Span(origin, 200), 0, width), 1.0)
     covered: list[int] = []
     for rank in job.holders(20):
-        held = job.held(rank)
+        held = job.local_span(rank)
         assert held.numel
         covered += range(held.start, held.stop)
     assert covered == list(range(11, 101))
-    assert sum(held.numel for held in map(job.held, range(200))) == 90  # others have nothing
+    assert sum(held.numel for held in map(job.local_span, range(200))) == 90  # others have nothing
 
 
 def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
@@ -214,10 +214,10 @@ def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
     costs = [generator.uniform(1, 9) for _ in range(200)]
     jobs = [Job(Span(0, 120), Stripe(Span(0, 120), 0, 10), cost) for cost in costs]
     loads = Counter[int]()
-    for owner, cost in zip(assign(jobs, ranks, group), costs, strict=True):
+    for owner, cost in zip(assign_owners(jobs, ranks, group), costs, strict=True):
         loads[owner] += cost
     assert len(loads) == ranks and max(loads.values()) < 1.05 * sum(costs) / ranks
-    few = assign(jobs[:6], ranks, group)
+    few = assign_owners(jobs[:6], ranks, group)
     assert Counter(owner // group for owner in few) == {0: 2, 1: 2, 2: 2}
 
 
@@ -229,9 +229,9 @@ def test_holders_own_and_what_one_rank_has_stays() -> None:
         Job(Span(110, 80), stripe, 1.0),  # rank 1's
         Job(Span(190, 150), stripe, 3.0),  # of ranks 1, 2 and 3
     ]
-    assert [job.stays for job in jobs] == [True, False, True, False]
-    assert assign(jobs, 4, 2) == [0, 1, 1, 2]
-    assert not Job(Span(0, 5), None, 1.0).stays
+    assert [job.is_local for job in jobs] == [True, False, True, False]
+    assert assign_owners(jobs, 4, 2) == [0, 1, 1, 2]
+    assert not Job(Span(0, 5), None, 1.0).is_local
 
 
 def test_rounds_are_filled_owner_by_owner() -> None:

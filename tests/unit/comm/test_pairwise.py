@@ -48,7 +48,7 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
         handle.wait()  # again, as one may who does not know
         right.append(all(torch.equal(one, other) for one, other in zip(received, due, strict=True)))
     dist.barrier()
-    kept = len(collectives._under_way.get(group, ()))
+    kept = len(collectives._in_flight.get(group, ()))
     return [*right, kept == int(dropped)]
 
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from deepspeed_ext.comm import backends, collectives, redistribution
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.layout import FlatLayout, plan_bucket
-from deepspeed_ext.comm.packing import joined as join
+from deepspeed_ext.comm.packing import concat_padded as join
 from deepspeed_ext.comm.process_groups import get_topology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
 from deepspeed_ext.comm.spans import Span
@@ -44,7 +44,7 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
             tensors[0].copy_(tensors[1].view(group.size, -1)[group.rank])
         return Handle([], operation)
 
-    def joined(pieces: Any, lengths: Any) -> torch.Tensor:
+    def concat_padded(pieces: Any, lengths: Any) -> torch.Tensor:
         copies.append(len(alive))
         return join(pieces, lengths)
 
@@ -52,12 +52,12 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
     group_of = {"get_world_size": lambda group: sizes[group], "get_rank": lambda group: 1}
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
-        mock.patch.object(collectives, "_launches_together", lambda group, device: False),
-        mock.patch.object(backends, "joined", joined),
+        mock.patch.object(collectives, "_can_coalesce", lambda group, device: False),
+        mock.patch.object(backends, "concat_padded", concat_padded),
         mock.patch.object(collectives.Collectives, "start", start),
         mock.patch.multiple(collectives.dist, **group_of),
         mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(sizes[group])),
-        mock.patch.object(backends, "_OF_A_STEP", 0),
+        mock.patch.object(backends, "_ELEMENTS_PER_STEP", 0),
     ):
         mine = GradientRedistribution(kind("intra"), kind("inter"))
         plan = plan_bucket((layout,), tuple((0, span) for span in spans))
