@@ -103,7 +103,7 @@ def configure_with(
     by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
     if outer is not None:
-        topologies = {DENSE: topology.apart()}
+        topologies = {DENSE: topology.intra_topology()}
     call = _capture_call(configure, engine, optimizer, strategy)
     builders = {"DeepSpeedZeroOptimizer": _make_stage12, "DeepSpeedZeroOptimizer_Stage3": _make_stage3}
     result = builders.get(call.called, _make_inference)(call, strategy, topologies, hops, engine._config.zero_config)
@@ -170,7 +170,7 @@ def add_outer_optimizer(
         hops: creates the outer optimizer's hops between groups.
     """
     # Separate process groups, so that transfers during inner steps do not delay others.
-    between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
+    between = get_topology(topology.world, topology.sizes.group_size, separate=True).inter
     outer = OuterOptimizer(
         optimizer.context,
         settings=settings,
@@ -217,7 +217,7 @@ def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config
     during_gathers = strategy.p == Placement.G or strategy.g == Placement.N
     if not (at_any_time and during_gathers) or is_pairwise(topologies[DENSE].world):
         return topologies
-    return {name: get_topology(base.world, base.sizes.group_size, second=True) for name, base in topologies.items()}
+    return {name: get_topology(base.world, base.sizes.group_size, separate=True) for name, base in topologies.items()}
 
 
 def _context(call: _Call, config: ZeroConfig, strategy: Strategy, families: Families) -> Context:

@@ -173,7 +173,7 @@ class OuterOptimizer(InnerStepsOnly):
         shards: OuterShards,
         report: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
-        self.settings, self.topology = settings, context.topology.whole
+        self.settings, self.topology = settings, context.topology.all_groups
         self.step = 0
         self.reduce, self._gather = hops
         self._shards = shards

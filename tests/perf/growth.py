@@ -63,8 +63,8 @@ class Part(nn.Module):
 
 def make_engine(method: str, group_size: int) -> Any:
     """Return an engine of a strategy, or of a stage of DeepSpeed's own ("2")."""
-    process_groups._made.clear()  # as in a process of its own
-    process_groups._made_alone.clear()
+    process_groups._cached_groups.clear()  # as in a process of its own
+    process_groups._self_groups.clear()
     deepspeed.utils.groups._WORLD_GROUP = None
     name = method.removesuffix(LOCO)
     loco = {} if name == method else {"zeropp_loco_param": {}}

@@ -150,8 +150,8 @@ class _Reporter:
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
         topology: Topology | None = getattr(self._engine.optimizer, "topology", None)
         size = ranks_per_node() or dist.get_world_size()
-        if topology is not None and topology.whole.sizes.ranks == dist.get_world_size():
-            size = topology.whole.sizes.group_size
+        if topology is not None and topology.all_groups.sizes.ranks == dist.get_world_size():
+            size = topology.all_groups.sizes.group_size
         return hop_of(ranks, size)
 
     def _report(self, clock: Clock, recorder: Recorder | None) -> None:

@@ -132,7 +132,7 @@ class Gathers:
         for param in self.slices.params:
             setattr(param, OWNER, self)
             if self.slices.strategy.os == Placement.I:
-                setattr(param, REPLICAS, self._topology.whole.world)
+                setattr(param, REPLICAS, self._topology.all_groups.world)
             elif hasattr(param, REPLICAS):
                 delattr(param, REPLICAS)
             partition = param.partition

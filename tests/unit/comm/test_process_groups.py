@@ -16,12 +16,12 @@ from deepspeed import comm as dist
 from deepspeed_ext.comm import disjoint_groups, process_groups
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 from deepspeed_ext.comm.process_groups import (
-    crossings,
     data_parallel_ranks,
     default_group_size,
     get_topology,
     inter_ranks,
     intra_ranks,
+    placement_warning,
     ranks_per_node,
 )
 from deepspeed_ext.strategy import Placement
@@ -76,17 +76,17 @@ def test_ranks_of_groups() -> None:
 )
 def test_groups_that_span_more_hosts_than_they_need(hosts: str, size: int, spread: str) -> None:
     ranks = range(10, 10 + 2 * len(hosts), 2)
-    text = crossings(ranks, size, [ord(host) for host in hosts])
+    text = placement_warning(ranks, size, [ord(host) for host in hosts])
     assert spread in text and bool(spread) == bool(text), text
     if hosts == "abab":
-        assert "ranks [10, 12] make a group, and the 2 hosts hold the ranks [10, 14], [12, 16]. Have" in text
+        assert "ranks [10, 12] are a group, and the 2 hosts have the ranks [10, 14], [12, 16]. Start" in text
 
 
 def test_ranks_that_are_dealt_out_to_hosts_are_told_once(ranks: Any) -> None:
     for rank, (block, cyclic) in enumerate(ranks(4).run(placement_case)):
         assert not block
         assert len(cyclic) == (1 if rank == 0 else 0), cyclic
-        assert all("[0, 1] make a group, and the 2 hosts hold the ranks [0, 2], [1, 3]" in line for line in cyclic)
+        assert all("[0, 1] are a group, and the 2 hosts have the ranks [0, 2], [1, 3]" in line for line in cyclic)
 
 
 def placement_case() -> tuple[list[str], list[str]]:
