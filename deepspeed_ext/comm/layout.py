@@ -22,7 +22,7 @@ Note [Stripes]
     This adds only padding: the cells of a stripe have equal widths. A parameter is in one stripe, so a rank has at
     most one piece of it, as DeepSpeed's mapping of parameters requires.
 
-Note [Rows that are alike]
+Note [Equal rows]
     A bucket has several spans of flat buffers, each of which covers many cells: with 16,384 ranks a stripe has 16,384.
     Most of these cells are covered completely. So a plan does not list cells but, for each column, neighboring rows of
     which the bucket has the same elements: a handful, independent of the number of ranks.
@@ -45,17 +45,17 @@ from deepspeed_ext.strategy import Placement
 
 # Windows start at multiples of the first of these that fits: complete blocks of LoCo, aligned buckets.
 _STRIDES = (512, 16)
-_MOST_PADDING = 64  # at most 1 in 64 elements of a cell is padding, so that windows start at such multiples ...
-_NARROWEST = 2  # ... and always at a multiple of 2: ZeRO-1/2 requires partitions aligned to 4 bytes
+_PADDING_SHARE = 64  # at most 1 in 64 elements of a cell is padding, so that windows start at such multiples ...
+_WIDTH_MULTIPLE = 2  # ... and always at a multiple of 2: ZeRO-1/2 requires partitions aligned to 4 bytes
 
 
 def _stride(width: int, least: int = 1) -> int:
     return next((stride for stride in _STRIDES if stride <= width), least)
 
 
-def windows(span: Span, rows: int, most: int) -> list[Span]:
-    """Return windows over the columns of a span; ``rows`` rows of a window have at most ``most`` elements."""
-    width = max(1, most // rows)
+def windows(span: Span, rows: int, most_numel: int) -> list[Span]:
+    """Return windows over the columns of a span; ``rows`` rows of a window have at most ``most_numel`` elements."""
+    width = max(1, most_numel // rows)
     width -= width % _stride(width)
     return [Span(start, width).common(span) for start in range(span.start, span.stop, width)]
 
@@ -109,7 +109,9 @@ class FlatLayout:
     starts: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, numel: int, placement: Placement, topology: Topology, starts: tuple[int, ...] = (0,)) -> "FlatLayout":
+    def from_placement(
+        cls, numel: int, placement: Placement, topology: Topology, starts: tuple[int, ...] = (0,)
+    ) -> "FlatLayout":
         """Return the layout of a buffer whose optimizer states are in ``placement``."""
         rows = topology.sizes.groups if placement == Placement.G else 1
         return cls(numel, rows, topology.sizes.group_size, starts)
@@ -121,7 +123,7 @@ class FlatLayout:
         for start, end in zip(self.starts, (*self.starts[1:], self.numel), strict=True):
             width = -(-(end - start) // cells)
             if len(self.starts) > 1:
-                width = fill_up(width, _stride(width // _MOST_PADDING, _NARROWEST))
+                width = fill_up(width, _stride(width // _PADDING_SHARE, _WIDTH_MULTIPLE))
             stripes.append(Stripe(Span.between(start, end), column, width))
             column += width
         return tuple(stripes)
@@ -131,11 +133,13 @@ class FlatLayout:
         """Elements of a chunk. The last cells extend beyond the end if ``numel`` is not divisible."""
         return self.stripes[-1].column + self.stripes[-1].width
 
-    def windows(self, rows: int, most: int, number: int | None = None) -> list[Span]:
-        """Return windows over the columns, each in one stripe; ``rows`` rows of a window have at most ``most``
+    def windows(self, rows: int, most_numel: int, number: int | None = None) -> list[Span]:
+        """Return windows over the columns, each in one stripe; ``rows`` rows of a window have at most ``most_numel``
         elements. ``number``: only windows of this stripe."""
         stripes = self.stripes if number is None else self.stripes[number : number + 1]
-        return [window for stripe in stripes for window in windows(Span(stripe.column, stripe.width), rows, most)]
+        return [
+            window for stripe in stripes for window in windows(Span(stripe.column, stripe.width), rows, most_numel)
+        ]
 
     def stripe_of(self, element: int) -> Stripe:
         """Return the stripe of an element of the flat buffer."""
@@ -266,7 +270,7 @@ class RowRange(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Maps the parts of a bucket to cells; see Note [Rows that are alike].
+    """Maps the parts of a bucket to cells; see Note [Equal rows].
 
     Attributes:
         columns: for each column, the contents of its part of the packed bucket, row by row.
@@ -344,14 +348,14 @@ def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator
 
 def _merge_equal_rows(row_ranges: Sequence[RowRange]) -> Iterator[RowRange]:
     """Yield the rows of a column in order, each with all its cuts; rows with the same cuts are merged."""
-    begins = sorted(row_ranges)
+    sorted_ranges = sorted(row_ranges)
     borders = sorted({border for rows in row_ranges for border in (rows.first, rows.first + rows.times)})
     active: list[RowRange] = []
     position = 0
     for first, end in pairwise(borders):
         active = [rows for rows in active if rows.first + rows.times > first]
-        while position < len(begins) and begins[position].first == first:
-            active.append(begins[position])
+        while position < len(sorted_ranges) and sorted_ranges[position].first == first:
+            active.append(sorted_ranges[position])
             position += 1
         cuts = [
             cut._replace(offset=cut.offset + (first - rows.first) * cut.stride) for rows in active for cut in rows.cuts

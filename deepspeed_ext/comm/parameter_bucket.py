@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of parameters, or of their gradients, side by side, packed and unpacked by few calls.
 
-Note [Runs of alike parameters]
+Note [Runs of parameters]
     A mixture of experts has hundreds of small parameters, and launching a few tensor operations for each costs more
     than the operations themselves. Their sizes repeat: w1, w2, w3 of expert 0, of expert 1, ... So a bucket is divided
     into *runs*, each a repeated pattern of sizes: one strided copy packs one size of a pattern, in all repetitions.
@@ -45,7 +45,7 @@ class _Run(NamedTuple):
 
 
 class ParameterBucket:
-    """The cells of parameters side by side, (cols, rows, width). See Note [Runs of alike parameters].
+    """The cells of parameters side by side, (cols, rows, width). See Note [Runs of parameters].
 
     Args:
         layouts: layouts of the parameters, in order, with the same numbers of rows and columns.

@@ -29,7 +29,7 @@ from deepspeed_ext.strategy import Placement
 
 # A bucket with more than this many pieces per strided copy is packed by strided copies. With fewer, one ``cat`` of all
 # pieces takes less time than several kernels; with more, listing the pieces on the host takes longer.
-_MORE_PIECES = 4
+_PIECES_PER_COPY = 4
 
 
 class _Redistribution:
@@ -80,7 +80,7 @@ class ParameterRedistribution(_Redistribution):
             shard = yield from self.intra.all_gather(shard, out)
         return shard
 
-    def hops(self, source: Placement, target: Placement) -> int:
+    def count_hops(self, source: Placement, target: Placement) -> int:
         """Return the number of communications of that gather."""
         between = source == Placement.G > target and self.rows > 1
         within = source > target == Placement.N and self.cols > 1
@@ -123,10 +123,10 @@ class ParameterRedistribution(_Redistribution):
         groups = [hop.collectives.group for hop in hops]
         return self.differences.encode(updates, lambda numbers: functools.reduce(all_reduce_max, groups, numbers))
 
-    def write(self, arrived: Tensor, held: Tensor) -> None:
+    def write(self, codes: Tensor, replica: Tensor) -> None:
         """Apply codes that ``gather`` has received; see ``Differences.write``."""
         assert self.differences is not None
-        self.differences.write(arrived, held)
+        self.differences.write(codes, replica)
 
     def finish_step(self) -> None:
         """Called at the end of each step."""
@@ -197,8 +197,8 @@ class GradientRedistribution(_Redistribution):
         parts = self._bucket_parts(plan, target)
         starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
         copies = sum(len(rows.cuts) for *_, rows in parts.blocks)
-        if parts.pieces > _MORE_PIECES * copies:
-            return _packed_by_rows(tensors, starts, parts)
+        if parts.pieces > _PIECES_PER_COPY * copies:
+            return _pack_by_rows(tensors, starts, parts)
         zero, packed, end = tensors[0].new_zeros(1), list[Tensor](), 0
         for packed_offset, offset, numel in parts.row_by_row():
             if packed_offset > end:
@@ -297,13 +297,13 @@ class GradientRedistribution(_Redistribution):
             (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
         """
         width = sum(span.numel for span in spans)
-        filled = align_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
+        padded = align_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
         if target == Placement.G:
-            total = yield from self.reduce_i_to_g(filled, spans, buffer)
+            total = yield from self.reduce_i_to_g(padded, spans, buffer)
         else:
             contents = self._contents(1, spans, buffer)  # contents of one row
-            total = yield from self.inter.all_reduce(filled.view(-1), *contents)
-        return total.view(-1, filled.shape[1])[:, :width]
+            total = yield from self.inter.all_reduce(padded.view(-1), *contents)
+        return total.view(-1, padded.shape[1])[:, :width]
 
     def gather_i_to_n(self, sums: Tensor) -> Transfer:
         """Redistribute a window of sums that all groups have: I -> N.
@@ -353,25 +353,25 @@ class GradientRedistribution(_Redistribution):
         return parts_by_target[target]
 
     def _lay_out(self, plan: BucketPlan, target: Placement) -> _BucketParts:
-        def filled(numel: int) -> int:
+        def padded(numel: int) -> int:
             return fill_up(numel, self.multiple) if target == Placement.G else numel
 
         lengths = self.intra.lengths(
             [
-                fill_up(sum(rows.times * filled(rows.numel) for rows in column), self.multiple)
+                fill_up(sum(rows.times * padded(rows.numel) for rows in column), self.multiple)
                 for column in plan.columns
             ]
         )
         blocks: list[tuple[int, int, RowRange]] = []
         for start, column in zip(accumulate(lengths, initial=0), plan.columns, strict=False):
             for rows in column:
-                blocks.append((start, filled(rows.numel), rows))
-                start += rows.times * filled(rows.numel)
-        own_splits = [filled(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
+                blocks.append((start, padded(rows.numel), rows))
+                start += rows.times * padded(rows.numel)
+        own_splits = [padded(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
         return _BucketParts(blocks, lengths, own_splits)
 
 
-def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
+def _pack_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
     """Pack a bucket by one strided copy for each cut, over all rows that have it."""
     packed = tensors[0].new_zeros(sum(parts.splits))
     for start, pitch, rows in parts.blocks:

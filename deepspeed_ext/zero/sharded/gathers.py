@@ -113,7 +113,7 @@ class Gathers:
         self._rounded: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
         # A gather may first wait for updates of its slices. On a side stream, this does not block the running module.
-        several = self._redistribution.hops(*self._path) > 1
+        several = self._redistribution.count_hops(*self._path) > 1
         self._side_streams = (several or slices.sliced) and slices.rows.keeps_order
         threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
         self._queue = TransferQueue(True, self._side_streams, *threads)

@@ -209,7 +209,7 @@ def _slice_bytes(context: Context, param: ZeroParameter) -> int:
     topology = context.families[family_of(param)].topology
     if param.ds_persist or topology.sizes.groups == 1:
         return 0
-    chunk = FlatLayout.of(param.ds_numel, context.strategy.os, topology).chunk
+    chunk = FlatLayout.from_placement(param.ds_numel, context.strategy.os, topology).chunk
     return chunk * topology.sizes.groups * param.ds_tensor.element_size()
 
 

@@ -94,7 +94,7 @@ class Slices:
         self.bucket = max(1, context.gather_bucket)
         self._coordinator = coordinator
         self.params = list(params)
-        self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self.params}
+        self._layouts = {p.ds_id: FlatLayout.from_placement(p.ds_numel, strategy.os, topology) for p in self.params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._columns: dict[int, BufferSpan] = {}  # ds_id: block and columns of its slice

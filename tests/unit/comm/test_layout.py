@@ -238,8 +238,8 @@ def test_rounds_are_filled_owner_by_owner() -> None:
     stripe = Stripe(Span(0, 120), 0, 10)
     jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
     owners = [0, 1, 1, 1, 0, 0]
-    found = rounds(jobs, owners, most=50)
+    found = rounds(jobs, owners, most_numel=50)
     assert found == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
-    assert sorted(number for some in rounds(jobs, owners, most=1) for number in some) == list(range(6))
-    for numbers in rounds(jobs, owners, most=1):
+    assert sorted(number for some in rounds(jobs, owners, most_numel=1) for number in some) == list(range(6))
+    for numbers in rounds(jobs, owners, most_numel=1):
         assert max(Counter(owners[number] for number in numbers).values()) == 1

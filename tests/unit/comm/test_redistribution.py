@@ -85,7 +85,7 @@ def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, mu
         hops = [backends.NativeReduce.__new__(backends.NativeReduce) for _ in range(2)]
         for hop, size in zip(hops, (4, 7), strict=True):
             hop.collectives, hop.multiple = SimpleNamespace(size=size, rank=1), multiple
-        with mock.patch.object(redistribution, "_MORE_PIECES", more):
+        with mock.patch.object(redistribution, "_PIECES_PER_COPY", more):
             mine = GradientRedistribution(*hops)
             packed += [mine.pack_bucket(given, plan, target) for given in (tensors, [torch.cat(tensors)])]
     assert all(torch.equal(packed[0], one) for one in packed[1:])
@@ -112,7 +112,7 @@ def gathers_case() -> dict[str, list[float]]:
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
     pairs = [(source, target) for source in Placement for target in Placement if source >= target]
     for pair in pairs:
-        assert mine.hops(*pair) == communications(mine.gather(shard, *pair)), pair
+        assert mine.count_hops(*pair) == communications(mine.gather(shard, *pair)), pair
     return {source.name + target.name: result(mine.gather(shard, source, target)) for source, target in pairs}
 
 
