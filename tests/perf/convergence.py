@@ -40,7 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepspeed_ext import outer_weights
-from deepspeed_ext.comm.hops import Agree, Update
+from deepspeed_ext.comm.hops import MaxOverRanks, Update
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.hop import QuantizedSums
@@ -64,8 +64,10 @@ EVALUATED, BATCHES = 1024, 16  # rows of held-out text, of all ranks; batches of
 class DirectHop(QuantizedDifferences):
     """Sends parameters themselves, in few bits."""
 
-    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        return super().encode([update._replace(held=torch.zeros_like(update.held)) for update in updates], agree)
+    def encode(self, updates: Sequence[Update], max_over_ranks: MaxOverRanks) -> list[Tensor]:
+        return super().encode(
+            [update._replace(replica=torch.zeros_like(update.replica)) for update in updates], max_over_ranks
+        )
 
     def write(self, arrived: Tensor, held: Tensor) -> None:
         held.zero_()

@@ -363,7 +363,7 @@ class Slices:
             if change is not None and not change.whole
         }
         codes = self.redistribution.encode(list(updates.values()), Placement.I) if updates else []
-        return {number: (code, updates[number].most) for number, code in zip(updates, codes, strict=True)}
+        return {number: (code, updates[number].most_numel) for number, code in zip(updates, codes, strict=True)}
 
     def _to_cache(self, window: Window, arrived: Tensor) -> None:
         """Copy a received window, on the device, into the cached rows."""

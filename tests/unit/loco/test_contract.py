@@ -289,7 +289,7 @@ def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
     memory = ErrorFeedback(settings)
     unsent = {run: normal(1000, seed=run.row) for (run,) in contents}
     memory.load_errors(unsent, 1)
-    errors = [(1 - settings.err_beta) * values for values in unsent.values()]  # Note [Errors of buckets]
+    errors = [(1 - settings.err_beta) * values for values in unsent.values()]  # Note [Bucket errors]
     for splits in ([1000, 1000], [1040, 1040], [1008, 1008]):
         kept, _ = memory.buffers(contents, splits, "cpu")
         rows = memory._decode(kept, splits).view(2, -1)
@@ -303,13 +303,13 @@ def test_a_sample_of_one_message_has_its_relative_error() -> None:
     width, sender, sample = 2**14, Sender(beta=0.8), sampling.Sampling()
     for step in range(2):
         gradient, before, error = normal(1, width, seed=step), sender.kept(width), sender.error
-        with mock.patch.object(sampling, "LOOK", 2**12):
-            sample.begin(look=True)
+        with mock.patch.object(sampling, "SAMPLE_NUMEL", 2**12):
+            sample.restart(samples_next=True)
             blocks, *others = [sample.blocks(width, sender.packing) for _ in range(3)]
             assert blocks is not None and others == [None, None]
-            given = sampling.compensated(gradient, error, blocks, unit=1.0, block_size=128)
+            given = sampling.compensate(gradient, error, blocks, unit=1.0, block_size=128)
             assert given.numel() <= 2**12
             arrived = sender.send(gradient)
-            sample.note(given, sender.wire, width, sender.packing)
+            sample.record_error(given, sender.wire, width, sender.packing)
         whole = gradient + before
         assert sample.relative_error == pytest.approx(((whole - arrived).norm() / whole.norm()).item(), rel=0.1)

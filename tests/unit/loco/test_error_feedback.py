@@ -36,7 +36,7 @@ def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
     for contents in messages:
         old, new = feedback.buffers(contents, [NUMEL] * len(contents), "cpu")
         new.zero_() if old is None else new.copy_(old)
-        feedback.keep(contents, new)
+        feedback.store(contents, new)
     feedback.finish_step(True)
 
 
@@ -74,12 +74,12 @@ def test_spans_are_found_by_their_elements() -> None:
         spans.add(ShardSpan(0, 1, start, numel), name)
 
     def names(start: int, numel: int, row: int = 1) -> str:
-        return "".join(name for _, name in spans.over(ShardSpan(0, row, start, numel)))
+        return "".join(name for _, name in spans.overlapping(ShardSpan(0, row, start, numel)))
 
     assert names(0, 100) == "abc" and names(0, 100, row=0) == ""
     assert names(9, 1) == "a" and names(10, 1) == "b" and names(14, 6) == "b" and names(15, 5) == ""
     assert names(14, 7) == "bc" and names(29, 5) == "c" and names(30, 5) == "" and names(12, 0) == ""
-    assert [name for _, name in spans.take(ShardSpan(0, 1, 5, 6))] == ["a", "b"]
+    assert [name for _, name in spans.pop_overlapping(ShardSpan(0, 1, 5, 6))] == ["a", "b"]
     assert names(0, 100) == "c"
 
 
@@ -175,7 +175,7 @@ def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
             for micro_batch in range(2):
                 with Copies() as copies:
                     old, new = memory.buffers(contents, [width], "meta")
-                    memory.keep(contents, new)
+                    memory.store(contents, new)
                 down, up = ("meta", "cpu", False), ("cpu", "meta", False)
                 assert copies.found == ([down] if (step, micro_batch) == (0, 0) else [up, down])
                 assert (old is None) == ((step, micro_batch) == (0, 0)) and new.device.type == "meta"
@@ -192,7 +192,7 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
         with Copies() as copies:
             first, _ = memory.buffers(contents, [300], "cpu")
             old, new = memory.buffers(contents, [300], "cpu")
-            memory.keep(contents, new)
+            memory.store(contents, new)
         assert (first is None) == (step == 0) and old is new and not copies.found
         memory.finish_step(True)
 
@@ -209,4 +209,4 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
 def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
-    assert setup._place_of_errors(engine) == expected
+    assert setup._error_device(engine) == expected

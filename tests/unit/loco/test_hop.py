@@ -93,7 +93,7 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
                 scales.append(float(engine.optimizer.loss_scale))
                 memory = engine.optimizer.error_state
                 assert all(error.updated is None for error in memory._errors.values())
-                kept.append([e.kept.clone() for e in memory._errors.values() if e.kept is not None])
+                kept.append([e.committed.clone() for e in memory._errors.values() if e.committed is not None])
         restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
         moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
         rows.append((name, applied, restored, memory.steps, moved, scales))
@@ -114,11 +114,11 @@ def dropped_case() -> bool:
         data, memory = training.batches(job), engine.optimizer.error_state
         training.micro_step(engine, job, 0, *next(data))
         engine.step()
-        before = [error.kept.clone() for error in memory._errors.values()]
+        before = [error.committed.clone() for error in memory._errors.values()]
         training.micro_step(engine, job, 1, *next(data))
         same = same and any(error.updated is not None for error in memory._errors.values())
         engine.optimizer.zero_grad()
-        after = [error.kept for error in memory._errors.values()]
+        after = [error.committed for error in memory._errors.values()]
         same = same and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
         engine.destroy()
     return same
@@ -150,7 +150,7 @@ def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, lis
             training.micro_step(engine, job, number, *next(data))
             engine.step()
             if (number + 1) % accumulation == 0:
-                (state,) = {error.kept is not None for error in memory._errors.values()}  # all alike
+                (state,) = {error.committed is not None for error in memory._errors.values()}  # all alike
                 kept.append(state)
         rows.append((name, kept, len(updates) / 7 / len(memory._errors)))
         engine.destroy()

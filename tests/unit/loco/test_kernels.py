@@ -235,7 +235,7 @@ def test_with_a_gpu_but_no_nvcc_the_warning_says_what_to_install(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(ops, "_loaded", False)
-    monkeypatch.setattr(ops, "_failed", [])
+    monkeypatch.setattr(ops, "_build_errors", [])
     with pytest.warns(UserWarning, match="CUDA_HOME does not exist.*with a GPU also nvcc"):
         assert not ops.load_kernels()
     assert not list(tmp_path.rglob("lock"))

@@ -55,7 +55,7 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
                     engine.save_checkpoint(folder, name)
                 snapshots.run(engine, job, steps[3:], 3)
                 memory = engine.optimizer.error_state
-                errors = [error.kept for error in memory._errors.values()]
+                errors = [error.committed for error in memory._errors.values()]
                 seen.append((training.whole_weights(model), errors, memory.steps))
                 engine.destroy()
             (weights, errors, _), (again, same, steps) = seen
@@ -226,10 +226,10 @@ def disks_case(folder: str) -> bool:
         engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
         snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
         engine.save_checkpoint(disk, "tag")
-        before = [error.kept for error in engine.optimizer.error_state._errors.values()]
+        before = [error.committed for error in engine.optimizer.error_state._errors.values()]
         snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
         engine.load_checkpoint(disk, "tag")
-        after = [error.kept for error in engine.optimizer.error_state._errors.values()]
+        after = [error.committed for error in engine.optimizer.error_state._errors.values()]
         engine.destroy()
     return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 

@@ -206,12 +206,12 @@ def alone_case() -> tuple[dict[str, Any], bool]:
 
 
 def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
-    gradients = "LoCo: gradients cross between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
+    gradients = "LoCo: gradients are reduced between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
     updates = (
-        "updated parameters cross as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
+        "updated parameters are sent as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
     )
-    sums = "sums of gradients come back between 2 groups in 4 bits, blocks of 32; every 1024 steps what they lack"
-    nothing = tuple(f"{key}: there is one group, so nothing crosses" for key in ("loco_param", "quantized_updates"))
+    sums = "gradient sums are gathered between 2 groups in 4 bits, blocks of 32; every 1024 steps their quantization"
+    nothing = tuple(f"{key}: there is one group, so nothing is sent" for key in ("loco_param", "quantized_updates"))
     for rank, found in enumerate(ranks(4).run(lines_case)):
         for lines, expected in zip(found, ((gradients, updates), (gradients, sums), nothing), strict=True):
             assert len(lines) == (2 if rank == 0 else 0), lines
@@ -264,7 +264,7 @@ def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
 
     job = training.Job(sizes=(64, 128, 128, 7), steps=3, empty=False, config=config)
     records = []
-    with mock.patch.object(Sampling, "note", autospec=True, side_effect=Sampling.note) as note:
+    with mock.patch.object(Sampling, "record_error", autospec=True, side_effect=Sampling.record_error) as note:
         for name in ("NIG", "NII"):
             comms_logger.comms_dict.clear()
             training.train(job, training.placed(name, zeropp_loco_param={}, paro_quantized_updates={}), look)
