@@ -23,7 +23,7 @@ from deepspeed_ext.config.keys import SECTION, STRATEGY, as_given
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
-from deepspeed_ext.leaf.setup import by_budget
+from deepspeed_ext.leaf.setup import choose_by_budget
 from deepspeed_ext.overrides import bypassed, replaced
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero import native_experts
@@ -100,7 +100,7 @@ def configure_with(
     topologies = topologies_of(engine, topology, alone=alone)
     changed = use_streams(engine._config, strategy)
     announce(strategy, topologies, engine, changed=changed, outer=outer)
-    by_budget(engine._config.zero_config, engine.module)
+    choose_by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
     if outer is not None:
         topologies = {DENSE: topology.intra_topology()}

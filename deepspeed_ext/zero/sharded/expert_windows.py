@@ -209,7 +209,7 @@ class WindowGradients:
             self._reduce(module, 0, [None] * len(module.params), True)
         self._hand_over(module)
 
-    def forget_windows(self, module: WindowedModule) -> None:
+    def drop_window_gradients(self, module: WindowedModule) -> None:
         """Drop gradients of an interrupted backward."""
         self._sums.pop(id(module), None)
         if id(module) in self._kept:

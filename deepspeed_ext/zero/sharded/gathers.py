@@ -21,7 +21,7 @@ from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
-from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, forget_units, make_units
+from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, make_units, remove_units
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.resync import Resync
@@ -161,7 +161,7 @@ class Gathers:
         inside groups, and ``REPLICAS`` marks them for ``repartition_for_stock``.
         """
         self.slices.drain()  # gathers in flight still write to the slices
-        forget_units(self._leaves, self._units)
+        remove_units(self._leaves, self._units)
         self._units.clear()
         for param in self.slices.params:
             if getattr(param, OWNER, None) is self:

@@ -15,7 +15,7 @@ import deepspeed
 import pytest
 import torch
 
-from deepspeed_ext.leaf.gradients import LateGradients
+from deepspeed_ext.leaf.gradients import DelayedGradients
 from deepspeed_ext.leaf.units import UNIT, linear
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from tests.harness import mixtures, training
@@ -59,7 +59,7 @@ def test_gradients_that_were_delayed_are_reduced_once() -> None:
     reduced: list[Any] = []
     optimizer: Any = SimpleNamespace(leaf_parameters={}, _leaf_module_hooks=[], ipg_buckets={})
     optimizer.reduce_ready_partitions_and_remove_grads = reduced.append
-    late, param = LateGradients(optimizer), SimpleNamespace(ds_id=0, grad=torch.ones(1))
+    late, param = DelayedGradients(optimizer), SimpleNamespace(ds_id=0, grad=torch.ones(1))
     late._late[torch.nn.Identity()] = [param]
     late.end_of_backward()
     late.end_of_backward()

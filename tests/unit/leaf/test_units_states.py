@@ -37,7 +37,7 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     most: list[int] = []
 
     def look(engine: Any) -> None:
-        most.append(engine.optimizer.gathers["dense"].live.most)
+        most.append(engine.optimizer.gathers["dense"].live.peak)
 
     training.train(job, {"stage": 3, **keys}, look)
     budget = 10**9 if keys == AUTO else keys["stage3_leaf_bytes"]

@@ -212,7 +212,7 @@ def measured_case() -> list[Any]:
                     engine.step()
                 engine.optimizer.drain_parameters()
             traffic.append(dict(counted))
-            most.append(engine.optimizer.gathers["dense"].live.most)
+            most.append(engine.optimizer.gathers["dense"].live.peak)
             engine.destroy()
         plain = mixtures.Packed((13, 7))
         found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))

@@ -135,7 +135,7 @@ UNFOUND = {
     "comm/transfer_queue.py:TransferQueue.drain:wait": _THREAD,
     "comm/transfer_queue.py:TransferQueue.submit:complete": _THREAD,
     "comm/transfer_queue.py:TransferQueue.drop:wait": _ALONE,
-    "leaf/gradients.py:LeafGradients.leave_modules:finish": "orders nothing: it is a block's own",
+    "leaf/gradients.py:LeafGradients.end_open_passes:finish": "orders nothing: it is a block's own",
     "loco/feedback.py:ErrorFeedback._wait_for_copies:synchronize": _HOST,
     "zero/sharded/coordinator.py:_record_use:record_stream": "a case of tests/unit/campaigns/test_fuzz.py",
     "zero/sharded/expert_windows.py:WindowGradients._move:record_stream": "no case gives that out again so soon",
