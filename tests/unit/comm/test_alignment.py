@@ -16,7 +16,7 @@ from tests.harness.training import PARTITIONED, REPLICATED
 
 
 @pytest.mark.quick
-def test_windows_begin_at_multiples_of_16_elements() -> None:
+def test_windows_start_at_multiples_of_16_elements() -> None:
     for rows in range(2, 4097):
         for most in (500_000_000, 1 << 24):
             found = layout.windows(Span(0, 3 * most // rows + 5), rows, most)
@@ -26,7 +26,7 @@ def test_windows_begin_at_multiples_of_16_elements() -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("windows", [[(0, 32)], [(1, 32)], [(0, 30)], [(0, 7), (9, 25)]], ids=str)
-def test_rows_are_filled_up_to_16_elements(windows: list[tuple[int, int]]) -> None:
+def test_rows_are_padded_to_16_elements(windows: list[tuple[int, int]]) -> None:
     row = torch.arange(1.0, 65.0).view(1, 64)
     pieces = [row[:, start : start + width] for start, width in windows]
     filled, given = align_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
@@ -36,7 +36,7 @@ def test_rows_are_filled_up_to_16_elements(windows: list[tuple[int, int]]) -> No
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-def test_parts_of_messages_begin_at_multiples_of_16_bytes(ranks: Any, names: tuple[str, ...]) -> None:
+def test_message_parts_start_at_multiples_of_16_bytes(ranks: Any, names: tuple[str, ...]) -> None:
     for begins in ranks(6).run(begins_case, names):
         assert begins.keys() == set(names)
         for name, operations in begins.items():

@@ -41,7 +41,7 @@ def ends(request: pytest.FixtureRequest) -> dict[str, Ended]:
     return dict(zip(cases, served(list(cases.values())), strict=True))
 
 
-def test_whoever_ends_first_completes_what_a_late_rank_reads(ends: dict[str, Ended]) -> None:
+def test_first_rank_to_exit_completes_updates_for_late_rank(ends: dict[str, Ended]) -> None:
     """That rank destroys its groups, and ends; both strategies give the same weights."""
     of_slices, of_windows = ends["read, IIG"], ends["read, ahead"]
     assert (of_slices.statuses, of_windows.statuses) == ((0, 0), (0, 0)), of_slices.written + of_windows.written
@@ -49,13 +49,13 @@ def test_whoever_ends_first_completes_what_a_late_rank_reads(ends: dict[str, End
 
 
 @pytest.mark.parametrize("name", ["read, IIG", "read, ahead", *deep("destroy, all", "exit, IIG")])
-def test_no_thread_is_alive_when_the_interpreter_is_torn_down(ends: dict[str, Ended], name: str) -> None:
+def test_no_thread_is_alive_at_interpreter_shutdown(ends: dict[str, Ended], name: str) -> None:
     ended = ends[name]
     assert ended.statuses == ((3, 3) if "exit" in name else (0, 0)), ended.written
     assert not ended.alive and "Traceback" not in ended.written
 
 
-def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ended]) -> None:
+def test_missing_updates_set_the_exit_status(ends: dict[str, Ended]) -> None:
     """The other rank is killed before it takes its last step: the script of the first one has ended well by itself."""
     ended = ends["killed late and destroyed, ahead"]
     assert ended.statuses == (1, -9), ended.written
@@ -64,13 +64,13 @@ def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ende
 
 
 @pytest.mark.parametrize("kind", ["error on all", *deep("end")])
-def test_a_save_that_goes_on_is_completed(ends: dict[str, Ended], kind: str) -> None:
+def test_running_save_is_completed_at_exit(ends: dict[str, Ended], kind: str) -> None:
     ended = ends[f"saving, {kind}"]
     assert ended.saved and ended.statuses == ((1, 1) if "error" in kind else (0, 0)) and not ended.alive, ended.written
 
 
 @pytest.mark.parametrize("kind", ["exit", *deep("destroy")])
-def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
+def test_save_failure_at_exit_sets_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
     """Whatever the script had wanted it to be; and the error is told."""
     ended = ends[f"failing, {kind}"]
     assert ended.statuses == (1, 1) and not ended.saved and not ended.alive, ended.written
@@ -78,13 +78,13 @@ def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ende
     assert "No space left on device" in ended.written
 
 
-def test_who_fails_keeps_nobody_waiting(ends: dict[str, Ended]) -> None:
+def test_failing_rank_does_not_block_others(ends: dict[str, Ended]) -> None:
     ended = ends["error on one, all"]
     assert ended.statuses == (1, 1) and "the script's own" in ended.written, ended.written
     assert ended.seconds < 10
 
 
-def test_a_signal_ends_all(ends: dict[str, Ended]) -> None:
+def test_signal_ends_all_ranks(ends: dict[str, Ended]) -> None:
     ended = ends["interrupted, ahead"]
     assert set(ended.statuses) <= {-2, 1} and -2 in ended.statuses and not ended.alive, ended.written
 
@@ -111,7 +111,7 @@ def given_up_case() -> tuple[float, str, int]:
     return seconds, failure, running
 
 
-def test_after_an_error_a_reduction_is_given_up(ranks: Any) -> None:
+def test_reductions_are_dropped_after_an_error(ranks: Any) -> None:
     (seconds, failure, running), _ = ranks(2).run(given_up_case)
     assert seconds < 3 and running == 0
     assert "closure" in failure  # of the connections that the thread waited on
@@ -135,7 +135,7 @@ def finalizer_case() -> tuple[bool, bool]:
     return bool(done), before
 
 
-def test_a_forked_process_completes_what_it_owes_without_atexit(ranks: Any) -> None:
+def test_multiprocessing_child_completes_updates_at_exit(ranks: Any) -> None:
     assert ranks(1).run(finalizer_case) == [(True, False)]
 
 

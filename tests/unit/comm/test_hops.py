@@ -20,7 +20,7 @@ from tests.harness.transfers import Handle, result
 pytestmark = pytest.mark.quick
 
 
-def test_rooted_reduces_are_one_launch() -> None:
+def test_rooted_reduces_are_coalesced() -> None:
     log: list[str] = []
 
     @contextmanager
@@ -54,7 +54,7 @@ def test_rooted_reduces_are_one_launch() -> None:
     "present, numel, rooted",
     [(512, 1000, False), (300, 1000, False), (1, 1000, True), (4, 1 << 20, True), (300, 1 << 20, False)],
 )
-def test_parts_are_reduced_one_by_one_where_that_is_faster(present: int, numel: int, rooted: bool) -> None:
+def test_parts_use_rooted_reduces_if_these_are_faster(present: int, numel: int, rooted: bool) -> None:
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.multiple(collectives.dist, get_world_size=lambda group: 512, get_rank=lambda group: 0),
@@ -81,7 +81,7 @@ class Echo(ReduceHop):
         yield
 
 
-def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
+def test_all_reduce_copies_only_if_it_pads() -> None:
     for numel in (6, 7):
         hop, flat = Echo(), torch.arange(numel)
         assert ActiveTransfer(hop.all_reduce(flat)).finish().numel() == numel
@@ -126,7 +126,7 @@ def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]
     ]
 
 
-def test_16_bit_gradients_are_added_in_fp32_and_rank_order(ranks: Any) -> None:
+def test_16_bit_gradients_are_summed_in_fp32_in_rank_order(ranks: Any) -> None:
     answers = ranks(4).run(precision_case)
     assert all(answer == answers[0] for answer in answers)
     exact, summed = answers[0]

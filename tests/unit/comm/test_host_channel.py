@@ -22,7 +22,7 @@ TEXTS = ("", "plain", "Zoë", BYTES, "half of a pair \ud800", "é" * 5000)
 
 
 @pytest.mark.parametrize("world", [1, 2, 31, 32, 33, 1024, 1025, 4096])
-def test_groups_of_a_tree_are_the_same_on_all_members_and_small(world: int) -> None:
+def test_tree_groups_are_small_and_equal_on_all_members(world: int) -> None:
     trees = [tree(rank, world) for rank in range(world)]
     for rank, groups in enumerate(trees):
         assert all(groups[level] == trees[member][level] for level, ranks in enumerate(groups) for member in ranks)
@@ -67,7 +67,7 @@ def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
 
 
 @pytest.mark.parametrize("vote", [True, False])
-def test_a_lost_connection_is_an_error_on_all_ranks_at_once(ranks: Any, vote: bool) -> None:
+def test_lost_connection_raises_on_all_ranks_at_once(ranks: Any, vote: bool) -> None:
     for message, seconds in ranks(3).run(lost_case, vote):
         assert message.startswith("ChannelError: ") and seconds < 60.0, (message, seconds)
         assert vote or "closed" in message, message
@@ -96,7 +96,7 @@ class Unreadable(Exception):
         raise LookupError("no text")
 
 
-def test_texts_of_errors_reach_all_ranks_whatever_they_hold(ranks: Any) -> None:
+def test_all_ranks_receive_any_error_text(ranks: Any) -> None:
     for messages, texts, same in ranks(2).run(texts_case):
         for message, says in zip(
             messages, ("\\udcff\\udce9", "\\udcff\\udce9", "LookupError", "LookupError"), strict=True

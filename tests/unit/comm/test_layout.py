@@ -41,7 +41,7 @@ def positions(layout: FlatLayout) -> torch.Tensor:
     return found
 
 
-def test_lists_of_parameters_are_divided_into_runs() -> None:
+def test_parameter_lists_are_divided_into_runs() -> None:
     layouts = [FlatLayout(numel, 2, 2) for numel in (40, 60, 40, 60, 50, 50, 50, 70)]
     assert [(run.first, len(run.pattern), run.times) for run in _runs(layouts, 4)] == [(0, 2, 2), (4, 1, 3), (7, 1, 1)]
 
@@ -59,7 +59,7 @@ def test_each_element_is_in_one_cell(layout: FlatLayout) -> None:
         assert sum(piece.span.numel for piece in pieces) == stripe.span.numel
 
 
-def test_stripes_hold_whole_parameters_and_are_balanced() -> None:
+def test_stripes_have_complete_parameters_and_are_balanced() -> None:
     numels = [10**6] * 40
     offsets = [0, *itertools.accumulate(numels[:-1])]
     starts = stripe_starts(offsets, numels, 5 * 10**8, 8)
@@ -72,7 +72,7 @@ def test_stripes_hold_whole_parameters_and_are_balanced() -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(LAYOUTS, some.data())
-def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
+def test_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
     starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
     ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
     spans = data.draw(some.permutations([Span.between(a, b) for a, b in zip(starts, ends, strict=True)]))
@@ -99,7 +99,7 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
     assert message == expected and sorted(message) == sorted(bucket)
 
 
-def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
+def test_plan_size_does_not_depend_on_ranks() -> None:
     sizes = []
     for groups in (16, 512):
         layout = FlatLayout(10**9, groups, 8, (0, 4 * 10**8))
@@ -109,7 +109,7 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
     assert sizes[0] == pytest.approx(sizes[1], abs=8) and sizes[1] < 100, sizes
 
 
-def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
+def test_plan_separates_two_buffers() -> None:
     layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
     plan = plan_bucket(layouts, ((1, Span(2, 5)), (0, Span(0, 8))))
     assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
@@ -122,7 +122,7 @@ def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
 
 @settings(deadline=None)  # the machine may be busy
 @given(LAYOUTS, some.integers(1, 400), some.booleans())
-def test_windows_cover_the_chunk_and_cells_are_placed(layout: FlatLayout, most: int, add: bool) -> None:
+def test_windows_cover_the_chunk_and_are_unpacked(layout: FlatLayout, most: int, add: bool) -> None:
     flat = torch.zeros(layout.numel)
     where = positions(layout)
     found = layout.windows(layout.rows, most)
@@ -163,7 +163,7 @@ def elements(*spans: Span) -> list[int]:
 
 
 @given(SPANS, SPANS)
-def test_common_elements_and_those_that_are_left(one: Span, other: Span) -> None:
+def test_span_intersection_and_remainder(one: Span, other: Span) -> None:
     both = one.common(other)
     assert elements(both) == sorted({*elements(one)} & {*elements(other)}) and both.numel >= 0
     if both.numel:
@@ -175,21 +175,21 @@ def test_common_elements_and_those_that_are_left(one: Span, other: Span) -> None
 
 
 @given(some.lists(SPANS))
-def test_neighbors_are_joined_in_their_order(spans: list[Span]) -> None:
+def test_neighboring_spans_are_merged_in_order(spans: list[Span]) -> None:
     joined = merge_neighbors(spans)
     assert elements(*joined) == elements(*spans)
     assert all(before.stop != after.start for before, after in itertools.pairwise(joined))
 
 
 @given(some.lists(SPANS), some.integers(0, 3))
-def test_what_is_side_by_side_is_split_as_its_spans(spans: list[Span], padding: int) -> None:
+def test_tensor_is_split_by_spans(spans: list[Span], padding: int) -> None:
     source = torch.arange(50).expand(2, 50)
     packed = torch.cat([*(span.of(source) for span in spans), torch.zeros(2, padding)], dim=1)
     parts = split_as(packed, spans)
     assert [part[1].tolist() for part in parts] == [elements(span) for span in spans]
 
 
-def test_spans_of_a_part_are_cut_where_it_is() -> None:
+def test_spans_are_split_at_part_boundaries() -> None:
     spans = ShardSpan(0, 1, 5, 7), ShardSpan(3, 1, 2, 4)
     first, second, third, fourth = split_spans(spans, [3, 0, 6, 9])
     assert first == (ShardSpan(0, 1, 5, 3),) and second == ()
@@ -197,7 +197,7 @@ def test_spans_of_a_part_are_cut_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("origin, width", [(0, 7), (-5, 7), (-40, 16), (0, 1000)])
-def test_parts_of_ranks_make_the_whole(origin: int, width: int) -> None:
+def test_rank_parts_add_up_to_the_span(origin: int, width: int) -> None:
     job = Job(Span(11, 90), Stripe(Span(origin, 200), 0, width), 1.0)
     covered: list[int] = []
     for rank in job.holders(20):
@@ -208,7 +208,7 @@ def test_parts_of_ranks_make_the_whole(origin: int, width: int) -> None:
     assert sum(held.numel for held in map(job.local_span, range(200))) == 90  # others have nothing
 
 
-def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
+def test_owners_balance_costs_and_spread_jobs_over_groups() -> None:
     generator = random.Random(5)
     ranks, group = 12, 4
     costs = [generator.uniform(1, 9) for _ in range(200)]
@@ -221,7 +221,7 @@ def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
     assert Counter(owner // group for owner in few) == {0: 2, 1: 2, 2: 2}
 
 
-def test_holders_own_and_what_one_rank_has_stays() -> None:
+def test_owners_hold_elements_and_local_jobs_stay_local() -> None:
     stripe = Stripe(Span(0, 400), 0, 100)
     jobs = [
         Job(Span(0, 90), stripe, 5.0),  # all of it is rank 0's
@@ -234,7 +234,7 @@ def test_holders_own_and_what_one_rank_has_stays() -> None:
     assert not Job(Span(0, 5), None, 1.0).is_local
 
 
-def test_rounds_are_filled_owner_by_owner() -> None:
+def test_rounds_are_filled_per_owner() -> None:
     stripe = Stripe(Span(0, 120), 0, 10)
     jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
     owners = [0, 1, 1, 1, 0, 0]

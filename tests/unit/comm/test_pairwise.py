@@ -52,12 +52,12 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     return [*right, kept == int(dropped)]
 
 
-def test_swaps_bring_what_was_sent(ranks: Any) -> None:
+def test_all_to_all_delivers_all_parts(ranks: Any) -> None:
     for late in (0, 2):
         assert all(all(found) for found in ranks(3).run(swap_case, late, False))
 
 
-def test_a_swap_that_is_dropped_disturbs_no_other(ranks: Any) -> None:
+def test_dropped_all_to_all_does_not_affect_others(ranks: Any) -> None:
     assert all(all(found) for found in ranks(3).run(swap_case, 1, True))
 
 
@@ -83,6 +83,6 @@ def background_case() -> list[list[float]]:
     return found
 
 
-def test_queues_of_their_own_threads_do_not_mix(ranks: Any) -> None:
+def test_messages_of_different_queues_do_not_mix(ranks: Any) -> None:
     for found in ranks(3).run(background_case):
         assert found == [[3 * (first + at) + 30 * (first < 1000) for at in range(20)] for first in (0, 100, 1000)]

@@ -35,14 +35,14 @@ def test_launcher_variables() -> None:
     assert ranks_per_node({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "0"}) is None
 
 
-def test_default_is_the_data_parallel_ranks_of_a_node() -> None:
+def test_default_group_is_data_parallel_ranks_of_a_node() -> None:
     assert default_group_size(range(8), 4) == 4
     assert default_group_size([0, 2, 4, 6, 8, 10], 4) == 2  # two-way tensor parallelism on nodes of four
     assert default_group_size([1, 9, 17], 8) == 1
     assert default_group_size([3], None) == 1
 
 
-def test_default_refuses_unequal_nodes_and_unknown_ones() -> None:
+def test_default_refuses_unequal_or_unknown_nodes() -> None:
     with pytest.raises(ValueError, match=r"nodes of 4 processes.*6 data-parallel ranks: \[4, 2\].*paro_group_size"):
         default_group_size(range(6), 4)
     with pytest.raises(
@@ -74,7 +74,7 @@ def test_ranks_of_groups() -> None:
         ("abcdeabcde", 2, "5 of 5 groups"),
     ],
 )
-def test_groups_that_span_more_hosts_than_they_need(hosts: str, size: int, spread: str) -> None:
+def test_warning_if_groups_span_too_many_hosts(hosts: str, size: int, spread: str) -> None:
     ranks = range(10, 10 + 2 * len(hosts), 2)
     text = placement_warning(ranks, size, [ord(host) for host in hosts])
     assert spread in text and bool(spread) == bool(text), text
@@ -82,7 +82,7 @@ def test_groups_that_span_more_hosts_than_they_need(hosts: str, size: int, sprea
         assert "ranks [10, 12] are a group, and the 2 hosts have the ranks [10, 14], [12, 16]. Start" in text
 
 
-def test_ranks_that_are_dealt_out_to_hosts_are_told_once(ranks: Any) -> None:
+def test_cyclic_rank_placement_is_warned_about_once(ranks: Any) -> None:
     for rank, (block, cyclic) in enumerate(ranks(4).run(placement_case)):
         assert not block
         assert len(cyclic) == (1 if rank == 0 else 0), cyclic
@@ -100,7 +100,7 @@ def placement_case() -> tuple[list[str], list[str]]:
     return found[0], found[1]
 
 
-def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> None:
+def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
     for rank, ((first, split), replicas) in enumerate(ranks(4).run(topology_case)):
         j = rank // 2
         assert replicas == {"N": [0, 1, 2, 3], "I": [rank % 2, rank % 2 + 2], "G": None}
@@ -126,7 +126,7 @@ def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]],
 
 
 @pytest.mark.parametrize("collides", [False, True])
-def test_one_split_makes_all_groups_of_a_kind(ranks: Any, collides: bool) -> None:
+def test_one_split_creates_all_disjoint_groups(ranks: Any, collides: bool) -> None:
     for rank, (found, splits) in enumerate(ranks(4).run(splitting_case, collides)):
         j = rank // 2
         assert found == [[2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank]]
@@ -157,7 +157,7 @@ def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
     return [data_parallel_ranks(group) for group in (made.intra, made.inter, made.alone)], splits
 
 
-def test_groups_have_the_timeout_of_the_group_that_they_divide(ranks: Any) -> None:
+def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
     assert ranks(4).run(timeout_case) == [[77.0] * 4] * 4
 
 
@@ -176,7 +176,7 @@ def timeout_case() -> list[float]:
         ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
     ],
 )
-def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
+def test_different_node_sizes_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
     errors = ranks(len(sizes)).run_expect_error(nodes_case, sizes)
     for error in errors:
         assert error.type == "ValueError" and re.search(message, error.message), error
@@ -190,7 +190,7 @@ def nodes_case(sizes: str) -> None:
         get_topology(None)
 
 
-def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
+def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:
     """Each case has a process group of its own; the threads that serve ours must go when it goes."""
     pool = ranks(4)
     pool.run(topology_case)

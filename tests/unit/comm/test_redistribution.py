@@ -27,7 +27,7 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize("kind", [backends.NativeReduce, backends.AllReduceReduce])
 @pytest.mark.parametrize("spread", [False, True], ids=["rooted", "even"])
 @pytest.mark.parametrize("together", [False, True], ids=["gradients", "buffer"])
-def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spread: bool, together: bool) -> None:
+def test_bucket_is_copied_once_and_freed_before_second_hop(kind: Any, spread: bool, together: bool) -> None:
     layout = FlatLayout(1200, 3, 4)
     spans = (Span(5, 700), Span(900, 250)) if spread else (Span(103, 90), Span(410, 85))
     numels = [span.numel for span in spans]
@@ -75,7 +75,7 @@ def test_a_bucket_is_copied_once_and_freed_before_the_second_hop(kind: Any, spre
 
 @pytest.mark.parametrize("multiple", [1, 16])
 @pytest.mark.parametrize("target", [Placement.I, Placement.G])
-def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, multiple: int) -> None:
+def test_packing_by_pieces_equals_packing_by_rows(target: Placement, multiple: int) -> None:
     layouts = (FlatLayout(10_007, 7, 4, (0, 4_000)), FlatLayout(997, 7, 4))
     spans = ((0, Span(3_500, 6_507)), (1, Span(5, 900)), (0, Span(3, 3_497)))
     tensors = [torch.randn(span.numel + 1)[1:] for _, span in spans]
@@ -92,7 +92,7 @@ def test_a_bucket_is_packed_the_same_by_pieces_and_by_rows(target: Placement, mu
     assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
 
 
-def test_gathers_follow_the_placements(ranks: Any) -> None:
+def test_gathers_use_hops_of_their_placements(ranks: Any) -> None:
     for rank, answers in enumerate(ranks(6).run(gathers_case)):
         number = rank % 3  # in the group; ranks 0..2 are one group, 3..5 the other; rank r holds [r, r + 0.5]
         column = [float(number), number + 0.5, number + 3.0, number + 3.5]

@@ -36,7 +36,7 @@ def grown(*worlds: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("world", [128, *deep(256)])
-def test_messages_do_not_grow_and_bytes_match_the_formulas(world: int) -> None:
+def test_message_count_is_constant_and_bytes_match_formulas(world: int) -> None:
     few, many = grown(64, world)
     states = ModelStates.of(NUMEL)
     for name in METHODS:

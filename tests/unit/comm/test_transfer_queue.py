@@ -65,7 +65,7 @@ class Refused(threading.Thread):
         raise RuntimeError("can't start new thread")
 
 
-def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
+def test_join_waits_for_thread_with_interrupted_start() -> None:
     jobs, done = WorkerThread(), threading.Event()
     with mock.patch.object(threading, "Thread", Late), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
@@ -74,7 +74,7 @@ def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
     assert not done.is_set()
 
 
-def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
+def test_waits_end_if_a_signal_interrupts_job_start() -> None:
     jobs, done = WorkerThread(), threading.Event()
     with mock.patch.object(jobs, "_start_thread", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
@@ -84,7 +84,7 @@ def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
 
 
 @pytest.mark.parametrize("kind", [Listed, Refused])
-def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
+def test_waits_return_if_thread_never_starts(kind: type[threading.Thread]) -> None:
     jobs, done = WorkerThread(), threading.Event()
     with (
         mock.patch.object(worker_thread, "_START_TIMEOUT", 0.05),
@@ -99,7 +99,7 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
     assert done.is_set()
 
 
-def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
+def test_idle_thread_waits_for_next_job_until_joined() -> None:
     jobs, done, begun = WorkerThread(), list[int](), mock.Mock(side_effect=threading.Thread)
     with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 30.0), mock.patch.object(threading, "Thread", begun):
         for number in range(3):
@@ -116,7 +116,7 @@ def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
     assert done == [0, 1, 2, 3]
 
 
-def test_join_waits_for_threads_that_took_their_last_job() -> None:
+def test_join_waits_for_threads_after_their_last_job() -> None:
     jobs, threads = WorkerThread(), list[threading.Thread]()
     take = WorkerThread._next_job
 
@@ -139,7 +139,7 @@ def test_join_waits_for_threads_that_took_their_last_job() -> None:
         assert threads[0].is_alive() and jobs.join() and not threads[0].is_alive()
 
 
-def test_a_forked_process_has_none_of_the_threads() -> None:
+def test_forked_process_starts_its_own_thread() -> None:
     jobs = WorkerThread()
     with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 30.0):
         jobs.add(lambda: None).wait()
@@ -152,7 +152,7 @@ def test_a_forked_process_has_none_of_the_threads() -> None:
         assert os.waitpid(pid, 0)[1] == 0 and jobs.join()
 
 
-def test_a_thread_that_has_no_jobs_ends_by_itself_and_keeps_none() -> None:
+def test_idle_thread_ends_and_frees_its_jobs() -> None:
     class Large:
         """Something that a job refers to."""
 
@@ -205,7 +205,7 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     ]
 
 
-def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
+def test_transfer_advances_only_when_finished() -> None:
     log: list[str] = []
     started = ActiveTransfer(transfer(log, "a"))
     assert log == ["start a1"]
@@ -214,7 +214,7 @@ def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
     assert started.finish() is result and log[-1] == "done a"
 
 
-def test_all_hops_start_at_once_where_waits_do_not_block() -> None:
+def test_all_hops_are_launched_if_waits_do_not_block() -> None:
     log: list[str] = []
     with mock.patch("deepspeed_ext.comm.transfer_queue.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
@@ -267,7 +267,7 @@ def test_streams_wait_only_for_results_that_they_need() -> None:
 
 
 @pytest.mark.parametrize("owed", [True, False])
-def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
+def test_exit_waits_only_for_transfers_that_others_need(owed: bool) -> None:
     with wired() as (order, wires):
         updates = TransferQueue(overlap=True, side_streams=True, finish_before_exit=owed)
         for _ in range(3):
@@ -276,7 +276,7 @@ def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
         assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 
-def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
+def test_packing_waits_only_for_the_bucket_before_last() -> None:
     delivered: list[list[int]] = []
     with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
@@ -290,7 +290,7 @@ def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
     assert delivered == [[number, number] for number in (1, 2, 3, 4)]  # in their order, each after its own hops
 
 
-def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
+def test_bucket_with_one_hop_is_delivered_in_order() -> None:
     behind: list[bool] = []
     with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
@@ -299,7 +299,7 @@ def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
     assert behind == [True]
 
 
-def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
+def test_hop_state_is_ordered_between_transfers() -> None:
     """As error feedback does: the next bucket between groups may have the same error."""
     kept: list[tuple[Stream, int]] = []
     behind: list[bool] = []
@@ -318,7 +318,7 @@ def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
     assert behind == [True] * 3
 
 
-def test_what_is_dropped_is_over_for_what_comes_next() -> None:
+def test_current_stream_waits_for_dropped_transfers() -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra")]
         reductions = TransferQueue(overlap=True, side_streams=True)
@@ -327,7 +327,7 @@ def test_what_is_dropped_is_over_for_what_comes_next() -> None:
         assert seen(order.default, wires) == [1]
 
 
-def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
+def test_thread_completes_one_transfer_after_another() -> None:
     log: list[str] = []
     may = threading.Event()
 
@@ -350,7 +350,7 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
     assert not TransferQueue(overlap=False, on_thread=True).unattended
 
 
-def test_a_thread_completes_transfers_and_the_host_waits() -> None:
+def test_host_waits_for_third_transfer_in_flight() -> None:
     log: list[str] = []
     may = threading.Event()
 
@@ -380,7 +380,7 @@ def test_a_thread_completes_transfers_and_the_host_waits() -> None:
     ]
 
 
-def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
+def test_thread_errors_are_raised_by_waits() -> None:
     log: list[str] = []
 
     def failing() -> Any:
@@ -398,7 +398,7 @@ def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
     queue.drain()
 
 
-def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
+def test_dropped_transfers_still_run_on_thread() -> None:
     log: list[str] = []
     may = threading.Event()
 

@@ -28,7 +28,7 @@ RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
     [*((*one, names[:1], way) for *one, names, way in RESUMED[1::2]), *deep(*RESUMED)],
     ids=str,
 )
-def test_a_resumed_run_is_the_uninterrupted_one_on_both(
+def test_resumed_run_matches_uninterrupted_run_on_both(
     run_on_device: Any,
     tmp_path: Path,
     optimizer: str,
@@ -40,7 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_both(
         assert rows == [(name, {}, {}, {}) for name in names]
 
 
-def test_an_export_from_the_device_is_the_model(run_on_device: Any, tmp_path: Path) -> None:
+def test_export_from_device_equals_model(run_on_device: Any, tmp_path: Path) -> None:
     for rows in run_on_device(cases.export, str(tmp_path), ("NIG", "IIG")):
         assert rows == [("NIG", []), ("NIG", []), ("IIG", []), ("IIG", [])]
 
@@ -56,7 +56,7 @@ MORE: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("rows", [ROWS, *deep(MORE)], ids=len)
-def test_asynchronous_saves_write_the_files_of_synchronous_ones(
+def test_asynchronous_saves_equal_synchronous_saves(
     run_on_device: Any, tmp_path: Path, rows: list[tuple[str, str, dict[str, Any], str]]
 ) -> None:
     for found in run_on_device(cases.twins, str(tmp_path), rows):

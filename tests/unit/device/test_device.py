@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def test_what_is_on_two_devices_is_refused(run_on_device: Any) -> None:
+def test_operands_on_two_devices_are_refused(run_on_device: Any) -> None:
     for refused in run_on_device(mixing_case):
         assert len(refused) == 13
         for name, said in refused.items():
@@ -44,7 +44,7 @@ def mixing_case(library: str) -> dict[str, str]:
         return {name: error_of(program) for name, program in programs.items()}
 
 
-def test_what_the_host_does_not_wait_for_is_found(run_on_device: Any) -> None:
+def test_missing_host_wait_is_detected(run_on_device: Any) -> None:
     for found in run_on_device(waiting_case):
         assert found == {name: name.startswith("!") for name in found} and len(found) == 8
 

@@ -22,7 +22,7 @@ CASES = [(one, names) for one, names in (EVERY | SOME).items() if one not in LAT
 
 
 @pytest.mark.parametrize("options, names", CASES + deep(*((one, EVERY[one]) for one in (*SOME, *LATER))))
-def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
+def test_training_matches_the_host_bit_for_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
     optimizers = "cpu" if "offload_optimizer" in cases.OPTIONS[options].zero else "sim"
     for rows in run_on_device(cases.beside, options, names):
         assert [row.strategy for row in rows] == list(names)
@@ -54,7 +54,7 @@ WATCHED = [
 
 
 @pytest.mark.parametrize("options, names", WATCHED)
-def test_the_host_waits_for_what_it_reads(run_on_device: Any, tmp_path: Path, options: str, names: Any) -> None:
+def test_host_waits_for_values_before_reading_them(run_on_device: Any, tmp_path: Path, options: str, names: Any) -> None:
     for found in run_on_device(cases.watched, options, names, str(tmp_path)):
         assert found == {name: [] for name in names}
 
@@ -63,13 +63,13 @@ SHAPES = ("NIG", "NNI", "IIG", "GGG")
 
 
 @pytest.mark.parametrize("pinned, names", [(True, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))])
-def test_states_are_on_the_host_between_offload_and_reload(run_on_device: Any, pinned: bool, names: Any) -> None:
+def test_states_are_on_the_host_while_offloaded(run_on_device: Any, pinned: bool, names: Any) -> None:
     for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
 
 
 @pytest.mark.parametrize("name", ["III", *deep("NII")])
-def test_so_are_those_of_an_outer_optimizer(run_on_device: Any, name: str) -> None:
+def test_outer_states_are_on_the_host_while_offloaded(run_on_device: Any, name: str) -> None:
     for rows in run_on_device(cases.offload_states, [name], "Muon", False, cases.OUTER):
         assert rows == [(name, True, ("cpu", True), "sim")]
 
@@ -82,7 +82,7 @@ SLICED = ("ING", "IIG", "IGG")
 
 
 @pytest.mark.parametrize("frozen, names", [(1, ("IIG",)), *deep(*((one, SLICED) for one in range(2)))])
-def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
+def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
     buckets = {"allgather_bucket_size": LAYER, "reduce_bucket_size": LAYER}

@@ -61,7 +61,7 @@ def chosen(
     }
 
 
-def test_granularity_is_deepspeeds() -> None:
+def test_granularity_matches_deepspeed() -> None:
     assert chosen("Mixtures", None, 1)["granularity"] == GRANULARITY
 
 
@@ -79,7 +79,7 @@ def test_granularity_is_deepspeeds() -> None:
         (10**12, ["Layer", "Stem"]),  # never the root, although its 85 qualifies as well
     ],
 )
-def test_the_threshold_takes_parents_first_and_never_the_root(threshold: int, classes: list[str]) -> None:
+def test_threshold_chooses_parents_first_but_not_the_root(threshold: int, classes: list[str]) -> None:
     result = chosen("Mixtures", None, threshold)
     counts = {"Stem": 1, "Layer": 2, "Mixer": 2}
     assert result["classes"] == classes
@@ -93,7 +93,7 @@ def test_one_fp32_parameter_does_not_double_the_default_budget() -> None:
     assert 3 * 2 * LIVE < default_budget(mixed, LIVE) < 1.01 * 3 * 2 * LIVE
 
 
-def test_the_cap_is_what_may_be_live() -> None:
+def test_max_live_parameters_caps_units() -> None:
     # A layer has 1936 parameters, its mixture 1696, an expert 413.
     assert chosen("Mixtures", None, 10**12, 1936)["classes"] == ["Layer", "Stem"]
     result = chosen("Mixtures", None, 10**12, 1935)
@@ -117,14 +117,14 @@ def test_the_cap_is_what_may_be_live() -> None:
         (12 * 200, [], []),
     ],
 )
-def test_the_budget_takes_layers_then_mixtures_then_chunks(
+def test_budget_chooses_layers_then_mixtures_then_chunks(
     budget: int, classes: list[str], chunks: list[list[int]]
 ) -> None:
     result = chosen("Mixtures", budget)
     assert (result["classes"], result["chunks"]) == (classes, chunks)
 
 
-def test_what_is_entered_from_elsewhere_is_no_unit() -> None:
+def test_modules_entered_from_outside_are_no_units() -> None:
     result = chosen("Tied", 10**9)
     assert result["classes"] == ["Layer"] and "it shares parameters with other modules" in result["text"]
     result = chosen("SharedModule", 10**9)
@@ -132,7 +132,7 @@ def test_what_is_entered_from_elsewhere_is_no_unit() -> None:
     assert "is in several places of the model" in result["text"]
 
 
-def test_layers_are_found_in_lists_in_dictionaries() -> None:
+def test_layers_are_found_in_lists_inside_dictionaries() -> None:
     class Tower(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -145,7 +145,7 @@ def test_layers_are_found_in_lists_in_dictionaries() -> None:
     assert [one.name for one in found if one.kind == LeafKind.UNIT] == ["0.parts.layers.0", "0.parts.layers.1"]
 
 
-def test_flags_of_the_user_are_respected() -> None:
+def test_user_flags_are_respected() -> None:
     result = chosen("Mixtures", 10**9, change="set")
     assert result["coarse"] == ["stem", *(f"layers.{i}.{name}" for i in range(2) for name in ("mixer", "mixture"))]
     assert "has been set as a leaf module" in result["text"]
@@ -153,13 +153,13 @@ def test_flags_of_the_user_are_respected() -> None:
     assert "Layer" not in result["classes"] and "it has been unset as a leaf module" in result["text"]
 
 
-def test_lists_in_lists() -> None:
+def test_nested_lists() -> None:
     result = chosen("Nested", 10**9)
     # A pair holds lists of different things, not a stack: it is a unit.
     assert result["coarse"] == ["stem", "layers.0", "layers.1"]
 
 
-def test_the_table_is_shown(ranks: Any) -> None:
+def test_choice_table_is_logged(ranks: Any) -> None:
     (by_budget, by_granularity, nothing, split), others = ranks(2).run(report_case)
     for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
         table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
@@ -211,7 +211,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_keys_are_refused_on_all_ranks(ranks: Any) -> None:
+def test_invalid_keys_are_refused_on_all_ranks(ranks: Any) -> None:
     for found in ranks(2).run(bad_case):
         for (zero, message), error in zip(BAD, found, strict=True):
             assert error.startswith("ValueError: ") and re.search(message, error), (zero, error)
@@ -229,12 +229,12 @@ def make(zero: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("off", [0, False])
-def test_zero_changes_nothing(ranks: Any, off: Any) -> None:
+def test_zero_budget_changes_nothing(ranks: Any, off: Any) -> None:
     assert ranks(1).run(make, {"stage": 3, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer_Stage3"]
     assert ranks(1).run(make, {"stage": 2, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer"]
 
 
-def test_the_command(
+def test_leaf_command(
     ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "maker.py").write_text(
@@ -288,7 +288,7 @@ def command_case(folder: str, command: list[str]) -> str:
         ((10**9, 50, 50, 4), 80),  # all there is
     ],
 )
-def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], expected: int) -> None:
+def test_prediction_of_live_parameters(live: tuple[int, int, int, int], expected: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
     assert predicted_live(found, model, LiveLimits(*live)) == expected
@@ -308,7 +308,7 @@ PUBLISHED = {
 
 
 @since(transformers="5.23")  # classes are those of a release
-def test_what_the_default_budget_takes_of_published_models(ranks: Any) -> None:
+def test_default_budget_on_published_models(ranks: Any) -> None:
     assert ranks(1).run(published_case) == [PUBLISHED]
 
 

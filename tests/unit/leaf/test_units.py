@@ -40,7 +40,7 @@ OTHERWISE = [*((name, not chunks) for name, chunks in IN_TURNS), ("Mixtures", Tr
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
-def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
+def test_only_unit_weights_use_the_fast_linear() -> None:
     def detour(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         calls.append(weight)
         return torch.ops.aten.linear(input, weight, bias)
@@ -55,7 +55,7 @@ def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
     assert len(calls) == 2 and calls[1] is inside
 
 
-def test_gradients_that_were_delayed_are_reduced_once() -> None:
+def test_delayed_gradients_are_reduced_once() -> None:
     reduced: list[Any] = []
     optimizer: Any = SimpleNamespace(leaf_parameters={}, _leaf_module_hooks=[], ipg_buckets={})
     optimizer.reduce_ready_partitions_and_remove_grads = reduced.append
@@ -77,7 +77,7 @@ def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["Routed", *deep("Mixtures", "Tied")])
-def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
+def test_units_chosen_by_hand(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2, steps=1)
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
 
@@ -102,7 +102,7 @@ def test_thresholds(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_units_of_which_one_parameter_is_missing(ranks: Any, world: int) -> None:
+def test_units_with_one_missing_parameter(ranks: Any, world: int) -> None:
     assert ranks(world).run(one_missing_case) == [True] * world
 
 
@@ -121,7 +121,7 @@ def one_missing_case() -> bool:
     return torch.equal(found, expected)
 
 
-def test_no_full_bucket_waits_for_the_next_module(ranks: Any) -> None:
+def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
     assert ranks(2).run(full_case) == [{False}] * 2
 
 
@@ -166,7 +166,7 @@ def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     ],
     ids=lambda more: str(more).replace("'", "")[:70],
 )
-def test_with_what_else_may_be_set(ranks: Any, world: int, more: dict[str, Any]) -> None:
+def test_other_options(ranks: Any, world: int, more: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2, **more)
     variants = [training.placed("IIG", **AUTO), training.placed("GGG", **CHUNKS)]
     # Stock ZeRO-3 counts the gradients of coalesced micro-steps in another way; stage 2 does not.

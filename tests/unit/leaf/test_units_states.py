@@ -24,7 +24,7 @@ TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance":
 
 
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS, {"stage3_leaf_bytes": 25_000}], ids=["layers", "chunks", "blocks"])
-def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
+def test_peak_of_gathered_elements(ranks: Any, keys: dict[str, Any]) -> None:
     router = 44 if keys == CHUNKS else 0  # is used while a chunk is
     for budget, most, largest, predicted in ranks(2).run(live_case, keys):
         assert (most - router) * 12 <= budget, (most, budget)
@@ -53,7 +53,7 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     )
 
 
-def test_what_persists_stays_before_the_record_is_complete(ranks: Any) -> None:
+def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
     for plain, units, stock in ranks(2).run(persistent_case):
         assert plain == units == [True] * 3 and not any(stock[:1]), (plain, units, stock)
 
@@ -83,7 +83,7 @@ def persistent_case() -> list[list[bool]]:
         *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO)),
     ],
 )
-def test_checkpoints_know_neither_units_nor_windows(
+def test_checkpoints_do_not_depend_on_units_or_windows(
     ranks: Any, tmp_path: Path, world: int, network: str, strategy: str, keys: dict[str, Any]
 ) -> None:
     for losses, differences, off in ranks(world).run(checkpoint_case, str(tmp_path), network, keys, strategy):
@@ -123,7 +123,7 @@ def checkpoint_case(
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_parameters_of_units_are_read_and_changed_alone(ranks: Any, keys: dict[str, Any]) -> None:
+def test_unit_parameters_are_read_and_changed_alone(ranks: Any, keys: dict[str, Any]) -> None:
     for same_inside, forwards in ranks(2).run(gathered_case, keys):
         assert same_inside and forwards == [True] * 3, (same_inside, forwards)
 
@@ -155,7 +155,7 @@ def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_without_an_optimizer_and_without_gradients(ranks: Any, keys: dict[str, Any]) -> None:
+def test_units_without_optimizer_or_gradients(ranks: Any, keys: dict[str, Any]) -> None:
     assert ranks(2).run(inference_case, keys) == [[True] * 4] * 2
 
 
@@ -188,7 +188,7 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     return same
 
 
-def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
+def test_experts_out_of_order_raise_instead_of_hanging(ranks: Any) -> None:
     for error in ranks(2).run_expect_error(backwards_case):
         assert error.type == "RuntimeError" and "enters its experts in another order than theirs" in error.message
         (numbers,) = re.findall(r"window (\d+) of (\d+) after window (\d+)\.", error.message)
@@ -202,7 +202,7 @@ def backwards_case() -> None:
     training.train(job_of(mixtures.Backwards), {"stage": 3, **CHUNKS})
 
 
-def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
+def test_second_engine_makes_its_own_choice(ranks: Any) -> None:
     for hooks in ranks(2).run(second_engine_case):
         assert hooks[1:] == [252, 28, 252] and hooks[0] < 252, hooks
 
@@ -224,7 +224,7 @@ def second_engine_case() -> list[int]:
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_gradients_are_freed_after_evaluation_and_checkpointing(ranks: Any, keys: dict[str, Any]) -> None:
+def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: dict[str, Any]) -> None:
     for most in ranks(2).run(gradients_case, keys):
         assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all three
 
@@ -261,7 +261,7 @@ def gradients_case(keys: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("keys", [AUTO, *deep(CHUNKS)], ids=["layers", "chunks"])
-def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any]) -> None:
+def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -> None:
     for off in ranks(2).run(frozen_case, keys):
         assert max(off) <= 1e-5, off
 

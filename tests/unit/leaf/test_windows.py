@@ -165,7 +165,7 @@ def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str])
     ],
     ids=lambda more: str(more).replace("'", "")[:50],
 )
-def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
+def test_other_options(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
     check(ranks(world).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
 
 
@@ -178,7 +178,7 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
         assert row.replicas_equal and row.same_decisions, row
 
 
-def test_what_is_gathered_at_a_time_and_what_travels(ranks: Any) -> None:
+def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
     for rows in ranks(4).run(measured_case):
         for strategy, most, predicted, two, ours, whole in rows:
             assert two == most == predicted, (strategy, most, predicted)
@@ -261,7 +261,7 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
     return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference, all(copies)
 
 
-def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
+def test_interrupted_backward_leaves_no_state(ranks: Any) -> None:
     for strategy, equal in ranks(2).run(given_up_case)[0].items():
         assert equal, strategy
 
@@ -306,7 +306,7 @@ def given_up_case() -> dict[str, bool]:
     return found
 
 
-def test_what_is_refused_or_stays_together(ranks: Any) -> None:
+def test_unsupported_experts_stay_together(ranks: Any) -> None:
     too_small, kinds = ranks(1).run(refused_case)[0]
     assert "one of the 7 packed experts of layers.0.mixture.experts needs 3,276, got 3,000" in too_small, too_small
     assert kinds["PackedExperts"] == ("windowed", "4 windows of at most 2 experts")

@@ -58,7 +58,7 @@ def blocking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpp_extension, "FileBaton", object(), raising=False)
 
 
-def test_ranks_build_where_a_build_was_killed(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_build_after_a_killed_build(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "tiny.cpp").write_text(TINY)
     assert in_child(lambda: killed_while_it_builds(tmp_path / "tiny")) == -signal.SIGKILL
     answers = ranks(2).run(real_build_case, str(tmp_path), timeout=60)
@@ -113,7 +113,7 @@ def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
 
 @pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("last", ["unknown", "of another machine", "here, and of another machine before", "no flock"])
-def test_a_holder_that_may_be_alive_is_waited_for(
+def test_lock_of_a_possibly_live_holder_is_waited_for(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     lock = tmp_path / "lock"
@@ -135,7 +135,7 @@ def no_flock(*_: Any) -> None:
 
 
 @pytest.mark.usefixtures("blocking")
-def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) -> None:
+def test_lock_of_a_building_process_is_waited_for(tmp_path: Path, told: list[str]) -> None:
     builder = op_builder.built_once(tmp_path, "it")
     builder.__enter__()
     (tmp_path / "lock").touch()
@@ -148,7 +148,7 @@ def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) ->
     assert message.startswith("deepspeed_ext: waiting for another process, which builds it"), message
 
 
-def test_a_file_that_torch_locks_itself_is_no_obstacle(
+def test_file_locked_by_torch_does_not_block(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)  # as in torch 2.15

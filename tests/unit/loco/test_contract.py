@@ -76,7 +76,7 @@ class Sender:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_01_what_is_not_sent_is_the_error(bits: int, beta: float) -> None:
+def test_01_unsent_part_is_the_error(bits: int, beta: float) -> None:
     width = 1000
     sender = Sender(bits, dtype=torch.float32, beta=beta)
     for step in range(3):
@@ -104,7 +104,7 @@ def test_02_errors_telescope(dtype: torch.dtype, bound: float) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("block", [32, 128, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_03_nothing_loses_more_than_half_a_step(bits: int, block: int, dtype: torch.dtype) -> None:
+def test_03_quantization_error_is_at_most_half_a_step(bits: int, block: int, dtype: torch.dtype) -> None:
     width = 8 * block + 5
     gradient = torch.stack([normal(width, seed=3), student_t3(width), normal(width).abs() + 1]).to(dtype)
     sender = Sender(bits, block)
@@ -148,7 +148,7 @@ def test_05_bytes(bits: int, block: int, width: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
-def test_08_what_is_not_finite_stays_visible_in_its_block(
+def test_08_nonfinite_values_stay_visible_in_their_block(
     bad: float, bits: int, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     width = 5 * 128
@@ -177,7 +177,7 @@ def test_08_sums_are_taken_in_fp32() -> None:
 
 @pytest.mark.parametrize("change", [2.0, 0.5, 4096.0])
 @pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
-def test_09_an_error_does_not_change_with_the_loss_scale(change: float, kept: torch.dtype) -> None:
+def test_09_error_does_not_depend_on_loss_scale(change: float, kept: torch.dtype) -> None:
     width = 640
     one, other = Sender(dtype=kept, beta=0.8), Sender(dtype=kept, beta=0.8)
     for sender in (one, other):
@@ -226,7 +226,7 @@ def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
         assert torch.equal(alone.send(whole)[:, : numel - last], arrived[:, last:])
 
 
-def test_11_rows_with_gaps_and_results_inside_others() -> None:
+def test_11_strided_rows_and_outputs() -> None:
     wide = normal(4, 1000)
     packing, gradient = Packing(4, 128), wide[:, 3:700]
     wires = [packing.empty(4, 697, gradient) for _ in range(2)]
@@ -252,7 +252,7 @@ def test_12_dtypes() -> None:
             ops.decompress(torch.zeros(1, 80, dtype=torch.uint8), torch.zeros(128, dtype=dtype), Packing(4, 128))
 
 
-def test_13_the_same_bits_whatever_the_threads() -> None:
+def test_13_bits_do_not_depend_on_threads() -> None:
     gradient, threads = normal(2, 100_000), torch.get_num_threads()
     seen = []
     try:
@@ -269,7 +269,7 @@ def test_13_the_same_bits_whatever_the_threads() -> None:
     assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
 
 
-def test_13_pieces_are_added_in_their_order() -> None:
+def test_13_pieces_are_summed_in_order() -> None:
     packing, values = Packing(8, 32), (1e8, 1.0, -1e8, 1.0)
     wire = packing.empty(4, 32, torch.empty(0))
     ops.compress(torch.tensor(values).view(4, 1).repeat(1, 32), wire, packing)
@@ -283,7 +283,7 @@ def test_13_pieces_are_added_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("error_bits", [8, 16])
-def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
+def test_15_errors_are_kept_if_padding_changes(error_bits: int) -> None:
     contents = ((ShardSpan(0, 0, 0, 1000),), (ShardSpan(0, 1, 0, 1000),))
     settings = LocoSettings(error_bits=error_bits)
     memory = ErrorFeedback(settings)
@@ -299,7 +299,7 @@ def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
         memory.finish_step(False)
 
 
-def test_a_sample_of_one_message_has_its_relative_error() -> None:
+def test_sample_measures_relative_error_of_a_message() -> None:
     width, sender, sample = 2**14, Sender(beta=0.8), sampling.Sampling()
     for step in range(2):
         gradient, before, error = normal(1, width, seed=step), sender.kept(width), sender.error

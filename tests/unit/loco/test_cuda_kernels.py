@@ -32,7 +32,7 @@ def gpu() -> None:
 @needs_nvcc
 @pytest.mark.parametrize("capability", ["8.0", *deep("9.0", "10.0", "12.0")])
 @pytest.mark.parametrize("source", [nvcc.SOURCES[0], *deep(*nvcc.SOURCES[1:])])
-def test_the_cuda_kernels_compile_without_local_memory(tmp_path: Path, source: str, capability: str) -> None:
+def test_cuda_kernels_use_no_local_memory(tmp_path: Path, source: str, capability: str) -> None:
     if not nvcc.knows(capability):
         pytest.skip(f"nvcc {nvcc.version()} does not know the architecture {capability}")
     arguments = nvcc.arguments([capability])
@@ -50,7 +50,7 @@ def test_the_cuda_kernels_compile_without_local_memory(tmp_path: Path, source: s
 
 @needs_nvcc
 @pytest.mark.deep
-def test_the_page_has_the_table_of_resources() -> None:
+def test_page_lists_kernel_resources() -> None:
     page = (ROOT / "csrc" / "README.md").read_text(encoding="utf-8")
     if f"nvcc {nvcc.version()}" not in page:
         pytest.skip(f"the page has the figures of another nvcc than {nvcc.version()}")
@@ -58,7 +58,7 @@ def test_the_page_has_the_table_of_resources() -> None:
 
 
 @pytest.mark.gpu
-def test_each_stream_has_its_own_order(gpu: None) -> None:
+def test_kernels_use_the_current_stream(gpu: None) -> None:
     """On both, compressing waits for a gradient that is written late, and for nothing else."""
     packing, width = Packing(4, 128), 2**20
     values = [torch.randn(1, width) for _ in range(2)]
@@ -83,7 +83,7 @@ def test_each_stream_has_its_own_order(gpu: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_captures_them(gpu: None) -> None:
+def test_cuda_graph_captures_kernels(gpu: None) -> None:
     """They allocate nothing, and wait for nothing."""
     packing, gradient = Packing(4, 128), torch.randn(2, 5000, device="cuda")
     wire, out = packing.empty(2, 5000, gradient), torch.empty(5000, device="cuda")
@@ -107,7 +107,7 @@ def test_a_graph_captures_them(gpu: None) -> None:
 
 
 @pytest.mark.gpu
-def test_more_elements_than_32_bits_count(gpu: None) -> None:
+def test_kernels_support_more_than_2_31_elements(gpu: None) -> None:
     if torch.cuda.mem_get_info()[0] < 24 * GIB:
         pytest.skip("needs 24 GiB of the GPU's memory")
     packing, kept, width, edge = Packing(4, 128), Packing(8, 128), 2**31 + 8, 2**14
@@ -132,7 +132,7 @@ def test_more_elements_than_32_bits_count(gpu: None) -> None:
 
 
 @pytest.mark.gpu
-def test_other_devices_are_refused(gpu: None) -> None:
+def test_tensors_on_different_devices_are_refused(gpu: None) -> None:
     packing, gradient = Packing(4, 128), torch.randn(1, 300, device="cuda")
     wire = packing.empty(1, 300, gradient)
     with pytest.raises(RuntimeError, match="wire must be on the device"):

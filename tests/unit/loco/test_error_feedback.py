@@ -62,13 +62,13 @@ def calls(groups: int, messages: int, changes: bool) -> float:
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["first", "changed"])
-def test_bookkeeping_grows_as_the_number_of_runs(changes: bool) -> None:
+def test_bookkeeping_calls_are_proportional_to_spans(changes: bool) -> None:
     few = calls(4, 16, changes)
     assert calls(32, 16, changes) < 2 * few  # groups
     assert calls(4, 128, changes) < 2 * few  # messages: bisection adds their logarithm
 
 
-def test_spans_are_found_by_their_elements() -> None:
+def test_span_map_finds_overlaps() -> None:
     spans: SpanMap[str] = SpanMap()
     for start, numel, name in ((20, 10, "c"), (0, 10, "a"), (10, 5, "b"), (30, 0, "nothing")):
         spans.add(ShardSpan(0, 1, start, numel), name)
@@ -83,7 +83,7 @@ def test_spans_are_found_by_their_elements() -> None:
     assert names(0, 100) == "c"
 
 
-def test_errors_follow_their_elements_into_other_messages() -> None:
+def test_errors_follow_elements_into_other_buckets() -> None:
     generator = torch.Generator().manual_seed(0)
     numel = 64
     values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
@@ -112,7 +112,7 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
     assert all(torch.equal(found[row], values[row]) for row in values)
 
 
-def test_errors_are_loaded_into_other_settings() -> None:
+def test_errors_are_loaded_with_other_settings() -> None:
     """Errors of sums in older checkpoints were in blocks of 128, and added whole."""
     unsent = torch.randn(200, generator=torch.Generator().manual_seed(0))
     old, feedback = ErrorFeedback(LocoSettings(err_beta=0.0)), ErrorFeedback(UpdateSettings().sums)
@@ -125,7 +125,7 @@ def test_errors_are_loaded_into_other_settings() -> None:
     assert feedback.steps == 7 and (found - unsent).abs().max() < 0.02 * unsent.abs().max()
 
 
-def test_errors_that_wait_for_their_message_count_as_kept() -> None:
+def test_unassigned_errors_count_as_memory() -> None:
     feedback = ErrorFeedback(LocoSettings())
     feedback.load_errors({ShardSpan(0, 0, 0, 100): torch.ones(100), ShardSpan(0, 1, 0, 50): torch.ones(50)}, steps=3)
     assert feedback.nbytes() == 150 * torch.float32.itemsize
@@ -186,7 +186,7 @@ def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
         assert device.synchronize.call_count == 1
 
 
-def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
+def test_errors_on_gradient_device_are_not_copied() -> None:
     memory, contents = ErrorFeedback(LocoSettings()), ((ShardSpan(0, 0, 0, 300),),)
     for step in range(2):
         with Copies() as copies:
@@ -206,7 +206,7 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
         ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
     ],
 )
-def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
+def test_errors_are_on_the_device_of_the_optimizer(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
     assert setup._error_device(engine) == expected

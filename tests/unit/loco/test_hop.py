@@ -21,7 +21,7 @@ RESETS = ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG")
 
 
 @pytest.mark.parametrize("world, bits", [(3, 4), (2, 8), *deep((2, 4), (5, 4), (6, 4), (3, 8), (5, 8), (6, 8))])
-def test_06_the_mean_for_every_shape_and_number_of_ranks(ranks: Any, world: int, bits: int) -> None:
+def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, bits: int) -> None:
     for rows in ranks(world).run(mean_case, bits):
         for what, projection, excess in rows:
             assert 0.97 < projection < 1.03, (what, projection)
@@ -68,7 +68,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
         *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32"))),
     ],
 )
-def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
+def test_09_skipped_step_keeps_errors(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
     for rows in ranks(4).run(skip_case, names, dtype):
         for name, applied, restored, count, moved, scales in rows:
             assert applied == [True, False, True], name
@@ -101,7 +101,7 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
     return rows
 
 
-def test_09_gradients_that_are_dropped_leave_errors_as_they_were(ranks: Any) -> None:
+def test_09_dropped_gradients_keep_errors(ranks: Any) -> None:
     assert ranks(4).run(dropped_case) == [True] * 4
 
 
@@ -129,7 +129,7 @@ def dropped_case() -> bool:
     "accumulation, names",
     [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))],
 )
-def test_14_resets_count_steps_and_take_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
+def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(reset_case, accumulation, names):
         for name, kept, messages in rows:
             assert kept == [True, True, False, True, True, False, True], name
@@ -157,7 +157,7 @@ def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, lis
     return rows
 
 
-def test_all_ranks_refuse_kernels_for_the_cpu_only(ranks: Any) -> None:
+def test_all_ranks_refuse_cpu_only_kernels(ranks: Any) -> None:
     for rank, (given, lacking) in enumerate(ranks(2).run(lacking_case)):
         assert not given
         where = "CPU only on another rank, but" if rank == 0 else "CPU only, but"

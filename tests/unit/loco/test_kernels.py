@@ -30,7 +30,7 @@ def error_like(packing: Packing, rows: int, width: int, dtype: torch.dtype) -> T
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("hadamard", [False, True])
-def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, block: int, hadamard: bool) -> None:
+def test_kernels_match_reference_bits(dtype: torch.dtype, bits: int, block: int, hadamard: bool) -> None:
     assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(0)
     packing = Packing(bits, block)
@@ -58,7 +58,7 @@ def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, b
                 assert torch.equal(*outs)
 
 
-def test_an_error_may_be_updated_in_place() -> None:
+def test_error_can_be_updated_in_place() -> None:
     packing, gradient = Packing(4, 128), torch.randn(2, 1000)
     old = error_like(packing, 2, 1000, torch.uint8)
     wire = packing.empty(2, 1000, gradient)
@@ -70,7 +70,7 @@ def test_an_error_may_be_updated_in_place() -> None:
 
 
 @pytest.mark.parametrize("values", [torch.float16, torch.bfloat16])
-def test_all_numbers_of_16_bits_pass(values: torch.dtype) -> None:
+def test_kernels_match_reference_on_all_16_bit_values(values: torch.dtype) -> None:
     """Loads and stores convert as torch does."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(values)
     finite = numbers[numbers.isfinite()]
@@ -111,7 +111,7 @@ def test_opcheck(kept: torch.dtype | None) -> None:
         ({"error": 1}, "an error in 8 bits must be contiguous uint8"),
     ],
 )
-def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str) -> None:
+def test_operators_refuse_unsuitable_tensors(change: dict[str, int], message: str) -> None:
     gradient = torch.randn(2, 300)
     wire = torch.zeros(2, 208 + 16 * change.get("wire", 0), dtype=torch.uint8)
     error = torch.zeros(2, 400 + 16 * change.get("error", 0), dtype=torch.uint8)
@@ -121,7 +121,7 @@ def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str
         )
 
 
-def test_a_gpus_tensors_are_refused_by_kernels_for_the_cpu() -> None:
+def test_cpu_only_kernels_refuse_gpu_tensors() -> None:
     class OnGpu:
         dtype, device = torch.float32, torch.device("cuda", 0)
 
@@ -140,7 +140,7 @@ def parameters(rows: int, width: int, dtype: torch.dtype, step: float = 1e-3) ->
 @pytest.mark.parametrize("block", [32, 128, 4096])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_differences_have_the_bits_of_the_reference(dtype: torch.dtype, bits: int, block: int) -> None:
+def test_differences_match_reference_bits(dtype: torch.dtype, bits: int, block: int) -> None:
     assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(0)
     packing = Packing(bits, block)
@@ -162,7 +162,7 @@ def test_differences_have_the_bits_of_the_reference(dtype: torch.dtype, bits: in
         assert width < 32 or torch.equal(both[1][2], held[2])
 
 
-def test_nothing_is_written_behind_a_row() -> None:
+def test_nothing_is_written_after_a_row() -> None:
     packing = Packing(4, 128)
     buffer = torch.randn(4, 1000)
     before, held = buffer.clone(), buffer[:, 10:310]
@@ -175,7 +175,7 @@ def test_nothing_is_written_behind_a_row() -> None:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_what_is_not_sent_is_sent_later(dtype: torch.dtype, bits: int) -> None:
+def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> None:
     """Nothing drifts: what is held is within a step of the last difference, and a pause brings it home."""
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
@@ -192,7 +192,7 @@ def test_what_is_not_sent_is_sent_later(dtype: torch.dtype, bits: int) -> None:
     assert torch.equal(held, updated)
 
 
-def test_differences_refuse_what_does_not_fit() -> None:
+def test_differences_refuse_unsuitable_tensors() -> None:
     packing, updated = Packing(4, 128), torch.zeros(2, 300)
     wire = packing.empty(2, 300, updated)
     for held in (updated.bfloat16(), updated[:, 1:], updated[:1]):
@@ -219,7 +219,7 @@ assert (out - gradient[0]).norm() < 0.2 * gradient.norm()
 """
 
 
-def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path: Any) -> None:
+def test_without_compiler_reference_runs_with_one_warning(tmp_path: Any) -> None:
     environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/nonexistent"}
     environment |= {"HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
@@ -228,7 +228,7 @@ def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path: Any) -
     assert done.returncode == 0, done.stderr
 
 
-def test_with_a_gpu_but_no_nvcc_the_warning_says_what_to_install(
+def test_with_gpu_but_no_nvcc_warning_names_missing_package(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
@@ -241,7 +241,7 @@ def test_with_a_gpu_but_no_nvcc_the_warning_says_what_to_install(
     assert not list(tmp_path.rglob("lock"))
 
 
-def test_they_are_compiled_with_deepspeeds_flags_but_for_symbols() -> None:
+def test_kernels_use_deepspeed_flags_except_debug_symbols() -> None:
     from deepspeed_ext.op_builder import LocoBuilder
 
     builder = LocoBuilder()
@@ -288,7 +288,7 @@ def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool)
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("kept", [torch.uint8, torch.float32, *deep(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_pieces_have_the_bits_of_the_whole(bits: int, kept: torch.dtype, hadamard: bool) -> None:
+def test_reference_pieces_match_one_pass(bits: int, kept: torch.dtype, hadamard: bool) -> None:
     for rows, width in ((3, 1000), (2, 1024), (3, 20)):
         whole, _ = message(bits, kept, rows, width, hadamard)
         for piece in (1, 5 * BLOCK):
@@ -298,7 +298,7 @@ def test_pieces_have_the_bits_of_the_whole(bits: int, kept: torch.dtype, hadamar
 
 
 @pytest.mark.quick
-def test_temporaries_are_of_the_size_of_a_piece() -> None:
+def test_reference_temporaries_have_piece_size() -> None:
     with mock.patch.object(reference, "PIECE", 2**14):
         for rows, width in ((2, 2**14), (2, 2**18), (16, 2**15)):
             _, largest = message(4, torch.uint8, rows, width, hadamard=True)

@@ -59,7 +59,7 @@ def modes(updated: Tensor, held: Tensor) -> list[int]:
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("kind", ["same", "few", "most", "edges", "mixed", "random"])
 @pytest.mark.parametrize("dtype", ops.LOSSLESS_DTYPES, ids=str)
-def test_lossless_kernels_give_the_bytes_of_the_reference(dtype: torch.dtype, kind: str, width: int) -> None:
+def test_lossless_kernels_match_reference_bytes(dtype: torch.dtype, kind: str, width: int) -> None:
     assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(width)
     updated, held = parameters(kind, width, dtype)
@@ -87,7 +87,7 @@ def test_lossless_kernels_give_the_bytes_of_the_reference(dtype: torch.dtype, ki
 
 @pytest.mark.parametrize("run", [OF_REFERENCE, OF_KERNELS], ids=["reference", "kernels"])
 @pytest.mark.parametrize("dtype", ops.LOSSLESS_DTYPES, ids=str)
-def test_all_patterns_on_both_sides(dtype: torch.dtype, run: Operators) -> None:
+def test_all_bit_patterns_are_restored(dtype: torch.dtype, run: Operators) -> None:
     """NaNs, infinities, both zeros: each pattern is sent and held, beside near ones and far ones."""
     everything = torch.arange(ALL_BITS).to(torch.int16)
     neighbors = [lossless._ordinal(lossless._ordinal(everything) + step) for step in range(-11, 12)]
@@ -102,7 +102,7 @@ def test_all_patterns_on_both_sides(dtype: torch.dtype, run: Operators) -> None:
         assert torch.equal(bits(held), bits(updated))
 
 
-def test_the_bytes_of_the_format() -> None:
+def test_format_bytes() -> None:
     """One tile of each mode, written out: what the docstring says, not what the code does."""
     ordinals = torch.zeros(4, lossless.TILE, dtype=torch.int16)
     ordinals[1, :9] = torch.tensor([1, -1, 0, 7, -8, 8, 0, 0, -2])
@@ -125,7 +125,7 @@ def test_the_bytes_of_the_format() -> None:
 
 
 @pytest.mark.parametrize("measure", [OF_REFERENCE[0], OF_KERNELS[0]], ids=["reference", "kernels"])
-def test_the_lowest_of_equals_is_taken(measure: Callable[..., None]) -> None:
+def test_lowest_of_equally_small_modes_is_used(measure: Callable[..., None]) -> None:
     updated = torch.zeros(1, 2 * lossless.TILE, dtype=torch.bfloat16)
     bits(updated)[0, :256] = 1  # a bitmap and 64 units of nibbles, or pairs alone
     bits(updated)[0, lossless.TILE :] = torch.tensor([1000] * 716 + [2] * 4 + [1] * 304)  # plain, or pairs as large
@@ -136,7 +136,7 @@ def test_the_lowest_of_equals_is_taken(measure: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("run", [OF_REFERENCE, OF_KERNELS], ids=["reference", "kernels"])
-def test_rows_go_where_they_belong(run: Operators) -> None:
+def test_rows_are_applied_in_order(run: Operators) -> None:
     rows, width = 3, 2500
     pairs = [parameters(kind, width, torch.bfloat16) for kind in ("few", "mixed", "random")]
     rows_bytes = [packed(*pair) for pair in pairs]
@@ -151,7 +151,7 @@ def test_rows_go_where_they_belong(run: Operators) -> None:
 
 
 @pytest.mark.parametrize("kind", ["few", "mixed", "random"])
-def test_tiles_that_do_not_fit_are_left_out(kind: str) -> None:
+def test_tiles_beyond_the_wire_are_omitted(kind: str) -> None:
     width = 4 * lossless.TILE
     updated, held = parameters(kind, width, torch.bfloat16)
     whole = packed(updated, held)
@@ -185,7 +185,7 @@ def test_opcheck() -> None:
     torch.library.opcheck(KERNEL.lossless_apply.default, (wire, held.clone()))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_unsuitable_tensors_are_refused() -> None:
     updated, held = parameters("most", 1500, torch.bfloat16)
     header, _ = ops.header_of(ops.measure(updated, held))
     wire = packed(updated, held)

@@ -143,7 +143,7 @@ IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOB
 @pytest.mark.parametrize(
     "job, names", [*IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies
 )
-def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
+def test_replicas_are_equal_and_close_to_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(close_case, JOBS[job], names):
         assert found.keys() == set(names)
         for name, seen in found.items():
@@ -168,7 +168,7 @@ EXACT = {
 @pytest.mark.parametrize(
     "job, names", [("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT))], ids=by_strategies
 )
-def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, job: str, names: tuple[str, ...]) -> None:
+def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(exact_case, EXACT[job], names):
         for name, (same, messages) in found.items():
             assert same and messages >= 3, (name, same, messages)
@@ -197,7 +197,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change, names", CHANGES.items(), ids=by_strategies)
-def test_what_others_have_changed_is_sent_whole(
+def test_changes_from_outside_are_sent_unencoded(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
     for found in ranks(4).run(change_case, change, names, str(tmp_path)):
@@ -265,7 +265,7 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
 @pytest.mark.parametrize(
     "dtype, names", [("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
 )
-def test_sums_come_back_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
+def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
     for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
         for name, (equal, apart) in found.items():
             assert equal, name
@@ -282,7 +282,7 @@ def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]
     return rows
 
 
-def test_what_a_sum_lacks_comes_with_the_next_one(ranks: Any) -> None:
+def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:
     for applied, skipped, same, noise in ranks(2).run(feedback_case):
         assert same and applied < 0.01 and skipped > 0.05, (applied, skipped)
         assert 0.9 < noise < 1.4, noise  # 2 if an error were added as a whole
@@ -311,7 +311,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
     return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]
 
 
-def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any) -> None:
+def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: Any) -> None:
     for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
         assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")
         assert refused.endswith("Call engine.reload_states() before.") and saved
@@ -338,7 +338,7 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
     return error, Path(folder, "saved").is_dir()
 
 
-def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -> None:
+def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -> None:
     told, *others = ranks(4).run(halves_case, str(tmp_path))
     assert told == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
     assert all(lines == [[], [], []] for lines in others)
@@ -365,7 +365,7 @@ def halves_case(folder: str) -> list[list[str]]:
     return found
 
 
-def test_padding_of_the_optimizers_weights_is_zero_behind_a_load(ranks: Any) -> None:
+def test_padding_of_optimizer_weights_is_zero_after_a_load(ranks: Any) -> None:
     assert ranks(4).run(padding_case) == [(True, True)] * 4
 
 

@@ -31,7 +31,7 @@ NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
     ],
     ids=str,
 )
-def test_15_a_run_that_is_resumed_is_the_run(
+def test_15_resumed_run_matches_uninterrupted_run(
     ranks: Any, names: tuple[str, ...], dtype: str, backend: str, tmp_path: Any
 ) -> None:
     for rows in ranks(4).run(resume_case, names, dtype, backend, str(tmp_path)):
@@ -71,7 +71,7 @@ FEW = [(2, 1, CROSSINGS[::2]), (6, 2, CROSSINGS[3:4])]
 @pytest.mark.parametrize(
     "loads", [FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"]
 )
-def test_15_other_ranks_take_over_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
+def test_15_other_ranks_load_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
     saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
     for world, group, crossings in loads:
         for name, other in crossings:
@@ -126,7 +126,7 @@ def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     return left
 
 
-def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_path: Any) -> None:
+def test_15_missing_residuals_warn_once_and_start_at_zero(ranks: Any, tmp_path: Any) -> None:
     for rank, (forgotten, warnings) in enumerate(ranks(2).run(plain_case, str(tmp_path))):
         assert forgotten
         assert len(warnings) == (1 if rank == 0 else 0), warnings
@@ -154,7 +154,7 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     return forgotten and not list(Path(folder, "loco").glob("residuals*")), warnings
 
 
-def test_15_a_converted_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
+def test_15_converted_tag_is_saved_again(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2).run(again_case, str(tmp_path)) == [(1, True)] * 2
 
 
@@ -213,7 +213,7 @@ def moved_case(folder: str) -> tuple[bool, ...]:
     return tuple(found)
 
 
-def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
+def test_15_residuals_on_node_local_disks(ranks: Any, tmp_path: Any) -> None:
     assert ranks(4).run(disks_case, str(tmp_path)) == [True] * 4
 
 
@@ -237,7 +237,7 @@ def disks_case(folder: str) -> bool:
 DAMAGES = {"missing": "has 1 files", "truncated": "cannot be read", "other save": "another save"}
 
 
-def test_15_damaged_residuals_are_refused_before_changes(ranks: Any, tmp_path: Any) -> None:
+def test_15_damaged_residuals_are_refused_before_loading(ranks: Any, tmp_path: Any) -> None:
     for found in ranks(2).run(damage_case, str(tmp_path)):
         for expected, (message, unchanged) in zip(DAMAGES.values(), found, strict=True):
             assert unchanged and expected in message, (expected, message)

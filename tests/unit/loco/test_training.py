@@ -55,7 +55,7 @@ def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[A
 
 
 @pytest.mark.parametrize("accumulation, names", [(2, ("NGG",)), *deep((1, ALL), (2, ("IIG",)))], ids=by_strategies)
-def test_what_one_step_does_not_send_the_next_ones_do(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
+def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
     for rows in ranks(4).run(feedback_case, accumulation, names):
         for name, fed, unfed in rows:
@@ -138,7 +138,7 @@ def padding_case() -> list[tuple[str, int, float]]:
     return rows
 
 
-def test_dynamic_graphs_offload_and_other_settings(ranks: Any) -> None:
+def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:
     for rows in ranks(4).run(options_case):
         for what, norms, weights, equal in rows:
             assert norms < 0.06 and weights < 0.03 and equal, (what, norms, weights)
@@ -188,7 +188,7 @@ def options_case() -> list[tuple[str, float, float, bool]]:
     return rows
 
 
-def test_quantized_gradients_alone_have_no_feedback(ranks: Any) -> None:
+def test_quantized_gradients_without_loco_have_no_feedback(ranks: Any) -> None:
     for settings, remembers in ranks(4).run(alone_case):
         assert settings["error_feedback"] is False and settings["bits"] == 4 and not remembers
 
