@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages for NCCL begin at multiples of 16 bytes, for any number of ranks; otherwise NCCL copies single elements."""
+"""Messages for NCCL start at multiples of 16 bytes for any number of ranks; otherwise NCCL copies single elements."""
 
 from typing import Any
 from unittest import mock
@@ -44,10 +44,10 @@ def test_message_parts_start_at_multiples_of_16_bytes(ranks: Any, names: tuple[s
 
 
 def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
-    """Train two groups of three ranks as on NCCL.
+    """Train two groups of three ranks as with NCCL.
 
     Returns:
-        of each strategy and collective where its parts begin in their allocations: bytes modulo 16.
+        by strategy and collective, the offsets of the parts in their allocations: bytes modulo 16.
     """
     found: dict[str, dict[str, set[int]]] = {}
     start = collectives.Collectives.start

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of scripts while updated parameters are under way: every process ends as stock's would, and nothing is lost.
+"""Exits of scripts while updated parameters are in flight: processes exit as with stock ZeRO, and no data is lost.
 
-Most cases are two real processes that end by Python's own finalization, with one rank that takes its last step later.
+Most cases are two real processes that end by Python's own finalization; one rank takes its last step later.
 """
 
 import time
@@ -42,7 +42,7 @@ def ends(request: pytest.FixtureRequest) -> dict[str, Ended]:
 
 
 def test_first_rank_to_exit_completes_updates_for_late_rank(ends: dict[str, Ended]) -> None:
-    """That rank destroys its groups, and ends; both strategies give the same weights."""
+    """The first rank destroys its groups and exits. Both strategies give the same weights."""
     of_slices, of_windows = ends["read, IIG"], ends["read, ahead"]
     assert (of_slices.statuses, of_windows.statuses) == ((0, 0), (0, 0)), of_slices.written + of_windows.written
     assert of_slices.weights is not None and of_slices.weights == of_windows.weights
@@ -56,7 +56,7 @@ def test_no_thread_is_alive_at_interpreter_shutdown(ends: dict[str, Ended], name
 
 
 def test_missing_updates_set_the_exit_status(ends: dict[str, Ended]) -> None:
-    """The other rank is killed before it takes its last step: the script of the first one has ended well by itself."""
+    """The other rank is killed before its last step, while the script of the first rank has ended normally."""
     ended = ends["killed late and destroyed, ahead"]
     assert ended.statuses == (1, -9), ended.written
     assert "Updated parameters of the last step were not received" in ended.written
@@ -71,7 +71,7 @@ def test_running_save_is_completed_at_exit(ends: dict[str, Ended], kind: str) ->
 
 @pytest.mark.parametrize("kind", ["exit", *deep("destroy")])
 def test_save_failure_at_exit_sets_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
-    """Whatever the script had wanted it to be; and the error is told."""
+    """This holds for any exit status of the script, and the error is printed."""
     ended = ends[f"failing, {kind}"]
     assert ended.statuses == (1, 1) and not ended.saved and not ended.alive, ended.written
     assert ended.written.count("could not be written, and what was there is untouched: rank 1: ") >= 3, ended.written
@@ -90,8 +90,9 @@ def test_signal_ends_all_ranks(ends: dict[str, Ended]) -> None:
 
 
 def given_up_case() -> tuple[float, str, int]:
-    """An end after an error, where the other rank never takes part in a reduction: its seconds, what has become of the
-    reduction, and how many threads run."""
+    """Exit after an error while the other rank does not join a reduction. Return the seconds, the error of the
+    reduction, and the number of running threads.
+    """
     group = dist.new_group([0, 1])
     queue, failure = TransferQueue(overlap=True, on_thread=True), "none"
     if dist.get_rank() == 0:
@@ -118,7 +119,7 @@ def test_reductions_are_dropped_after_an_error(ranks: Any) -> None:
 
 
 def finalizer_case() -> tuple[bool, bool]:
-    """Whether what is owed is complete: after the end of a process of multiprocessing, as this one is, and before."""
+    """Return whether transfers are complete after the finalizer of a multiprocessing process, and before it."""
     done: list[bool] = []
 
     def transfer() -> Any:
@@ -140,7 +141,9 @@ def test_multiprocessing_child_completes_updates_at_exit(ranks: Any) -> None:
 
 
 def wait_case() -> tuple[int, int]:
-    """Transfers that run after a step of IIG which the other group takes later: before ``wait_for_updates``, after."""
+    """Return the number of unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps
+    late.
+    """
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))

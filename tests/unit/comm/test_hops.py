@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What arrives over hops, whatever collectives the backend uses."""
+"""Results of hops are the same with the collectives of every backend."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -64,7 +64,7 @@ def test_parts_use_rooted_reduces_if_these_are_faster(present: int, numel: int, 
 
 
 class Echo(ReduceHop):
-    """Two ranks; the other one has zeros. Keeps what it is given."""
+    """A process group of two ranks, of which the other one has zeros. Records its inputs."""
 
     size, multiple = 2, 1
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Channels of threads: few connections, any text, disks slower than a timeout, and lost connections."""
+"""Host channels: number of connections, any text, disks slower than the timeout, and lost connections."""
 
 import time
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def test_votes_texts_and_slow_disks(ranks: Any) -> None:
 
 
 def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
-    """Numbers, texts and messages over a tree of pairs; what disks return, one of which is slower than the timeout."""
+    """Return votes, texts, and messages over a tree of pairs, and results of disks, one slower than the timeout."""
     with (
         mock.patch.object(host_channel, "_FAN_OUT", 2),
         mock.patch.object(host_channel, "timeout_of", lambda group: timedelta(seconds=2.5)),
@@ -90,7 +90,7 @@ def lost_case(vote: bool) -> tuple[str, float]:
 
 
 class Unreadable(Exception):
-    """Its text cannot be read."""
+    """An error whose text cannot be read."""
 
     def __str__(self) -> str:
         raise LookupError("no text")
@@ -106,7 +106,7 @@ def test_all_ranks_receive_any_error_text(ranks: Any) -> None:
 
 
 def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
-    """Errors of one rank; texts of both; whether such texts can be compared."""
+    """Return the errors of one rank, the texts of both, and whether such texts can be compared."""
     channel, rank = HostChannel(unique_number()), dist.get_rank()
 
     def fail(error: Exception) -> None:

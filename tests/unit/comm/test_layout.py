@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of elements, layouts of flat buffers, plans of buckets, and owners of whole matrices."""
+"""Spans of elements, layouts of flat buffers, bucket plans, and owners of full matrices."""
 
 import itertools
 import random
@@ -30,7 +30,7 @@ LAYOUTS = some.one_of(ONE_STRIPE, SEVERAL)
 
 
 def positions(layout: FlatLayout) -> torch.Tensor:
-    """(rows, cols, chunk): which element of the flat buffer is where, -1 for padding."""
+    """Return the element of the flat buffer at each position, (rows, cols, chunk); -1 for padding."""
     found = torch.full((layout.rows, layout.cols, layout.chunk), -1)
     for stripe in layout.stripes:
         for cell in range(layout.rows * layout.cols):
@@ -158,7 +158,7 @@ SPANS = some.builds(Span, some.integers(0, 30), some.integers(0, 20))
 
 
 def elements(*spans: Span) -> list[int]:
-    """Those of spans, in order."""
+    """Return the elements of spans, in order."""
     return [element for span in spans for element in range(span.start, span.stop)]
 
 

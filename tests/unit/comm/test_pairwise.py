@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between pairs of ranks, which replace gloo's collectives: of any length, and any number on the wire."""
+"""Pairwise messages, which replace gloo's collectives: of any length, and several in flight."""
 
 import gc
 import time
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 def parts(sender: int, size: int, number: int) -> list[Any]:
-    """What a rank sends in the swap of this number: to each rank another length, to some nothing."""
+    """Return this rank's parts of an all-to-all: a different length for each rank, some empty."""
     return [
         torch.full((sender * receiver + number,), float(100 * number + 10 * sender + receiver))
         for receiver in range(size)
@@ -27,8 +27,9 @@ def parts(sender: int, size: int, number: int) -> list[Any]:
 
 
 def swap_case(late: int, dropped: bool) -> list[bool]:
-    """Several swaps over the same pairs, all started before one is waited for; one rank comes late. Whether each
-    brought what was sent; one may be dropped meanwhile, and so is not looked at."""
+    """Return whether each all-to-all delivered its parts. All are started before the first wait, and one rank starts
+    late. One handle may be dropped meanwhile; its result is not checked.
+    """
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if rank == late:
         time.sleep(0.3)
@@ -62,7 +63,7 @@ def test_dropped_all_to_all_does_not_affect_others(ranks: Any) -> None:
 
 
 def background_case() -> list[list[float]]:
-    """Two queues over one group, which ranks begin in different orders, beside messages of the main thread."""
+    """Run two queues over one group, which ranks start in different orders, while the main thread sends messages."""
     comms_logger.enabled = comms_logger.prof_all = True  # it times what threads start
     rank, hop = dist.get_rank(), GatherHop(dist.group.WORLD)
     found: list[list[float]] = [[], [], []]

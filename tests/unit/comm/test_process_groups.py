@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups inside groups and between them, within the data-parallel group only."""
+"""Process groups inside groups and between them, only within the data-parallel group."""
 
 import os
 import re
@@ -90,7 +90,7 @@ def test_cyclic_rank_placement_is_warned_about_once(ranks: Any) -> None:
 
 
 def placement_case() -> tuple[list[str], list[str]]:
-    """Warnings where hosts hold consecutive ranks, and where they do not."""
+    """Return the warnings if hosts have consecutive ranks, and if they do not."""
     found = []
     for hosts in ("aabb", "abab"):
         with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
@@ -110,8 +110,9 @@ def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
 
 
 def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
-    """Ranks of the groups of this rank, and whether a second call returns the same object; ranks that hold the same
-    shard, by placement."""
+    """Return the ranks of this rank's groups, whether a second call returns the same groups, and ranks with the same
+    shard by placement.
+    """
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
@@ -134,8 +135,9 @@ def test_one_split_creates_all_disjoint_groups(ranks: Any, collides: bool) -> No
 
 
 def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
-    """Ranks of groups that a backend makes by splits, and what these were given; ``collides``: the first two lists of
-    the first split have one hash."""
+    """Return the ranks of groups that a backend creates by splits, and the arguments of the splits. ``collides``: the
+    first two lists of the first split have the same hash.
+    """
     splits: list[Any] = []
 
     def split(parent: Any = None, split_ranks: Any = (), timeout: Any = None) -> Any:
@@ -162,7 +164,7 @@ def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
 
 
 def timeout_case() -> list[float]:
-    """Seconds, of a data-parallel group and of those inside it."""
+    """Return the timeouts, in seconds, of a data-parallel group and of the groups inside it."""
     made = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
     groups = (made.world, made.intra, made.inter, made.alone)
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
@@ -183,7 +185,7 @@ def test_different_node_sizes_are_refused_on_all_ranks(ranks: Any, sizes: str, m
 
 
 def nodes_case(sizes: str) -> None:
-    """Each rank is told another node size, as on nodes with different numbers of devices."""
+    """Give each rank another node size, as on nodes with different numbers of devices."""
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
     host = 0 if len(sizes) == 4 else int(sizes[dist.get_rank()])
     with mock.patch.object(process_groups, "_host", lambda: host):
@@ -191,7 +193,7 @@ def nodes_case(sizes: str) -> None:
 
 
 def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:
-    """Each case has a process group of its own; the threads that serve ours must go when it goes."""
+    """Each case has its own process group; the threads that serve its subgroups must end with it."""
     pool = ranks(4)
     pool.run(topology_case)
     before = pool.run(threads_case)
@@ -201,5 +203,5 @@ def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:
 
 
 def threads_case() -> int:
-    """Threads of this process."""
+    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))

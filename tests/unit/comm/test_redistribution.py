@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What arrives after redistributions, and what they copy and free on the way."""
+"""Results of redistributions, and the memory that they copy and free."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +106,7 @@ def test_gathers_use_hops_of_their_placements(ranks: Any) -> None:
 
 
 def gathers_case() -> dict[str, list[float]]:
-    """What each gather gives on 6 ranks in groups of 3."""
+    """Return the result of each gather on 6 ranks in groups of 3."""
     topology = get_topology(None, 3)
     mine = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
@@ -117,7 +117,7 @@ def gathers_case() -> dict[str, list[float]]:
 
 
 def communications(move: Any) -> int:
-    """Run a transfer; how many communications it started."""
+    """Run a transfer, and return the number of communications that it started."""
     count = 0
     for handle in move:
         handle.wait()

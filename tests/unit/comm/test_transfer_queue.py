@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is on the wire together, and who waits."""
+"""Order and overlap of transfers, and the threads and streams that wait for them."""
 
 import os
 import threading
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 
 
 def transfer(log: list[str], name: str) -> Any:
-    """Two hops."""
+    """A transfer of two hops."""
     for hop in (1, 2):
         log.append(f"start {name}{hop}")
         yield Handle(log, f"{name}{hop}")
@@ -34,11 +34,11 @@ def transfer(log: list[str], name: str) -> Any:
 
 
 def ignore(result: torch.Tensor) -> None:
-    """Deliver it nowhere."""
+    """Deliver to no destination."""
 
 
 class Late(threading.Thread):
-    """A thread that begins late, and a signal in between."""
+    """A thread that starts late, after a signal."""
 
     def start(self) -> None:
         with mock.patch.object(self._started, "wait", side_effect=KeyboardInterrupt):  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ class Late(threading.Thread):
 
 
 class Listed(threading.Thread):
-    """A signal when the thread is listed, and the system has not been asked."""
+    """A thread that is listed but never starts, because of a signal."""
 
     def start(self) -> None:
         listed = mock.patch.object(threading, "enumerate", lambda: [self])
@@ -59,7 +59,7 @@ class Listed(threading.Thread):
 
 
 class Refused(threading.Thread):
-    """The system has no more threads."""
+    """A thread that the system refuses to start."""
 
     def start(self) -> None:
         raise RuntimeError("can't start new thread")
@@ -154,7 +154,7 @@ def test_forked_process_starts_its_own_thread() -> None:
 
 def test_idle_thread_ends_and_frees_its_jobs() -> None:
     class Large:
-        """Something that a job refers to."""
+        """An object that a job references."""
 
     large = Large()
     alive, jobs = weakref.ref(large), WorkerThread()
@@ -224,7 +224,7 @@ def test_all_hops_are_launched_if_waits_do_not_block() -> None:
 
 
 class Behind:
-    """A communication on a stream of its own; a stream that waits is ordered after it."""
+    """A communication on its own stream; a stream that waits is ordered after it."""
 
     def __init__(self, order: Order, wire: Stream) -> None:
         self.order = order
@@ -238,20 +238,20 @@ class Behind:
 
 @contextmanager
 def wired() -> Iterator[tuple[Order, list[Stream]]]:
-    """A device with streams, and a stream for each of the two links."""
+    """A device with streams, and a stream for each of two links."""
     with device_with_streams() as order:
         yield order, [Stream(order, "intra"), Stream(order, "inter")]
 
 
 def over(order: Order, wires: list[Stream]) -> Any:
-    """A hop over each of these."""
+    """A transfer with a hop over each of these links."""
     for wire in wires:
         yield Behind(order, wire)
     return torch.empty(0)
 
 
 def seen(stream: Stream, wires: list[Stream]) -> list[int]:
-    """How many communications of each wire this stream is ordered after."""
+    """Return the number of communications of each link that this stream is ordered after."""
     return [stream.clock.get(wire.number, 0) for wire in wires]
 
 
@@ -300,7 +300,7 @@ def test_bucket_with_one_hop_is_delivered_in_order() -> None:
 
 
 def test_hop_state_is_ordered_between_transfers() -> None:
-    """As error feedback does: the next bucket between groups may have the same error."""
+    """Error feedback needs this: the next bucket between groups may have the same error."""
     kept: list[tuple[Stream, int]] = []
     behind: list[bool] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated device is not the host: it raises where CUDA refuses, and it finds missing waits of the host."""
+"""The simulated device is not the host: it raises errors as CUDA does, and detects missing host waits."""
 
 import re
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def test_operands_on_two_devices_are_refused(run_on_device: Any) -> None:
 
 
 def mixing_case(library: str) -> dict[str, str]:
-    """What small programs raise; those that must have names that begin with "!"."""
+    """Return the errors of small programs; the names of programs that must raise start with "!"."""
     import torch
     from deepspeed import comm as dist
     from torch.nn.functional import linear
@@ -50,7 +50,7 @@ def test_missing_host_wait_is_detected(run_on_device: Any) -> None:
 
 
 def waiting_case(library: str) -> dict[str, bool]:
-    """Whether anything is found in small programs; those that lack an order have names that begin with "!"."""
+    """Return whether small programs are reported; the names of those without an order start with "!"."""
     import torch
     from deepspeed.accelerator import get_accelerator
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On a device that is not the host, training gives the host's results, and tensors are where they should be."""
+"""On a device that is not the host, training gives the host's results, and tensors are on the expected device."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,9 @@ WATCHED = [
 
 
 @pytest.mark.parametrize("options, names", WATCHED)
-def test_host_waits_for_values_before_reading_them(run_on_device: Any, tmp_path: Path, options: str, names: Any) -> None:
+def test_host_waits_for_values_before_reading_them(
+    run_on_device: Any, tmp_path: Path, options: str, names: Any
+) -> None:
     for found in run_on_device(cases.watched, options, names, str(tmp_path)):
         assert found == {name: [] for name in names}
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules become units: flags, hooks and the report; and configurations that are refused."""
+"""Choice of units: flags, hooks, the report, and refused configurations."""
 
 import contextlib
 import io
@@ -36,7 +36,7 @@ INSIDE = {"Stem": 2, "Layer": 27, "Mixer": 3, "MixtureOfExperts": 22, "Expert": 
 def chosen(
     name: str, budget: int | None, threshold: int = 0, most_live: int = LIVE, change: str = ""
 ) -> dict[str, Any]:
-    """For each kind the names of modules; the hooks, before and after; the report."""
+    """Return for each kind the names of modules, the hooks before and after, and the report."""
     model = getattr(mixtures, name)((13, 7))
     if change == "set":
         set_z3_leaf_modules(model, [mixtures.MixtureOfExperts])
@@ -174,7 +174,7 @@ def test_choice_table_is_logged(ranks: Any) -> None:
 
 
 def report_case() -> list[list[tuple[str, str]]]:
-    """What is logged and printed with a budget, a threshold, one that does nothing, and one that splits experts."""
+    """Return the logged and printed lines with a budget, a threshold, one without effect, and one that splits experts."""
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
     keys = [{"stage3_leaf_bytes": True}, *thresholds]
@@ -218,7 +218,7 @@ def test_invalid_keys_are_refused_on_all_ranks(ranks: Any) -> None:
 
 
 def bad_case() -> list[str]:
-    """The errors of engines with bad keys."""
+    """Return the errors of engines with invalid keys."""
     return [error_of(make, zero) for zero, _ in BAD]
 
 
@@ -264,7 +264,7 @@ def test_leaf_command(
 
 
 def command_case(folder: str, command: list[str]) -> str:
-    """What a command prints that is alone in its process, with the modules of a folder."""
+    """Return the output of a command in its own process, with the modules of a folder."""
     dist.destroy_process_group()
     alone = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE", "ADDR", "PORT"))}
     with (
@@ -313,7 +313,7 @@ def test_default_budget_on_published_models(ranks: Any) -> None:
 
 
 def published_case() -> dict[str, list[str]]:
-    """The classes that become units of the models in ``PUBLISHED``."""
+    """Return the classes that become units of the models in ``PUBLISHED``."""
     import transformers
 
     taken = {}

@@ -1,10 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Modules fetched as one train what unmodified ZeRO-3 trains.
+"""Modules fetched as one unit train like unmodified ZeRO-3.
 
-On two ranks they agree bit for bit, since a sum over two ranks has one order. But leaf modules, even DeepSpeed's own,
-leave fewer nodes in autograd's graph: if a tensor has three or more consumers, its gradients may be summed in another
-order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set by hand.
+On two ranks, results are equal bit for bit, because a sum over two ranks has one order. But leaf modules, including
+DeepSpeed's own, add fewer nodes to autograd's graph: if a tensor has three or more consumers, its gradients may be
+summed in another order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set
+by hand.
 """
 
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do n
 
 
 def exact(rows: list[Any]) -> None:
-    """Not a bit is different."""
+    """Check that no bit differs."""
     for row in rows:
         assert (row.weights, row.losses, row.norms) == (0.0, 0.0, 0.0), row
         assert row.replicas_equal and row.same_decisions, row
@@ -107,7 +108,7 @@ def test_units_with_one_missing_parameter(ranks: Any, world: int) -> None:
 
 
 def one_missing_case() -> bool:
-    """Whether a model gives the same where the other parameter of a unit of two is gathered by hand."""
+    """Return whether a model gives the same output if one of two parameters of a unit is gathered by hand."""
     job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": 20})
     engine, model = training.make_engine(job, training.placed("GGG", group_size=1, **AUTO))
     x, _ = next(training.batches(job))
@@ -126,7 +127,7 @@ def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
 
 
 def full_case() -> set[bool]:
-    """Whether a bucket that gradients of a unit have filled is still there when they have been handed over."""
+    """Return whether a bucket that a unit's gradients have filled is still open after they have been reduced."""
     size, found, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
 
     def looked_at(reduction: Any, params: Any) -> None:

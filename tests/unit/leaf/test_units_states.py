@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in units are read, changed, saved and held like others; and what stock does with leaf modules."""
+"""Parameters in units are read, changed, saved, and released like others, and like stock's leaf modules."""
 
 import copy
 import re
@@ -32,7 +32,7 @@ def test_peak_of_gathered_elements(ranks: Any, keys: dict[str, Any]) -> None:
 
 
 def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
-    """The budget; elements gathered at a time, the largest unit, and what the report says."""
+    """Return the budget, the elements gathered at a time, the largest unit, and the report's prediction."""
     job = job_of(mixtures.Mixtures, zero=TIGHT)
     most: list[int] = []
 
@@ -59,8 +59,9 @@ def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
 
 
 def persistent_case() -> list[list[bool]]:
-    """Whether all small parameters are there after each of three forwards, with ours, without and with units, and with
-    stock."""
+    """Return whether all small parameters are available after each of three forwards: with our optimizer without and
+    with units, and with stock.
+    """
     found, ours = [], {"paro_strategy": "GGG"}
     for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
@@ -94,8 +95,9 @@ def test_checkpoints_do_not_depend_on_units_or_windows(
 def checkpoint_case(
     folder: str, network: str, keys: dict[str, Any], strategy: str
 ) -> tuple[list[list[float]], list[dict[str, float]], float | None]:
-    """Losses of a run, after a load out of units or windows, after a resume in these, and after a load into them; what
-    differs after these three; how far zero_to_fp32's weights are off."""
+    """Return the losses of a run, after a load from units or windows, after a resume with these, and after a load into
+    them; the differences after these three; and the distance of zero_to_fp32's weights.
+    """
     job = job_of(getattr(mixtures, network))
     whole = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
     plain, ours = training.placed(strategy, **whole), training.placed(strategy, **keys)
@@ -129,8 +131,9 @@ def test_unit_parameters_are_read_and_changed_alone(ranks: Any, keys: dict[str, 
 
 
 def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
-    """Whether a forward inside of GatheredParameters, where one of a unit is changed, sees it; and whether forwards
-    after it do, with all of the unit gathered again, and with small ones that persist."""
+    """Return whether a change of one of a unit's parameters inside GatheredParameters is visible in a forward there,
+    and in later forwards, which gather the complete unit again; and the same with small persistent parameters.
+    """
     forwards = []
     for persistence in (0, 100, 10**6):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": persistence})
@@ -160,8 +163,9 @@ def test_units_without_optimizer_or_gradients(ranks: Any, keys: dict[str, Any]) 
 
 
 def inference_case(keys: dict[str, Any]) -> list[bool]:
-    """Whether an engine without an optimizer gives the model's output, in several forwards; then a training one in
-    eval mode between two steps."""
+    """Return whether an engine without an optimizer gives the model's output in several forwards, and a training
+    engine in eval mode between two steps.
+    """
     job = job_of(mixtures.Mixtures)
     torch.manual_seed(3)
     model = mixtures.Mixtures(job.sizes)
@@ -198,7 +202,7 @@ def test_experts_out_of_order_raise_instead_of_hanging(ranks: Any) -> None:
 
 
 def backwards_case() -> None:
-    """Experts that are fetched in windows, and entered last to first."""
+    """Enter experts that are fetched in windows from last to first."""
     training.train(job_of(mixtures.Backwards), {"stage": 3, **CHUNKS})
 
 
@@ -230,8 +234,9 @@ def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: di
 
 
 def gradients_case(keys: dict[str, Any]) -> list[int]:
-    """The most elements of gradients that are there at a time in steps: plain, after a forward that only one rank
-    keeps and an evaluation, and with checkpointing."""
+    """Return the largest number of gradient elements at a time in steps: plain, after a forward that only one rank
+    keeps and an evaluation, and with checkpointing.
+    """
     most = []
     for checkpointing in (None, False):
         job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
@@ -267,8 +272,9 @@ def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -
 
 
 def frozen_case(keys: dict[str, Any]) -> list[float]:
-    """How far from stock weights are, where some parameters are frozen later, thawed later, or not the optimizer's;
-    copies of the model are made meanwhile."""
+    """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer.
+    Copies of the model are made meanwhile.
+    """
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)

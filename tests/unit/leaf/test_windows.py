@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
+"""Packed experts in windows train like unmodified ZeRO-3, with two windows gathered at a time."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ SOME = [("Mixtral", ("grouped_mm",)), ("DeepseekV3", ("batched_mm",)), ("GptOss"
 
 
 def make_model(name: str, implementation: str = "eager") -> Any:
-    """A causal language model, of random weights."""
+    """Return a causal language model with random weights."""
     import transformers
 
     torch.manual_seed(5)
@@ -52,14 +52,16 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 
 
 def two_experts(name: str) -> int:
-    """The budget of two of a model's experts."""
+    """Return the budget for two of a model's experts."""
     return 2 * max(expert_bytes(module) for module in make_model(name).modules())
 
 
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
-    """Train two steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
+    """Train two steps; return losses, full weights, and the result of ``look`` at the end. Ranks have their own
+    tokens.
+    """
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -88,13 +90,13 @@ def train(
 
 
 def off(found: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any]) -> tuple[float, float]:
-    """How far losses are off, and weights, relative to the largest."""
+    """Return the distance of losses, and of weights relative to the largest."""
     losses = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
     return losses, ((found[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
 
 
 def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
-    """The windows of each module that has some."""
+    """Return the windows of each module that has windows."""
     return [one.windows for one in windowed_modules(engine.module)]
 
 
@@ -107,7 +109,7 @@ def test_every_architecture_and_implementation(ranks: Any, name: str, implementa
 
 
 def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[str, float, float, Any]]:
-    """With a budget of two experts: how far from stock, and the windows."""
+    """Return the distance to stock and the windows, with a budget for two experts."""
     stock = train(name, {"stage": 3})
     rows = []
     for implementation in implementations:
@@ -118,7 +120,7 @@ def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[s
 
 
 def least(name: str) -> int:
-    """The least budget of a model."""
+    """Return the smallest budget of a model."""
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 
@@ -127,7 +129,7 @@ OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 
 
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
-    """Strategies against stock with the mixture as a leaf module."""
+    """Compare strategies with stock that has the mixture as a leaf module."""
     variants = [training.placed(name, size, **WINDOWS) for name in names]
     return training.against(
         job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more}), variants, BY_HAND
@@ -188,8 +190,9 @@ def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
 
 
 def measured_case() -> list[Any]:
-    """For strategies: elements gathered at a time, predicted, and of two windows; bytes that this rank receives in
-    two steps with windows, and without."""
+    """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
+    bytes that this rank receives in two steps with windows, and without.
+    """
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
@@ -228,8 +231,10 @@ def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
 
 
 def access_case() -> tuple[bool, float, bool, float, bool]:
-    """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
-    a change of it is used; the difference of a gradient; whether a copy of the experts has weights of its own."""
+    """Return whether generation equals stock's; the difference of an evaluation; whether a gathered parameter is
+    complete and a change of it is used; the difference of a gradient; and whether a copy of the experts has its own
+    weights.
+    """
     ids = torch.arange(6).view(1, 6)
     seen: list[Any] = []
     copies: list[bool] = []
@@ -267,7 +272,9 @@ def test_interrupted_backward_leaves_no_state(ranks: Any) -> None:
 
 
 def given_up_case() -> dict[str, bool]:
-    """Whether weights are those of a run without the micro-step that raised in backward, between two windows."""
+    """Return whether weights equal those of a run without the micro-batch that raised in backward, between two
+    windows.
+    """
 
     class Interrupted(Exception):
         pass
@@ -315,7 +322,9 @@ def test_unsupported_experts_stay_together(ranks: Any) -> None:
 
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
-    """The error of a budget below one expert; what becomes of packed experts, and the beginning of why."""
+    """Return the error of a budget below one expert; and for each module with packed experts its kind and the start of
+    the reason.
+    """
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]

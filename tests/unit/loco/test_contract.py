@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""LoCo's numerical contract, as far as single operators fulfill it; what needs several ranks is in test_hop.py.
+"""LoCo's numerical contract for single operators; parts that need several ranks are tested in test_hop.py.
 
-S: the scale on the wire; r = h - d: what quantization takes from a compensated gradient.
+S: the scale on the wire; r = h - d: the quantization error of a compensated gradient.
 """
 
 import itertools
@@ -32,20 +32,20 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def student_t3(numel: int) -> Tensor:
-    """Heavy tails: as gradients of embeddings have them."""
+    """Return heavy-tailed numbers, like gradients of embeddings."""
     squares = normal(3, numel, seed=5).square().sum(0) / 3
     return normal(numel, seed=6) / squares.sqrt()
 
 
 class Sender:
-    """A rank's side of one message: what it sends, and the error that it keeps."""
+    """A rank's side of one bucket: its message, and its error."""
 
     def __init__(self, bits: int = 4, block: int = 128, dtype: torch.dtype = torch.uint8, **options: Any) -> None:
         self.packing, self.dtype, self.options = Packing(bits, block), dtype, options
         self.error: Tensor | None = None
 
     def send(self, gradient: Tensor) -> Tensor:
-        """Compress (rows, width); returns what arrives, fp32."""
+        """Compress (rows, width), and return the received values, fp32."""
         rows, width = gradient.shape
         self.wire = self.packing.empty(rows, width, gradient)
         kept = Packing(8, self.packing.block_size)
@@ -62,14 +62,14 @@ class Sender:
         return arrived
 
     def kept(self, width: int) -> Tensor:
-        """The error that is kept, in fp32."""
+        """Return the error in fp32."""
         if self.error is None:
             return torch.zeros(1, width)
         hadamard = self.options.get("hadamard", False)
         return reference.decode_error(self.error, width, self.packing.block_size, hadamard)
 
     def steps(self, width: int) -> Tensor:
-        """S of each element."""
+        """Return S of each element."""
         scales = self.packing.scales(self.wire, width).float()
         return scales.repeat_interleave(self.packing.block_size, dim=1)[:, :width]
 

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA kernels compile, and on a GPU keep to streams, graphs and 64-bit sizes.
+"""The CUDA kernels compile, and on a GPU they support streams, graphs, and 64-bit sizes.
 
-``tests.campaigns.kernels`` compares their bits with the reference's, emulated and on a GPU.
+``tests.campaigns.kernels`` compares their bits with the reference, emulated and on a GPU.
 """
 
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_page_lists_kernel_resources() -> None:
 
 @pytest.mark.gpu
 def test_kernels_use_the_current_stream(gpu: None) -> None:
-    """On both, compressing waits for a gradient that is written late, and for nothing else."""
+    """On both streams, compression waits for a gradient that is written late, and for nothing else."""
     packing, width = Packing(4, 128), 2**20
     values = [torch.randn(1, width) for _ in range(2)]
     sources = [value.cuda() for value in values]
@@ -84,7 +84,7 @@ def test_kernels_use_the_current_stream(gpu: None) -> None:
 
 @pytest.mark.gpu
 def test_cuda_graph_captures_kernels(gpu: None) -> None:
-    """They allocate nothing, and wait for nothing."""
+    """Kernels neither allocate nor synchronize."""
     packing, gradient = Packing(4, 128), torch.randn(2, 5000, device="cuda")
     wire, out = packing.empty(2, 5000, gradient), torch.empty(5000, device="cuda")
     updated = torch.randn(1, 5000, device="cuda").bfloat16()

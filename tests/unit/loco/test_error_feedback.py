@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of messages: cost of finding them, changes of buckets, and host memory.
+"""Error feedback: cost of finding errors, changes of buckets, and host memory.
 
 Copies between devices are recorded on the meta device, which does not execute them.
 """
@@ -26,13 +26,13 @@ NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
 
 
 def messages_of(groups: int, messages: int, shift: int = 0) -> list[Contents]:
-    """Buckets where g = G: each has a run of every group's row."""
+    """Return buckets as with g = G: each has a span of every group's row."""
     starts = range(shift, shift + messages * NUMEL, NUMEL)
     return [tuple((ShardSpan(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
 
 
 def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
-    """What a step does with its messages."""
+    """Update the errors of a step's buckets."""
     for contents in messages:
         old, new = feedback.buffers(contents, [NUMEL] * len(contents), "cpu")
         new.zero_() if old is None else new.copy_(old)
@@ -41,7 +41,7 @@ def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
 
 
 def calls(groups: int, messages: int, changes: bool) -> float:
-    """Calls of Python functions for each run."""
+    """Return the number of Python calls for each span."""
     counted = 0
 
     def count(_frame: Any, event: str, _argument: Any) -> None:
@@ -113,7 +113,7 @@ def test_errors_follow_elements_into_other_buckets() -> None:
 
 
 def test_errors_are_loaded_with_other_settings() -> None:
-    """Errors of sums in older checkpoints were in blocks of 128, and added whole."""
+    """Errors of sums in older checkpoints have blocks of 128, and are not averaged."""
     unsent = torch.randn(200, generator=torch.Generator().manual_seed(0))
     old, feedback = ErrorFeedback(LocoSettings(err_beta=0.0)), ErrorFeedback(UpdateSettings().sums)
     run = ShardSpan(0, 0, 0, 200)
@@ -139,7 +139,7 @@ def test_sums_in_4_bits_have_smaller_blocks_by_default() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Copies between devices: from where, to where, whether the host waits."""
+    """Records copies between devices: source, target, and whether the host waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,9 @@ def test_errors_on_gradient_device_are_not_copied() -> None:
         ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
     ],
 )
-def test_errors_are_on_the_device_of_the_optimizer(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
+def test_errors_are_on_the_device_of_the_optimizer(
+    offload: dict[str, Any] | None, expected: tuple[str | None, bool]
+) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
     assert setup._error_device(engine) == expected

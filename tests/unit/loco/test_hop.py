@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The reduction between groups: the true mean for every shape and number of ranks, and its error feedback."""
+"""The LoCo hop between groups: the mean for every shape and number of ranks, and error feedback."""
 
 from typing import Any
 from unittest import mock
@@ -29,7 +29,9 @@ def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, b
 
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
-    """Shape and dtype; projection of the result on the mean in fp64; largest error over its bound."""
+    """Return shape and dtype, the projection of the result on the fp64 mean, and the largest error relative to its
+    bound.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -78,7 +80,7 @@ def test_09_skipped_step_keeps_errors(ranks: Any, names: tuple[str, ...], dtype:
 
 
 def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
-    """Three steps; the second one overflows on one rank."""
+    """Take three steps, of which the second overflows on one rank."""
     # Norms that are not finite skip a step of stage 3 in any dtype; of stages 1 and 2 in fp32, too.
     job = training.Job(steps=3, accumulation=2, dtype=dtype, overflow=[(2, 1)], empty=False, zero=training.SMALL)
     rows = []
@@ -106,7 +108,7 @@ def test_09_dropped_gradients_keep_errors(ranks: Any) -> None:
 
 
 def dropped_case() -> bool:
-    """Whether zero_grad before a step restores what is kept. With p = N it drops nothing that was reduced."""
+    """Return whether zero_grad before a step restores the errors. With p = N it drops no reduced gradients."""
     job = training.Job(empty=False)
     same = True
     for name in ("IIG", "ING"):
@@ -138,7 +140,9 @@ def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation
 
 
 def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, list[bool], float]]:
-    """Whether errors are kept after each of seven steps with resets after three; how often each was updated."""
+    """Return whether there are errors after each of seven steps with resets after three, and how often each was
+    updated.
+    """
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     rows = []
     for name in names:
@@ -166,7 +170,7 @@ def test_all_ranks_refuse_cpu_only_kernels(ranks: Any) -> None:
 
 
 def lacking_case() -> tuple[str, str]:
-    """Errors where each rank has kernels for CUDA, and where the second one has none."""
+    """Return the errors if every rank has CUDA kernels, and if the second one has none."""
     from deepspeed_ext.loco import hop, ops
 
     device = mock.Mock(device_name=lambda: "cuda", current_device_name=lambda: "cpu")

@@ -1,7 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels give the reference's bits, are well-behaved operators, and can be missing: then messages are processed in
-pieces of bounded size."""
+"""Kernels match the reference bit for bit and are valid torch operators. Without kernels, the reference processes
+messages in pieces of bounded size.
+"""
 
 import subprocess
 import sys
@@ -131,7 +132,7 @@ def test_cpu_only_kernels_refuse_gpu_tensors() -> None:
 
 
 def parameters(rows: int, width: int, dtype: torch.dtype, step: float = 1e-3) -> tuple[Tensor, Tensor]:
-    """Updated ones and what is held of them, both as rows of a longer one."""
+    """Return updated parameters and their replica, both as rows of a longer tensor."""
     held = (torch.randn(rows, width + 5) * 0.02).to(dtype)
     updated = (held.float() + step * torch.randn(rows, width + 5)).to(dtype)
     return updated[:, 3 : 3 + width], held[:, 2 : 2 + width]
@@ -176,7 +177,7 @@ def test_nothing_is_written_after_a_row() -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> None:
-    """Nothing drifts: what is held is within a step of the last difference, and a pause brings it home."""
+    """There is no drift: the replica is within a quantization step of the last difference, and converges in a pause."""
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
     master = torch.randn(1, width) * 0.02
@@ -228,9 +229,7 @@ def test_without_compiler_reference_runs_with_one_warning(tmp_path: Any) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_with_gpu_but_no_nvcc_warning_names_missing_package(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_gpu_but_no_nvcc_warning_names_missing_package(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
@@ -252,7 +251,7 @@ BLOCK = 64
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest storage that operations make, those of the given tensors left out."""
+    """Records the bytes of the largest storage that operations allocate, except for given tensors."""
 
     def __init__(self, *given: Tensor | None) -> None:
         super().__init__()
@@ -269,7 +268,7 @@ class Largest(TorchDispatchMode):
 
 
 def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool) -> tuple[list[Tensor], int]:
-    """What two steps and a sum of three pieces write, and bytes of the largest temporary."""
+    """Return the outputs of two steps and of a sum of three pieces, and the bytes of the largest temporary."""
     generator = torch.Generator().manual_seed(0)
     packing, written, largest, old = Packing(bits, BLOCK), [], 0, None
     for dtype in (torch.float32, torch.bfloat16):

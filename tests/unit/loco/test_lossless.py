@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Lossless updates: every bit comes back, in the format's bytes, and kernels give those of the reference."""
+"""Lossless updates restore every bit, have the documented format, and match the reference."""
 
 from collections.abc import Callable
 
@@ -19,7 +19,7 @@ OF_KERNELS: Operators = (KERNEL.lossless_measure, KERNEL.lossless_pack, KERNEL.l
 
 
 def parameters(kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Updated ones and what is held of them, inside of longer rows, and unaligned; ``kind`` says how they differ."""
+    """Return updated parameters and their replica, unaligned and inside longer rows; ``kind``: how they differ."""
     held = (torch.randn(1, width + 5) * 0.02).to(dtype)
     steps = torch.zeros(1, width + 5)
     if kind == "random":  # half of them far away
@@ -41,7 +41,7 @@ def parameters(kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
 
 
 def packed(updated: Tensor, held: Tensor, spare: int = 0) -> Tensor:
-    """Return the wire's row, with spare bytes after it."""
+    """Return the packed row, followed by spare bytes."""
     header, size = ops.header_of(ops.measure(updated, held))
     wire = torch.full((1, int(size) + spare), 7, dtype=torch.uint8)
     ops.pack(updated, held, header, wire)
@@ -88,7 +88,7 @@ def test_lossless_kernels_match_reference_bytes(dtype: torch.dtype, kind: str, w
 @pytest.mark.parametrize("run", [OF_REFERENCE, OF_KERNELS], ids=["reference", "kernels"])
 @pytest.mark.parametrize("dtype", ops.LOSSLESS_DTYPES, ids=str)
 def test_all_bit_patterns_are_restored(dtype: torch.dtype, run: Operators) -> None:
-    """NaNs, infinities, both zeros: each pattern is sent and held, beside near ones and far ones."""
+    """NaNs, infinities, both zeros: each pattern is an updated and a previous value, with near and far partners."""
     everything = torch.arange(ALL_BITS).to(torch.int16)
     neighbors = [lossless._ordinal(lossless._ordinal(everything) + step) for step in range(-11, 12)]
     for others in (*neighbors, everything[torch.randperm(ALL_BITS)], everything.flip(0)):
@@ -103,7 +103,7 @@ def test_all_bit_patterns_are_restored(dtype: torch.dtype, run: Operators) -> No
 
 
 def test_format_bytes() -> None:
-    """One tile of each mode, written out: what the docstring says, not what the code does."""
+    """One tile of each mode, written out from the docstring, not from the code."""
     ordinals = torch.zeros(4, lossless.TILE, dtype=torch.int16)
     ordinals[1, :9] = torch.tensor([1, -1, 0, 7, -8, 8, 0, 0, -2])
     ordinals[2] = torch.tensor([0, 1, -1, 1]).repeat(256)

@@ -1,7 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that cross in few bits: replicas stay equal to the bit, and close to the optimizer's weights, also after
-copies, checkpoints and moves of states between steps."""
+"""Updates in few bits: replicas stay bit-identical, and close to the optimizer's weights, also after copies,
+checkpoints, and offloading between steps.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ JOBS = {
 
 
 class Sent(NamedTuple):
-    """A difference on its way: what everybody is to hold then, what was sent, and how far apart these may be."""
+    """A difference in flight: the expected replica, the update, and their largest allowed distance."""
 
     held: Any
     expected: Any
@@ -54,14 +55,14 @@ class Sent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a strategy's run showed on this rank.
+    """Observations of a strategy's run on this rank.
 
     Attributes:
         messages: differences with elements that this rank sent.
-        as_decoded: whether parameters after a step were those before it plus the decoded difference.
-        close: whether they were within a quantization step of what was to be sent; a skipped step sent nothing.
-        equal: whether all ranks held the same after each step.
-        distance: to the optimizer's weights at the end, in the largest quantization steps of the last differences.
+        as_decoded: whether parameters after a step equal the previous ones plus the decoded difference.
+        close: whether they were within a quantization step of the update; a skipped step sends nothing.
+        equal: whether replicas were equal on all ranks after each step.
+        distance: distance to the optimizer's weights at the end, in the largest steps of the last differences.
     """
 
     messages: int
@@ -73,7 +74,7 @@ class Seen(NamedTuple):
 
 @contextlib.contextmanager
 def differences(sent: list[Sent]) -> Iterator[None]:
-    """Put down what is sent."""
+    """Record the differences that are sent."""
     difference = ops.difference
 
     def noting(updated: Any, held: Any, wire: Any, packing: Any) -> None:
@@ -90,7 +91,7 @@ def differences(sent: list[Sent]) -> Iterator[None]:
 
 
 def run(job: Job, name: str) -> Seen:
-    """Train a strategy."""
+    """Train with a strategy."""
     engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
     data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
@@ -118,7 +119,7 @@ def run(job: Job, name: str) -> Seen:
 
 
 def distance_to_masters(engine: Any) -> float:
-    """How far this rank's own elements are from the optimizer's weights, rounded to the parameters' dtype."""
+    """Return the distance of this rank's own elements to the optimizer's weights, rounded to the parameters' dtype."""
     worst, optimizer = 0.0, engine.optimizer
     for param in engine.module.parameters():
         if not param.requires_grad or not getattr(param, "ds_numel", param.numel()):
@@ -175,7 +176,9 @@ def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tu
 
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
-    """Whether losses, norms and weights are those without the key to the bit; messages that were not sent whole."""
+    """Return whether losses, norms, and weights equal those without the key, bit for bit; and the number of encoded
+    messages.
+    """
     rows = {}
     for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
@@ -207,8 +210,9 @@ def test_changes_from_outside_are_sent_unencoded(
 
 
 def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
-    """The largest distance of parameters from the optimizer's weights on any rank, before the change and one step
-    after it; whether replicas are equal then."""
+    """Return the largest distance of parameters to the optimizer's weights on any rank, before the change and one step
+    after it, and whether replicas are equal then.
+    """
 
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
@@ -273,7 +277,7 @@ def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: t
 
 
 def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]:
-    """Whether replicas are equal; how far weights are from those of a run without the key, of the largest one."""
+    """Return whether replicas are equal, and the relative distance of weights to those of a run without the key."""
     rows = {}
     for name in names:
         ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
@@ -289,9 +293,10 @@ def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:
 
 
 def feedback_case() -> tuple[float, float, bool, float]:
-    """How far the mean of 50 sums that come back is from the sum, in its largest element, where steps are applied and
-    where they are skipped; whether all ranks get the same bits; the squared distance of sums from ever new ones, in
-    that of the first one, to which no error was added."""
+    """Return the distance of the mean of 50 gathered sums to the sum, if steps are applied and if they are skipped;
+    whether all ranks get the same bits; and the squared distance of changing sums, relative to that of the first one,
+    which has no error.
+    """
     numel, off, same = 1001, [], True
     for applied, varies in ((True, False), (False, False), (True, True)):
         generator, squares = torch.Generator().manual_seed(3), []
@@ -318,7 +323,7 @@ def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: 
 
 
 def offloaded_case(folder: str) -> tuple[str, bool]:
-    """The error of a save while parameters are offloaded; whether a save after that succeeds."""
+    """Return the error of a save while parameters are offloaded, and whether a later save succeeds."""
     job = training.Job(zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
@@ -345,7 +350,7 @@ def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -
 
 
 def halves_case(folder: str) -> list[list[str]]:
-    """Warnings of loads: of one half of an all-reduce into both, of both into one, of both into both."""
+    """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into both."""
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
@@ -370,8 +375,9 @@ def test_padding_of_optimizer_weights_is_zero_after_a_load(ranks: Any) -> None:
 
 
 def padding_case() -> tuple[bool, bool]:
-    """Whether the optimizer's weights have padding here or elsewhere, which is zero when they were taken anew from the
-    model, out of memory that was given up."""
+    """Return whether the optimizer's weights have padding here or on other ranks, and whether it is zero after they
+    were copied from the model into reused memory.
+    """
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
     optimizer, hold = engine.optimizer, FlatUpdates._hold

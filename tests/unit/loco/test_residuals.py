@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What LoCo has not sent yet, in checkpoints."""
+"""LoCo's residuals, its unsent gradients, in checkpoints."""
 
 import math
 import os
@@ -40,7 +40,7 @@ def test_15_resumed_run_matches_uninterrupted_run(
 
 
 def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -> list[tuple[str, bool, bool, int]]:
-    """Train with and without a checkpoint in between; whether weights and errors are equal to the bit."""
+    """Train with and without a checkpoint in between; return whether weights and errors are equal bit for bit."""
     job, rows = snapshots.job_of(dtype), []
     with mock.patch.object(collectives, "backend_of", lambda group: backend):
         for name in names:
@@ -82,7 +82,7 @@ def test_15_other_ranks_load_the_sum_of_residuals(ranks: Any, tmp_path: Any, loa
 
 
 def not_sent(engine: Any) -> list[float]:
-    """The sum over all ranks of what they have not sent, by parameter and element."""
+    """Return the sum over all ranks of unsent gradients, by parameter and element."""
     totals = {
         name: torch.zeros(getattr(parameter, "ds_numel", parameter.numel()))
         for name, parameter in engine.module.named_parameters()
@@ -100,7 +100,7 @@ def not_sent(engine: Any) -> list[float]:
 
 
 def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
-    """Save after three steps, and convert; what was not sent then."""
+    """Save after three steps, and convert; return the unsent gradients."""
     job, left = snapshots.job_of(), {}
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
@@ -115,7 +115,7 @@ def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
 
 
 def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
-    """What is not sent after a load of the converted checkpoint."""
+    """Return the unsent gradients after a load of the converted checkpoint."""
     job = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
     engine.load_checkpoint(folder, f"{name}_universal")
@@ -133,7 +133,7 @@ def test_15_missing_residuals_warn_once_and_start_at_zero(ranks: Any, tmp_path: 
 
 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
-    """Load what was saved without LoCo, and the other way round; save without LoCo what was saved with it."""
+    """Load a checkpoint of a run without LoCo with LoCo, and vice versa; save without LoCo after a load with it."""
     job = snapshots.job_of()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
@@ -159,7 +159,7 @@ def test_15_converted_tag_is_saved_again(ranks: Any, tmp_path: Any) -> None:
 
 
 def again_case(folder: str) -> tuple[int, bool]:
-    """Steps of a conversion whose source was replaced, and whether it has no residuals."""
+    """Return the steps of a conversion whose source was replaced, and whether it has no residuals."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -183,7 +183,9 @@ def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path
 
 
 def moved_case(folder: str) -> tuple[bool, ...]:
-    """Whether a converted checkpoint has found residuals: moved; with a path, as once; with one to elsewhere."""
+    """Return whether a converted checkpoint finds its residuals: after a move, with an old path, and with another's
+    path.
+    """
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -218,7 +220,7 @@ def test_15_residuals_on_node_local_disks(ranks: Any, tmp_path: Any) -> None:
 
 
 def disks_case(folder: str) -> bool:
-    """Whether each rank finds its residuals where only its node's files are."""
+    """Return whether each rank finds its residuals if disks have only the files of their node."""
     node, local = divmod(dist.get_rank(), 2)
     disk = str(Path(folder, str(node)))
     job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
@@ -244,7 +246,7 @@ def test_15_damaged_residuals_are_refused_before_loading(ranks: Any, tmp_path: A
 
 
 def damage_case(folder: str) -> list[tuple[str, bool]]:
-    """For each damage the error of a load, and whether what was there is there."""
+    """Return for each damage the error of a load, and whether states are unchanged."""
     job = snapshots.job_of()
     engine, model = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
     for tag in ("first", "second"):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Training with LoCo: every strategy and stage, error feedback, and what is logged."""
+"""Training with LoCo: every strategy and stage, error feedback, and log lines."""
 
 import csv
 import itertools
@@ -30,7 +30,7 @@ ROWS = [("fp32", 1, ("NNN", "NGG", "III", "GGG", "2", "3")), ("bf16", 3, ("NIG",
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype, accumulation, names", [*ROWS, *deep(("fp32", 1, (*ALL, *"123")))], ids=by_strategies)
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, names: Any) -> None:
-    """Gradients of stock, to within quantization: a factor of 2 in any of them would show in the norms."""
+    """Gradients match stock within quantization: a factor of 2 in any of them would show in the norms."""
     for rows in ranks(4).run(parity_case, dtype, accumulation, names):
         assert [row.strategy for row in rows] == [*names]
         for row in rows:
@@ -40,7 +40,7 @@ def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, nam
 
 
 def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[Any]:
-    """Differences to stock ZeRO-2."""
+    """Return the differences to stock ZeRO-2."""
     job = training.Job(steps=4, accumulation=accumulation, dtype=dtype, groups=2, empty=False, zero=training.SMALL)
     stock, rows = training.train(job, {"stage": 2}), []
     for name in names:
@@ -56,15 +56,16 @@ def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[A
 
 @pytest.mark.parametrize("accumulation, names", [(2, ("NGG",)), *deep((1, ALL), (2, ("IIG",)))], ids=by_strategies)
 def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
-    """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
+    """Average the same gradients over 8 steps: without feedback, the error is that of one step, about 0.1."""
     for rows in ranks(4).run(feedback_case, accumulation, names):
         for name, fed, unfed in rows:
             assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
 
 def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """For each strategy the relative error of the mean gradient, with feedback and without it; if gradients are
-    accumulated, with layers that some steps skip."""
+    """Return for each strategy the relative error of the mean gradient, with and without feedback. With accumulation,
+    some steps skip layers.
+    """
     steps = 8
     job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
 
@@ -112,7 +113,7 @@ def test_padding_stays_zero(ranks: Any) -> None:
 
 
 def padding_case() -> list[tuple[str, int, float]]:
-    """Elements of padding in this rank's shards, and the largest of them at the boundary, rotated."""
+    """Return the number of padding elements in this rank's shards, and their largest value at the boundary, rotated."""
     job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
     for name in ("NNN", "NIG", "NGG", "III", "GGG"):
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
@@ -151,7 +152,9 @@ def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
 
 
 def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
-    """Largest difference of weights to the same run without offload; where errors are kept, and whether pinned."""
+    """Return the largest difference of weights to the same run without offload, the device of errors, and whether they
+    are pinned.
+    """
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
     for name in ("NIG", "IIG"):
         keys, kept = training.placed(name, zeropp_loco_param={}), []
@@ -168,7 +171,7 @@ def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
 
 
 def options_case() -> list[tuple[str, float, float, bool]]:
-    """What is configured; differences to stock of norms and weights."""
+    """Return the configured values, and the differences of norms and weights to stock."""
     rows, stocks = [], dict[str, Any]()
     skipped = [(1, 1), (4, 0), (4, 2), (7, 1)]
     for what, names, more, loco, job in (
@@ -194,7 +197,7 @@ def test_quantized_gradients_without_loco_have_no_feedback(ranks: Any) -> None:
 
 
 def alone_case() -> tuple[dict[str, Any], bool]:
-    """Settings of the hop, and whether it remembers anything."""
+    """Return the settings of the hop, and whether it has errors."""
     found: list[Any] = []
 
     def look(engine: Any) -> None:
@@ -219,7 +222,7 @@ def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
 
 
 def lines_case() -> list[list[str]]:
-    """Lines about LoCo and updates, with two groups and with one."""
+    """Return log lines about LoCo and updates, with two groups and with one."""
     found = []
     keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
@@ -249,8 +252,9 @@ def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
 
 
 def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
-    """Train three steps with all of them on; names of records of communication, also where sums come back; of timers
-    that have run; looks."""
+    """Train three steps with all of them enabled; return the names of communication records, including gathers of
+    sums, the timers that have run, and the number of samples.
+    """
     config = {
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
         "comms_logger": {"enabled": True, "prof_all": True},
