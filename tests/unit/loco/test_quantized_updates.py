@@ -350,7 +350,9 @@ def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -
 
 
 def halves_case(folder: str) -> list[list[str]]:
-    """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into both."""
+    """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into
+    both.
+    """
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():

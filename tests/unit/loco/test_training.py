@@ -113,7 +113,9 @@ def test_padding_stays_zero(ranks: Any) -> None:
 
 
 def padding_case() -> list[tuple[str, int, float]]:
-    """Return the number of padding elements in this rank's shards, and their largest value at the boundary, rotated."""
+    """Return the number of padding elements in this rank's shards, and their largest value at the boundary,
+    rotated.
+    """
     job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
     for name in ("NNN", "NIG", "NGG", "III", "GGG"):
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
