@@ -334,7 +334,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
                 patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
-            patches.enter_context(mock.patch.object(redistribution, "aligned_rows", converted_by_host))
+            patches.enter_context(mock.patch.object(redistribution, "align_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield

@@ -40,7 +40,7 @@ def test_rooted_reduces_are_coalesced() -> None:
         mock.patch.object(collectives, "get_coalescing_manager", launch),
         mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(4)),
         mock.patch.multiple(collectives.dist, reduce=reduce, **ranks),
-        mock.patch.object(backends, "_OF_A_STEP", 0),
+        mock.patch.object(backends, "_ELEMENTS_PER_STEP", 0),
     ):
         move = backends.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
         next(move).wait()
