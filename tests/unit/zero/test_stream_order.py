@@ -125,7 +125,7 @@ UNFOUND = {
     "comm/worker_thread.py:complete_before_exit:synchronize": _ENDS,
     "comm/transfer_queue.py:StreamEvent.synchronize:synchronize": _ENDS,
     "comm/transfer_queue.py:TransferQueue.synchronize:synchronize": _ENDS,
-    "integration/seams.py:complete_transfers_first:complete": _ENDS,
+    "integration/seams.py:complete_transfers_first:complete_before_exit": _ENDS,
     "comm/transfer_queue.py:_SideStreamTransfer._resume:wait": _ALONE,
     "comm/transfer_queue.py:_SideStreamTransfer._deliver_result:wait": _ALONE,
     "comm/transfer_queue.py:ActiveTransfer.wait:complete": "a side stream has been given all of it before",
