@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What grows with the number of ranks: groups, messages, host time, memory of bookkeeping.
+"""Measures growth with the number of ranks: groups, messages, host time, and memory of bookkeeping.
 
     python -m tests.perf.growth --csv tests/perf/results/growth.csv
 
 Runs the real engine as one rank of 64 to 16,384, in groups of 8, on torch's fake process group, for each strategy and
-for DeepSpeed's own stages, in turns. The model has the tensors of a 7B Llama with a sixteenth of its width. Nothing
-is sent, so seconds are the host's alone: no gloo, no NCCL, no network. MB are those that Python and its objects take
-(tracemalloc), not tensors, for an engine that has made three steps.
+for DeepSpeed's own stages, in turns. The model has the tensors of a 7B Llama with a sixteenth of its width. No data is
+sent, so seconds are host time only: no gloo, no NCCL, no network. MB are those of Python and its objects
+(tracemalloc), not of tensors, for an engine after three steps.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 class Part(nn.Module):
-    """A parameter in a module of its own, and a sum that gives it a gradient."""
+    """A parameter in its own module, and a sum that gives it a gradient."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Part(nn.Module):
 
 
 def make_engine(method: str, group_size: int) -> Any:
-    """Return an engine of a strategy, or of a stage of DeepSpeed's own ("2")."""
+    """Return an engine of a strategy, or of one of DeepSpeed's own stages ("2")."""
     process_groups._cached_groups.clear()  # as in a process of its own
     process_groups._self_groups.clear()
     deepspeed.utils.groups._WORLD_GROUP = None
@@ -81,7 +81,7 @@ def make_engine(method: str, group_size: int) -> Any:
 
 
 def train(engine: Any, world: FakeWorld, steps: int) -> float:
-    """Make some steps; return the seconds of the last one, while ``world`` counts its messages."""
+    """Take some steps; return the seconds of the last one, in which ``world`` counts messages."""
     seconds = 0.0
     for _ in range(steps):
         world.reset()
@@ -93,7 +93,7 @@ def train(engine: Any, world: FakeWorld, steps: int) -> float:
 
 
 def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dict[str, Any]:
-    """Make an engine and train: what was counted; with ``traced`` MB instead of seconds."""
+    """Make an engine and train; return the counts, with ``traced`` MB instead of seconds."""
     gc.collect()
     world.reset()
     if traced:
@@ -117,7 +117,7 @@ def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dic
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure methods in turns, in this process; give a row for each."""
+    """Measure methods in turns, in this process; return a row for each."""
     (ranks,), group_size, methods = args.worlds, args.group_size, args.methods
     world = FakeWorld(ranks, group_size)
     deepspeed.init_distributed(dist_backend="gloo")  # finds the fake one

@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs a program that imports torch, and never DeepSpeed, that this package is installed.
+"""Measures the cost of this package for a program that imports torch but not DeepSpeed.
 
     python -m tests.perf.import_cost
 
-Fresh processes take turns. *importing torch* is user and system time of a process that does nothing else, since the
-clock on a wall tells what else the machine does. *of that ours* is a clock around the import of this package alone,
-in a process that has imported torch without it.
+Fresh processes take turns. *importing torch* is user and system time of a process that does nothing else, because wall
+time depends on the load of the machine. *of that ours* is the wall time of importing this package alone, in a process
+that has imported torch without it.
 """
 
 import argparse
@@ -34,7 +34,7 @@ OURS = (
 
 
 def run(code: str, environment: dict[str, str]) -> str:
-    """Run code in a fresh process, and return what it prints."""
+    """Run code in a fresh process, and return its output."""
     given = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
     return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
 

@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ZeRO-3 costs the host on a model of many small modules, with leaf modules chosen in several ways.
+"""Measures ZeRO-3's host time on a model of many small modules, with several choices of leaf modules.
 
     python -m tests.perf.leaf_overhead
 
-Measured is a micro-step (forward and backward) of a mixture of experts so small that hooks take most of the time, in
-fp32 on CPU ranks with gloo. Overhead is what it takes beyond as many processes of plain PyTorch; with one rank it is
-the host's cost alone. No parameter persists. A granularity threshold of 1 makes no module a leaf: in stock it happens
-to switch on a faster path for those that are set by hand.
+It measures a micro-batch (forward and backward) of a mixture of experts so small that hooks take most of the time, in
+fp32 on CPU ranks with gloo. The overhead is its time beyond that of the same number of processes of plain PyTorch;
+with one rank it is host time alone. No parameter persists. A granularity threshold of 1 makes no module a leaf; in
+stock it also switches on a faster path for leaf modules that are set by hand.
 
-Each case has processes of its own, because DeepSpeed replaces functions of PyTorch for good; in those of the stock
-cases our package is switched off. Cases take turns. Numbers are medians over the micro-steps of all rounds and ranks.
-A rank's losses must be plain PyTorch's. With ``--packed`` experts are 3-D parameters, as in transformers 5, of which
-ours also fetches windows of an eighth. There are no aims then.
+Each case has its own processes, because DeepSpeed replaces functions of PyTorch permanently; in stock cases our
+package is disabled. Cases take turns. Numbers are medians over the micro-batches of all rounds and ranks. A rank's
+losses must equal those of plain PyTorch. With ``--packed``, experts are 3-D parameters, as in transformers 5, of which
+ours also fetches windows of an eighth; then there are no targets.
 
-Exit status 0 if ours keeps its aims with one rank, 1 if not, 2 if a case could not run or computed something else.
+Exit status 0 if ours reaches its targets with one rank, 1 if not, 2 if a case could not run or computed wrong losses.
 """
 
 import argparse
@@ -127,7 +127,7 @@ class PackedMoE(MoE):
 
 
 class Layer(nn.Module):
-    """A block of experts, and two linear layers where attention would be."""
+    """A block of experts, and two linear layers in place of attention."""
 
     def __init__(self, experts: int, packed: bool = False) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class Layer(nn.Module):
 
 
 def make_engine(name: str, model: nn.Module) -> Any:
-    """Make a DeepSpeed engine; an error if it is ours where it must be stock, or the other way around."""
+    """Make a DeepSpeed engine; raise an error if it is ours instead of stock, or vice versa."""
     import deepspeed  # plain PyTorch's ranks must not
 
     config = {
@@ -157,7 +157,7 @@ def make_engine(name: str, model: nn.Module) -> Any:
 
 
 def work(name: str, folder: Path, args: argparse.Namespace) -> None:
-    """Live as a rank: train and report."""
+    """Train and report, as one rank."""
     torch.manual_seed(0)
     layers = (Layer(args.experts, args.packed) for _ in range(args.layers))
     model, engine = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1)), None
@@ -189,10 +189,10 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
 
 
 def run_case(name: str, ranks: int) -> list[dict[str, Any]]:
-    """Run a case, and return what each rank reports.
+    """Run a case, and return each rank's report.
 
     Raises:
-        RunFailed: a rank failed, or they did not end in time. None is left.
+        RunFailed: a rank failed, or the ranks did not end in time. No process is left.
     """
     switch = {"DEEPSPEED_EXT_DISABLE": str(int(name in SWITCHED_OFF))}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, switch):

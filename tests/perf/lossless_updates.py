@@ -1,19 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What would it take to send updated bf16 parameters without loss, as what they differ from the last ones?
+"""Measures the bits of lossless updates of bf16 parameters in several codes.
 
     python -m tests.perf.lossless_updates
 
 Trains the byte-level GPT of scripts/examples on one CPU, in bf16 with fp32 masters, by AdamW at several learning
-rates; the last case goes on from the weights of the first one, as fine-tuning does. After each step a weight's
-difference is counted in units of the last place. Compared are the bits of a weight in four codes for a kernel:
+rates; the last case continues from the weights of the first one, as fine-tuning does. After each step, a weight's
+difference is counted in units of the last place. The program compares the bits of a weight in four codes for a kernel:
 
     nibble   4 bits for -7 to 7, and 16 bits more for an escape
     pairs    2 bits for -1 to 1, else 4 bits more for up to 8, else 16 bits more
     bitmap   1 bit for whether a weight has changed, and a nibble for each that has
-    gaps     a byte for the distance to the next weight that has changed (255: go on), and a nibble for it
+    gaps     a byte for the distance to the next weight that has changed (255: continued), and a nibble for it
 
-and the entropy of the differences, which none of them passes. Rows are of the last steps, and of the worst one.
+and the entropy of the differences, a lower bound. Rows are of the last steps, and of the worst one.
 """
 
 import argparse
@@ -37,8 +37,9 @@ Sizes = dict[str, float]
 
 
 def sizes(differences: Tensor) -> dict[str, float]:
-    """Return the share of differences (1D, integers) that are not zero and that a nibble holds, their entropy, and
-    the bits of a weight in each code."""
+    """Return the share of differences (1D, integers) that are not zero and fit a nibble, their entropy, and the bits
+    of a weight in each code.
+    """
     counts = torch.bincount(differences + SPAN, minlength=2 * SPAN + 1)
     share = counts[counts > 0].double() / differences.numel()
     beyond = {far: 1 - counts[SPAN - far : SPAN + far + 1].sum().item() / differences.numel() for far in (0, 1, 7, 8)}

@@ -27,7 +27,7 @@ CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
 
 
 def readme() -> Table:
-    """Return seconds of a step and what is held, of the methods that the first page shows."""
+    """Return seconds of a step and memory, of the methods on the first page."""
     found = {(row.method, row.mbit): row for row in read(CLUSTER) if row.setting == "2x2-large-4"}
     peers = {"ZeRO-1": "ZeRO-1", "ZeRO-3, lean": "ZeRO-3", "ZeRO-3, defaults": "ZeRO-3 defaults"}
     peers |= {"FSDP2 HSDP": "HSDP", "HSDP, kept": "HSDP kept"}
@@ -39,7 +39,7 @@ def readme() -> Table:
 
 
 def pipelines() -> Table:
-    """Return what a rank of a pipeline holds and receives."""
+    """Return the memory and the received bytes of a rank of a pipeline."""
     lines = []
     for row in (row for row in read("pipelines.csv") if row.mbit == 100):
         numbers = row.held[0], row.held[1], row.bytes_between / 2
@@ -48,7 +48,7 @@ def pipelines() -> Table:
 
 
 def kernels() -> Table:
-    """Return milliseconds of kernels of differences, beside a copy of as many bytes."""
+    """Return milliseconds of kernels of differences, and of a copy of the same number of bytes."""
     rows = {row["case"]: row for row in read_rows(RESULTS / "loco_kernels.csv") if "compress" not in row["case"]}
     columns = {"seconds": (1e3, ".1f"), "copy_seconds": (1e3, ".1f"), "of_copy_bandwidth": (1, ".2f")}
     columns |= {"times_faster_than_pytorch": (1, ".0f")}
@@ -60,13 +60,13 @@ def kernels() -> Table:
 
 
 def long_training() -> Table:
-    """Return where runs of the long study ended, from their files."""
+    """Return the final losses of runs of the long study, from their files."""
     study = studies.STUDIES["long"]
     return studies.table(study, studies.rows_of(study, studies.read_runs(study)))
 
 
 def lossless() -> Table:
-    """Return bits of each weight of updates without loss, by code."""
+    """Return bits of each weight of lossless updates, by code."""
     columns = ("changed", "entropy", "nibble", "pairs", "bitmap", "gaps")
     rows = [row for row in read_rows(RESULTS / "lossless_updates.csv") if row["weights"].startswith("all")]
     lines = []

@@ -1,17 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How near the planner is to the steps that were measured on emulated clusters, and what its choice costs.
+"""Compares the planner's predictions with steps measured on emulated clusters, and computes the cost of its choices.
 
     python -m tests.perf.timeline_accuracy
 
-For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner knows, a step is predicted from the
-link's rate less headers, the compute of a step without communication, and what a byte and a message cost the host's
-cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within hours):
-for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to all rows
-of one setting. The tables leave out what was fitted to. The form of the costs was chosen with all rows in sight.
+For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner supports, a step is predicted from the
+link's rate without headers, the compute of a step without communication, and the costs of a byte and a message for the
+host's cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within
+hours): for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to
+all rows of one setting. The tables leave out the fitted rows. The form of the costs was chosen with knowledge of all
+rows.
 
-Tables: the share of rows whose prediction is within 10 % of the measured median, beside how far rows' own steps are
-from it; the largest errors; the most that the choice costs against the best measured strategy, over all memories.
+Tables: the share of rows whose prediction is within 10 % of the measured median, with the variation of their own
+steps; the largest errors; and the largest cost of a choice relative to the best measured strategy, over all memories.
 """
 
 import argparse
@@ -31,14 +32,16 @@ PLAIN_SETTINGS = {SUMMED: "2x2-small-4", OVERLAPPING: "", EMULATED: "2x2-1"}  # 
 
 
 def is_calibration(case: Case) -> bool:
-    """Whether costs are fitted to this row."""
+    """Return whether costs are fitted to this row."""
     if case.plain:
         return case.row.setting == PLAIN_SETTINGS[case.campaign]
     return case.row.method in CALIBRATED
 
 
 def slowness(found: Sequence[Case]) -> dict[str, float]:
-    """Return how slow the host was in each setting, relative to the first of its campaign; 1 with emulated compute."""
+    """Return the slowness of the host in each setting, relative to the first of its campaign; 1 with emulated
+    compute.
+    """
     computes: dict[tuple[str, str], list[float]] = defaultdict(list)
     for case in found:
         computes[case.campaign, case.row.setting].append(compute_of_element(case))
@@ -66,7 +69,7 @@ def fitted(found: Sequence[Case], slow: dict[str, float]) -> dict[tuple[str, boo
 
 
 def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case, float]]) -> str:
-    """Return the share of near rows by group, and in all."""
+    """Return the share of accurate rows by group, and in total."""
     found: dict[str, list[tuple[Case, float]]] = defaultdict(list)
     for case, error in errors:
         found[groups(case)].append((case, error))
@@ -81,7 +84,7 @@ def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case
 
 
 def choices(seconds: Sequence[tuple[Case, float]]) -> str:
-    """Return the most and the mean that the choice costs among exact strategies, by kind of compute."""
+    """Return the largest and the mean cost of the choice among exact strategies, by kind of compute."""
     groups = defaultdict(list)
     for case, predicted in seconds:
         if not (case.plain or case.sent.label):

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
+"""One of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
 
-Results are right in shape and dtype only. Nothing that is counted here depends on values.
+Results have the right shape and dtype only. No counted number depends on values.
 """
 
 import functools
@@ -31,12 +31,12 @@ _MADE = ("new_group", "split_group")
 
 
 class FakeWorld:
-    """A process group of ``ranks`` fake ranks in groups of ``group_size``, of which this process is the first.
+    """A process group of ``ranks`` fake ranks in groups of ``group_size``; this process is the first rank.
 
     Attributes:
-        messages: collectives, by the kind of group that they go over: "intra", "inter", "world", "other".
-        received: bytes that this rank would receive, by that kind; a rank of a ring receives all but its own part.
-        made: calls by which groups were made.
+        messages: number of collectives by kind of group: "intra", "inter", "world", "other".
+        received: bytes that this rank would receive, by that kind; in a ring, a rank receives all parts but its own.
+        made: number of calls that created groups.
     """
 
     def __init__(self, ranks: int, group_size: int) -> None:

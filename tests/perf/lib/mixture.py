@@ -1,6 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on an emulated cluster: as it is, or spread over the ranks of a node by AutoEP."""
+"""A mixture of experts on an emulated cluster, unchanged or with experts sharded over the ranks of a node by
+AutoEP.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,7 +30,7 @@ AUTO_EP = "AutoEP, "
 
 
 class Mixture(nn.Module):
-    """Layers of Mixtral's that return their own loss: how far what they make of tokens is from given ones."""
+    """Layers of Mixtral that return their own loss: the distance of their output to target outputs."""
 
     def __init__(self) -> None:
         from transformers import MixtralConfig, MixtralModel
@@ -45,7 +47,7 @@ class Mixture(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What is gathered as one."""
+        """The modules that are gathered as one."""
         layers: nn.ModuleList = self.model.layers
         return layers
 
@@ -64,7 +66,7 @@ def make_mixture() -> Mixture:
 
 @torch.no_grad()
 def whole_mixture(model: nn.Module) -> Tensor:
-    """Return all parameters, whole, 1D; in the same order, whether AutoEP has spread them or not. Collective."""
+    """Return all full parameters, 1D, in the same order with and without AutoEP. Collective."""
     parts: list[Tensor] = []
     for name, module in model.named_modules():
         if isinstance(module, AutoEPMoELayer):
@@ -75,7 +77,7 @@ def whole_mixture(model: nn.Module) -> Tensor:
 
 
 def _of_all_ranks(layer: Any) -> list[Tensor]:
-    """Return a layer's router, and of all experts gate and up projection as one, and down projection."""
+    """Return a layer's router, and of all experts the fused gate and up projections, and the down projections."""
     modules = (layer.router.gate, layer.experts)
     names = [name for module in modules for name, _ in module.named_parameters()]
     whole = dict(zip(names, (part for module in modules for part in gathered(module)), strict=True))
@@ -88,7 +90,7 @@ def _of_all_ranks(layer: Any) -> list[Tensor]:
 
 
 class MixtureMeasurement(Measurement):
-    """Layers of Mixtral's: tokens stay inside nodes, and an expert is trained by two ranks, one in each node."""
+    """Layers of Mixtral: tokens stay inside nodes, and two ranks, one per node, train each expert."""
 
     file = "mixture_cluster.csv"
     settings = settings.MIXTURE

@@ -1,9 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline with DeepSpeed's ZeRO-1 and with strategies: a byte-level GPT, with embedding and head tied, in two
+"""A pipeline with DeepSpeed's ZeRO-1 and with strategies: a byte-level GPT, with tied embedding and head, in two
 stages of two nodes each, so four data-parallel ranks in two groups.
 
-Bytes are those that a rank receives, by the kernel's counters. Held are parameters and gradients before the flush.
+Bytes are those that a rank receives, by the kernel's counters. Memory is that of parameters and gradients before the
+flush.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

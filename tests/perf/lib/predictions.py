@@ -1,17 +1,17 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner predicts for large models on many GPUs. Predictions, not measurements: no GPU takes part.
+"""Predictions of the planner for large models on many GPUs. These are not measurements: no GPU is used.
 
-*at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an A100's
-312 TFLOPS, bf16 with Adam; in brackets GB that a rank holds.
+*at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network per node, half of an
+A100's 312 TFLOPS, bf16 with Adam; in parentheses GB per rank.
 
 *predicted_clusters*: up to 16,384 GPUs of ``CLUSTERS``, in groups of a node. Each step has 16 M tokens: with more GPUs
 a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between two boundaries.
 
 *predicted_host_parameters*: 70B on four nodes of eight GPUs, with parameters on the devices and in host memory, for
 LoRA and for full training with optimizer states in host memory. Inside a node a GPU receives 200 Gbit/s, as over PCIe
-4.0 x16, and copies 12 GB/s from and to host memory, half of what its lanes carry, since GPUs share the memory of their
-socket. Gradients and time of an offloaded optimizer are the same for all methods, and not in these figures.
+4.0 x16, and copies 12 GB/s from and to host memory, half of the rate of its lanes, because GPUs share the memory of
+their socket. Gradients and time of an offloaded optimizer are the same for all methods, and are left out.
 """
 
 from collections.abc import Iterable
@@ -35,13 +35,13 @@ SCALE_METHODS = ("ZeRO-1", "ZeRO-2", "NNG", "NIG", "NGG", "ING", "III", "IIG", "
 
 
 def speeds(found: Plan, names: Iterable[str]) -> dict[str, tuple[float, Prediction]]:
-    """Return how many times as fast as plain ZeRO-3 these methods are, and their predictions."""
+    """Return the speed of these methods relative to plain ZeRO-3, and their predictions."""
     by_name = {one.name: one for one in (*found.predictions, *found.plain)}
     return {name: (by_name["ZeRO-3"].total_seconds / by_name[name].total_seconds, by_name[name]) for name in names}
 
 
 def at_scale(parameters: int, share: float) -> Table:
-    """Return the speed of each method times plain ZeRO-3's, for a model of which a share is trained."""
+    """Return the speed of each method relative to plain ZeRO-3, for a model of which a share is trained."""
     count = int(parameters * share)
     compute = (4 + 2 * share) / 6 * FLOPS * parameters * 4096 / 156e12
     cells: dict[str, list[str]] = {name: [] for name in (*SCALE_METHODS, "chosen")}
@@ -88,7 +88,7 @@ STEP_TOKENS, MICRO_TOKENS = 1 << 24, 4096
 
 @dataclass(frozen=True)
 class Trained:
-    """A model: parameters that all tokens use, those of experts, and of these the share that a token uses."""
+    """A model: parameters that all tokens use, those of experts, and the share of these that a token uses."""
 
     dense: int
     experts: int = 0
@@ -122,7 +122,7 @@ MODELS = {
 
 
 def on_cluster(name: str, model: str) -> Table:
-    """Return the speed of each method times plain ZeRO-3's; in brackets where it does not fit."""
+    """Return the speed of each method relative to plain ZeRO-3; in parentheses if it does not fit."""
     cluster = CLUSTERS[name]
     lines = [["III (HSDP)" if method == "III" else method] for method in METHODS] + [["IIG: of a step compute"]]
     for ranks in RANKS:

@@ -32,7 +32,7 @@ SIZES = {  # blocks, their width, and the width of their hidden layer
 
 
 def rate_name(mbit: float | None) -> str:
-    """Return a rate as files and tables name it."""
+    """Return a rate as it is written in files and tables."""
     return UNLIMITED if mbit is None else f"{mbit:g}"
 
 

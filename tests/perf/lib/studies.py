@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tests.perf.convergence`` trains: studies, the file of each run, what their losses say together, and rows.
+"""Studies of ``tests.perf.convergence``: methods, files of runs, verdicts from their losses, and rows.
 
 Imports neither torch nor DeepSpeed.
 """
@@ -41,11 +41,11 @@ class Method:
     """A way to train.
 
     Attributes:
-        strategy, against: its name, empty for ZeRO-2; the method that its losses are compared with.
-        zero, outer: more of ``zero_optimization``; ``paro_outer_optimizer``, but for its rate and momentum.
-        noise: that moves the first weights, in their size.
-        bound: of the difference from ``against``, on average over seeds; with every seed, if ``each``.
-        too_coarse: the difference is larger than the bound with every seed: the task shows what is too coarse.
+        strategy, against: name of the strategy, empty for ZeRO-2; the method that its losses are compared with.
+        zero, outer: additional keys of ``zero_optimization``; ``paro_outer_optimizer`` without rate and momentum.
+        noise: size of the perturbation of the first weights, relative to them.
+        bound: largest difference from ``against``, on average over seeds; with every seed, if ``each``.
+        too_coarse: the difference is larger than the bound with every seed: the task detects coarse methods.
     """
 
     strategy: str
@@ -69,8 +69,8 @@ class Study:
     """Methods that train the same model on the same text.
 
     Attributes:
-        file: of its rows, or the folder of its runs.
-        reference: the method that all are compared with on the page.
+        file: file of its rows, or the folder of its runs.
+        reference: the method with which all are compared on the page.
         groups, held_out: numbers of groups, and of evaluations on held-out text by outer weights.
         large: whether it trains the larger model, on the sources of DeepSpeed.
     """
@@ -187,13 +187,13 @@ class Run:
     """A training run.
 
     Attributes:
-        text: its fingerprint.
-        losses, norms: of each step: means over ranks; of the whole gradient before clipping.
-        held_out: the loss on held-out text, by the number of steps before.
-        own_loss: on held-out text, of each group's own weights, on average, a step before the end.
+        text: fingerprint of the text.
+        losses, norms: mean loss over ranks in each step; norm of the full gradient before clipping.
+        held_out: loss on held-out text, by the number of steps taken.
+        own_loss: mean loss on held-out text with each group's own weights, one step before the end.
         received: bytes that a rank received in a step from other groups, by the kernel's counters.
-        elements, matrices: of the model, and those that Muon trains.
-        parts: of each start of the program the step that came next, and what ``records.circumstances`` says.
+        elements, matrices: elements of the model, and those that Muon trains.
+        parts: for each start of the program, its first step and its ``records.circumstances``.
     """
 
     method: str
@@ -230,7 +230,7 @@ class Run:
         return self.held_out[str(self.steps)]
 
     def write(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the run to its file, atomically."""
         held_out = {step: round(loss, DIGITS) for step, loss in self.held_out.items()}
         rounded = asdict(self) | {"losses": [round(loss, DIGITS) for loss in self.losses], "held_out": held_out}
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,11 +240,11 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Return the run that a file has."""
+        """Return the run in a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def found(self, folder: Path) -> "Run | None":
-        """Return this run as its file has it; None if there is none.
+        """Return this run from its file; None if there is no file.
 
         Raises:
             ValueError: the file is of a run with another text or other steps.
@@ -267,7 +267,7 @@ def read_runs(study: Study) -> list[Run]:
 
 
 def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seeds: Iterable[int]) -> list[Run]:
-    """Return the runs without their losses, in the order in which they train: a seed of all before the next one."""
+    """Return the runs without losses, in training order: one seed of all methods before the next one."""
     return [
         Run(method, seed, "", study.steps, optimizer=optimizer, groups=number)
         for seed, number, optimizer, method in itertools.product(seeds, groups, optimizers, study.methods)
@@ -279,7 +279,7 @@ def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seed
 
 @dataclass(frozen=True)
 class Cell:
-    """The runs of one method with an optimizer and a number of groups, and losses by seed: its own, and beside it."""
+    """The runs of one method with an optimizer and a number of groups; losses by seed, its own and the reference's."""
 
     runs: Sequence[Run]
     losses: Mapping[int, float]
@@ -287,7 +287,7 @@ class Cell:
     against: Mapping[int, float]
 
     def differences(self, others: Mapping[int, float]) -> list[float]:
-        """Return the relative differences from others with the same seeds, a seed each."""
+        """Return the relative differences from others with the same seeds, one per seed."""
         return [loss / others[seed] - 1 for seed, loss in self.losses.items() if seed in others]
 
 
@@ -340,7 +340,7 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
 
 
 def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each cell: its seeds beside those of ``Method.against`` and of the reference."""
+    """Return a row for each cell, with the seeds of ``Method.against`` and of the reference."""
     found = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
     rows = []
     for (optimizer, groups, name), cell in cells(study, runs).items():
@@ -384,7 +384,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def formula(study: Study, run: Run) -> float:
-    """Return the bytes that a rank receives between groups in a step, as the planner has them: with Muon the most."""
+    """Return the bytes that a rank receives between groups in a step, by the planner; with Muon, an upper bound."""
     method, width = study.methods[run.method], 2 if study.bf16 else 4
     sent = Compression.parse(*(method.zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates")))
     sizes = GroupSizes(run.groups * study.group_size, study.group_size)
@@ -395,7 +395,7 @@ def formula(study: Study, run: Run) -> float:
 
 
 def read(study: Study) -> list[dict[str, str]]:
-    """Return the last row of each cell that a study has today, in the order of its methods."""
+    """Return the last row of each cell of a study, in the order of its methods."""
     found = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
     at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in found)
     return [found[(*key, name)] for key in at for name in study.methods if (*key, name) in found]

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what was measured on emulated clusters, and how well the planner predicts it. Pure."""
+"""Tables of measurements on emulated clusters, and of the planner's accuracy on them. Pure."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,8 @@ NEAR = 0.1  # a prediction is
 
 
 def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
-    """Return a step of each method at each rate: its seconds, floor, speed beside ``stock``, bytes; the slowest first.
+    """Return a step of each method at each rate: seconds, floor, speed relative to ``stock``, and bytes; slowest
+    first.
 
     Columns that are empty in all lines are left out.
     """
@@ -64,8 +65,8 @@ def setting(rows: Sequence[Row], name: str) -> Table:
 
 
 def all_settings(rows: Sequence[Row]) -> Table:
-    """Return NIG against peers and its floor, and the planner's order and choice, in each setting at each rate: with
-    AdamW, which all peers have, in fp32.
+    """Return NIG compared with peers and its floor, and the planner's order and choice, in each setting at each rate:
+    with AdamW, which all peers have, in fp32.
     """
     header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
     header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
@@ -90,7 +91,7 @@ def _figures(some: dict[str, Row]) -> Iterator[str]:
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Return the worst ratio, over all limits of memory, of the choice's time to that of the best that fits."""
+    """Return the worst ratio, over all memory limits, of the choice's time to that of the fastest method that fits."""
     worst = 1.0
     for limit in (row.memory for row in rows):
         fitting = [row for row in rows if row.memory <= limit]
@@ -99,7 +100,7 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def chosen(rows: Sequence[Row]) -> Row:
-    """Return what the planner chooses among these."""
+    """Return the planner's choice among these."""
     return best(rows, lambda row: row.predicted or 0.0, lambda row: row.memory)
 
 
@@ -134,7 +135,9 @@ def _beside(row: Row, peer: Row) -> str:
 
 
 def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Row | None:
-    """Return the row of NIG or IIG in one of these forms that takes no longer than the peer and holds least."""
+    """Return the row of NIG or IIG in one of these forms that is at least as fast as the peer and takes the least
+    memory.
+    """
     names = {name + form for name in ("NIG", "IIG") for form in forms}
     as_fast = [row for row in rows if row.method in names and speed(row, peer).value >= 1]
     return min(as_fast, key=lambda row: (row.memory, row.median), default=None)
@@ -158,8 +161,9 @@ def overlap_seconds(rows: Sequence[Row]) -> Table:
 
 
 def overlap_against(rows: Sequence[Row]) -> Table:
-    """Return, for each setting and compute: how many times as fast as a peer the best strategy is in no more memory;
-    the planner's order, what its choice costs, and near predictions."""
+    """Return, for each setting and compute: the speed of the best strategy that takes no more memory relative to a
+    peer, the planner's order, the cost of its choice, and the share of accurate predictions.
+    """
     header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
@@ -182,7 +186,9 @@ def overlap_against(rows: Sequence[Row]) -> Table:
 
 
 def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
-    """Return seconds of a step of each method at each rate, and what of them is exposed; kB of a step, MB held."""
+    """Return seconds of a step of each method at each rate, the exposed part of them, kB of a step, and MB per
+    rank.
+    """
     found = {(row.setting, row.method): row for row in rows}
     places = [one for one in OUTER.values() if one.ranks_per_node == ranks_per_node]
     lines = []
@@ -194,7 +200,7 @@ def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
 
 
 def saves(rows: Sequence[Row]) -> Table:
-    """Return what saves of each method took in each setting, on each disk."""
+    """Return the duration of saves of each method in each setting, on each disk."""
     header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "stops for", "of synchronous"]
     header += ["committed after", "a step, s", "beside the writer", "MB of buffers", "MB between"]
     lines = []
@@ -217,7 +223,9 @@ def saves(rows: Sequence[Row]) -> Table:
 
 
 def stopped_share(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return for how long an asynchronous save stops the training, of a synchronous one's; None for others."""
+    """Return the time for which an asynchronous save stops training, relative to a synchronous save; None for
+    others.
+    """
     if "asynchronous" not in row.method:
         return None
     wanted = (row.setting, row.more["disk"], row.method.partition(",")[0])
