@@ -67,8 +67,8 @@ OPTIONS = {
 def measurement(name: str) -> type[Measurement]:
     """Return the class of the measurement. Mixtures need transformers, so only the requested class is imported."""
     module, _, kind = MEASUREMENTS[name].partition(".")
-    found: type[Measurement] = getattr(importlib.import_module(f"tests.perf.lib.{module}"), kind)
-    return found
+    measurement_class: type[Measurement] = getattr(importlib.import_module(f"tests.perf.lib.{module}"), kind)
+    return measurement_class
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,7 +82,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
     parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
-    rate = lambda given: None if given == UNLIMITED else float(given)  # noqa: E731
+    rate = lambda text: None if text == UNLIMITED else float(text)  # noqa: E731
     parser.add_argument("--mbit", nargs="+", type=rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
     parser.add_argument("--ratios", nargs="+", type=float, help="of W to a micro-batch's compute: --overlap, --record")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
@@ -98,9 +98,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--{args.name} is measured with --model blocks, got --model {args.model}")
     args.name = args.name or args.model
     kind = measurement(args.name)
-    for option, known in (("settings", kind.settings), ("methods", kind.methods)):
-        if unknown := set(getattr(args, option) or ()) - set(known):
-            parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    for option, names in (("settings", kind.settings), ("methods", kind.methods)):
+        if unknown := set(getattr(args, option) or ()) - set(names):
+            parser.error(f"--{option} must be among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     args.settings = args.settings or list(kind.usual or kind.settings)
     args.rounds, args.steps = args.rounds or kind.rounds, args.steps or kind.steps
     if args.name == "record":
@@ -123,8 +123,8 @@ def main() -> int:
     for name in args.settings:
         setting = kind.settings[name]
         more = ["--setting", name]
-        found = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
-        rows = [Row(**values) for values in found]
+        results = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
+        rows = [Row(**values) for values in results]
         print(f"\n{name}: compute alone {rows[0].compute:.3f} s\n{records.markdown(kind.table(rows))}")
         problems, missed = kind.problems(rows), kind.missed(rows)
         print("".join(f"FAIL: {line}\n" for line in problems) + "".join(f"MISSED: {line}\n" for line in missed))

@@ -69,9 +69,9 @@ class DirectHop(QuantizedDifferences):
             [update._replace(replica=torch.zeros_like(update.replica)) for update in updates], max_over_ranks
         )
 
-    def write(self, arrived: Tensor, held: Tensor) -> None:
-        held.zero_()
-        super().write(arrived, held)
+    def write(self, codes: Tensor, replica: Tensor) -> None:
+        replica.zero_()
+        super().write(codes, replica)
 
 
 class CoarseSums(QuantizedSums):
@@ -129,14 +129,14 @@ def read_text(study: Study) -> tuple[Tensor, Tensor]:
     if not study.held_out:
         return read_corpus(CORPUS_BYTES), torch.empty(0)
     corpus = read_corpus(CORPUS_BYTES * PERIOD // (PERIOD - HELD_OUT))
-    held = torch.arange(len(corpus)) % PERIOD >= PERIOD - HELD_OUT
-    return corpus[~held], corpus[held]
+    is_held_out = torch.arange(len(corpus)) % PERIOD >= PERIOD - HELD_OUT
+    return corpus[~is_held_out], corpus[is_held_out]
 
 
 def fingerprint(*text: Tensor) -> str:
     """Return a fingerprint of a text."""
-    whole = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
-    return f"{len(whole)} bytes, sha256 {sha256(whole).hexdigest()[:16]}"
+    content = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
+    return f"{len(content)} bytes, sha256 {sha256(content).hexdigest()[:16]}"
 
 
 class Trainer:
@@ -257,9 +257,9 @@ def parse_arguments() -> argparse.Namespace:
     args.seeds, args.groups = args.seeds or list(range(study.seeds)), args.groups or list(study.groups)
     args.methods, args.optimizers = args.methods or list(study.methods), args.optimizers or list(study.optimizers)
     args.runs = (args.runs or study.folder).resolve()
-    for option, known in (("methods", study.methods), ("optimizers", study.optimizers)):
-        if unknown := set(getattr(args, option)) - set(known):
-            parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    for option, names in (("methods", study.methods), ("optimizers", study.optimizers)):
+        if unknown := set(getattr(args, option)) - set(names):
+            parser.error(f"--{option} must be among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     if beside := {study.methods[name].against for name in args.methods} - set(args.methods):
         parser.error(f"--methods must also name {', '.join(sorted(beside))}, which others are compared with")
     if (args.steps or 2) < 2:
@@ -281,8 +281,8 @@ def main() -> int:
         for groups in args.groups:
             order.write_text(json.dumps([vars(run) for run in runs if run.groups == groups]))
             launch_workers(__spec__.name, order, args, groups * study.group_size, sys.argv[1:])
-    found = [Run.read(args.runs / f"{run.name}.json") for run in runs]
-    return report(args, study, found)
+    finished = [Run.read(args.runs / f"{run.name}.json") for run in runs]
+    return report(args, study, finished)
 
 
 def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:

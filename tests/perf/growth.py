@@ -100,20 +100,20 @@ def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dic
         tracemalloc.start()
     begin = time.perf_counter()
     engine = make_engine(method, world.group_size)
-    found: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
-    found["messages_creation"] = world.messages.total()
-    found["seconds_step"] = train(engine, world, steps)
+    counts: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
+    counts["messages_creation"] = world.messages.total()
+    counts["seconds_step"] = train(engine, world, steps)
     if not steps:
         world.reset()
     for kind in ("intra", "inter", "world"):
-        found[f"messages_{kind}"] = world.messages[kind]
-        found[f"bytes_{kind}"] = world.received[kind]
+        counts[f"messages_{kind}"] = world.messages[kind]
+        counts[f"bytes_{kind}"] = world.received[kind]
     if traced:
         gc.collect()
-        found["mb"] = tracemalloc.get_traced_memory()[0] / 2**20
+        counts["mb"] = tracemalloc.get_traced_memory()[0] / 2**20
         tracemalloc.stop()
     engine.destroy()
-    return found
+    return counts
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -111,8 +111,10 @@ class PackedExperts(nn.Module):
         for expert in top_k_index.unique().tolist():
             tokens, k = torch.where(top_k_index == expert)
             gate, up = (hidden_states[tokens] @ self.gate_up_proj[expert].T).chunk(2, -1)
-            given = ((nn.functional.silu(gate) * up) @ self.down_proj[expert].T) * top_k_weights[tokens, k, None]
-            out = out.index_add(0, tokens, given)
+            expert_output = ((nn.functional.silu(gate) * up) @ self.down_proj[expert].T) * top_k_weights[
+                tokens, k, None
+            ]
+            out = out.index_add(0, tokens, expert_output)
         return out
 
 
@@ -207,25 +209,28 @@ def measure(args: argparse.Namespace) -> Found:
         RunFailed: a case failed, or its losses are not plain PyTorch's.
     """
     plan = [(ranks, name) for ranks in args.ranks for name in CASES if args.packed or name != WINDOWS]
-    found: Found = {key: [] for key in plan}
+    reports_by_case: Found = {key: [] for key in plan}
     for number in range(args.rounds):
         for ranks, name in plan:
             reports = run_case(name, ranks)
-            found[ranks, name] += reports
-            for one, plain in zip(reports, found[ranks, PLAIN], strict=False):
-                if difference(one["losses"], plain["losses"][:1] * len(one["losses"])) > BOUNDS["float32"]:
-                    raise RunFailed(f"{name}, {ranks} rank(s): losses {one['losses']}, not {plain['losses'][0]}")
+            reports_by_case[ranks, name] += reports
+            for report, plain in zip(reports, reports_by_case[ranks, PLAIN], strict=False):
+                if difference(report["losses"], plain["losses"][:1] * len(report["losses"])) > BOUNDS["float32"]:
+                    raise RunFailed(f"{name}, {ranks} rank(s): losses {report['losses']}, not {plain['losses'][0]}")
             milliseconds = statistics.median(reports[0]["seconds"][WARM_UP_STEPS:]) * 1e3
             print(f"round {number + 1}, {ranks} rank(s), {name}: {milliseconds:.1f} ms", file=sys.stderr)
-    return found
+    return reports_by_case
 
 
-def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each number of ranks and case."""
-    times = {key: [s * 1e3 for one in found[key] for s in one["seconds"][WARM_UP_STEPS:]] for key in found}
-    over = {key: statistics.median(times[key]) - statistics.median(times[key[0], PLAIN]) for key in found}
+    times = {
+        key: [s * 1e3 for report in reports_by_case[key] for s in report["seconds"][WARM_UP_STEPS:]]
+        for key in reports_by_case
+    }
+    over = {key: statistics.median(times[key]) - statistics.median(times[key[0], PLAIN]) for key in reports_by_case}
     rows = []
-    for (ranks, name), reports in found.items():
+    for (ranks, name), reports in reports_by_case.items():
         low, median, high = statistics.quantiles(times[ranks, name], n=4, method="inclusive")
         overhead, best = over[ranks, name], min(BY_HAND, key=lambda hand, ranks=ranks: over[ranks, hand])
         row: dict[str, Any] = {key: getattr(args, key) for key in ("layers", "experts", "rounds", "steps")}

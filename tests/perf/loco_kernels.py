@@ -96,11 +96,11 @@ def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]
         calls["operator"] = lambda: ops.difference(updated, numbers, wire, packing)
         calls["pytorch"] = lambda: reference.difference(updated, numbers, wire, case.bits, BLOCK)
     elif case.operator == "apply":
-        held = numbers.view(PIECES, -1)
-        wire = packing.empty(PIECES, held.shape[1], numbers)
-        ops.difference(held + CHANGE * torch.randn_like(held), held, wire, packing)
-        calls["operator"] = lambda: ops.apply(wire, held, packing)
-        calls["pytorch"] = lambda: reference.apply(wire, held, case.bits, BLOCK)
+        replica = numbers.view(PIECES, -1)
+        wire = packing.empty(PIECES, replica.shape[1], numbers)
+        ops.difference(replica + CHANGE * torch.randn_like(replica), replica, wire, packing)
+        calls["operator"] = lambda: ops.apply(wire, replica, packing)
+        calls["pytorch"] = lambda: reference.apply(wire, replica, case.bits, BLOCK)
     else:
         wire, out = packing.empty(PIECES, numel, numbers), torch.empty_like(numbers[0])
         for piece in wire:

@@ -76,7 +76,7 @@ def train(
     model = model.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    generator, length, found = torch.Generator().manual_seed(0), MODEL["sequence_length"], []
+    generator, length, step_sizes = torch.Generator().manual_seed(0), MODEL["sequence_length"], []
     for _ in trange(steps, desc=f"{rate:g}"):
         starts = torch.randint(len(corpus) - length, (ROWS, 1), generator=generator)
         rows = corpus[starts + torch.arange(length + 1)].long()
@@ -92,17 +92,17 @@ def train(
             before = ordinal(parameter.detach())
             parameter.data.copy_(master.detach())
             moved.append((ordinal(parameter.detach()) - before).view(-1))
-        found.append(sizes(torch.cat(moved)))
-    return [master.detach() for master in masters], found
+        step_sizes.append(sizes(torch.cat(moved)))
+    return [master.detach() for master in masters], step_sizes
 
 
-def rows_of(rate: float, tuning: bool, found: list[dict[str, float]]) -> list[dict[str, Any]]:
+def rows_of(rate: float, tuning: bool, step_sizes: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Return rows for the last steps, and for the worst step."""
-    worst = max(range(len(found)), key=lambda step: found[step]["nibble"])
+    worst = max(range(len(step_sizes)), key=lambda step: step_sizes[step]["nibble"])
     return [
         {"learning_rate": rate, "tuning": tuning, "weights": name}
-        | {key: round(statistics.fmean(one[key] for one in some), 5) for key in some[0]}
-        for name, some in (("all", found[-LAST:]), (f"all, step {worst}", [found[worst]]))
+        | {key: round(statistics.fmean(row[key] for row in selected), 5) for key in selected[0]}
+        for name, selected in (("all", step_sizes[-LAST:]), (f"all, step {worst}", [step_sizes[worst]]))
     ]
 
 
@@ -114,9 +114,9 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus, first = read_corpus(CORPUS_BYTES), list[Tensor]()
     for rate, tuning in ((1e-3, False), (3e-4, False), (1e-4, False), (1e-5, False), (1e-5, True)):
-        masters, found = train(rate, args.steps, corpus, first if tuning else [])
+        masters, step_sizes = train(rate, args.steps, corpus, first if tuning else [])
         first = first or masters
-        records.report(rows_of(rate, tuning, found), args.csv)
+        records.report(rows_of(rate, tuning, step_sizes), args.csv)
 
 
 if __name__ == "__main__":

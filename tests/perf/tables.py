@@ -28,13 +28,13 @@ CLUSTER, OVERLAP = "emulated_cluster.csv", "overlap.csv"
 
 def readme() -> Table:
     """Return seconds of a step and memory, of the methods on the first page."""
-    found = {(row.method, row.mbit): row for row in read(CLUSTER) if row.setting == "2x2-large-4"}
+    rows_by_key = {(row.method, row.mbit): row for row in read(CLUSTER) if row.setting == "2x2-large-4"}
     peers = {"ZeRO-1": "ZeRO-1", "ZeRO-3, lean": "ZeRO-3", "ZeRO-3, defaults": "ZeRO-3 defaults"}
     peers |= {"FSDP2 HSDP": "HSDP", "HSDP, kept": "HSDP kept"}
     lines = []
-    for name, method in (peers | {one: one for one in ("NIG", "NIG + LoCo + updates", "IIG")}).items():
-        times = [seconds_of(found[method, rate].median) for rate in (100, None)]
-        lines.append([name, *times, f"{found[method, 100].memory / 1e6:.0f}"])
+    for name, method in (peers | {label: label for label in ("NIG", "NIG + LoCo + updates", "IIG")}).items():
+        times = [seconds_of(rows_by_key[method, rate].median) for rate in (100, None)]
+        lines.append([name, *times, f"{rows_by_key[method, 100].memory / 1e6:.0f}"])
     return ["", "s per step, 100 Mbit/s", "no limit", "MB of states per rank"], lines
 
 
@@ -79,14 +79,14 @@ def lossless() -> Table:
 
 def growth() -> Table:
     """Return counts and seconds of one of 64 and of 16,384 ranks."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
+    rows_by_key: dict[tuple[str, str], dict[str, str]] = {}
     for row in read_rows(RESULTS / "growth.csv"):
-        at = row["ranks"], row["method"] if len(row["method"]) > 1 else f"ZeRO-{row['method']}"
-        made_only = float(row["seconds_step"]) == 0 and at in found
-        found[at] = {**found[at], "seconds_creation": row["seconds_creation"]} if made_only else row
+        key = row["ranks"], row["method"] if len(row["method"]) > 1 else f"ZeRO-{row['method']}"
+        made_only = float(row["seconds_step"]) == 0 and key in rows_by_key
+        rows_by_key[key] = {**rows_by_key[key], "seconds_creation": row["seconds_creation"]} if made_only else row
     lines = []
-    for name in (method for ranks, method in found if ranks == "16384"):
-        pair = [found["64", name], found["16384", name]]
+    for name in (method for ranks, method in rows_by_key if ranks == "16384"):
+        pair = [rows_by_key["64", name], rows_by_key["16384", name]]
         messages = {sum(int(row[f"messages_{kind}"]) for kind in ("intra", "inter", "world")) for row in pair}
         line = [name, ", ".join(dict.fromkeys(row["groups"] for row in pair)), str(max(messages))]
         for column, form in (("seconds_creation", ".2g"), ("seconds_step", ".2g"), ("mb", ".0f")):
@@ -99,13 +99,13 @@ def growth() -> Table:
 def keys(kind: type[BaseModel]) -> Table:
     """Return the keys that are the fields of a model, with the strings below them."""
     (tree,) = cast(list[ast.ClassDef], ast.parse(inspect.getsource(kind)).body)
-    docs = {ast.unparse(one.target): doc for one, doc in pairwise(tree.body) if isinstance(one, ast.AnnAssign)}
+    docs = {ast.unparse(field.target): doc for field, doc in pairwise(tree.body) if isinstance(field, ast.AnnAssign)}
     lines = []
     for name, field in kind.model_fields.items():
         default = "absent" if field.default is None else f"`{json.dumps(field.default)}`"
-        shown = cast(dict[str, str], field.json_schema_extra or {}).get("shown", default)
+        default_text = cast(dict[str, str], field.json_schema_extra or {}).get("shown", default)
         meaning = " ".join(ast.literal_eval(cast(ast.Expr, docs[name]).value).split())
-        lines.append([f"`{name}`", shown, field.description or "", meaning])
+        lines.append([f"`{name}`", default_text, field.description or "", meaning])
     return ["key", "default", "value", "meaning"], lines
 
 

@@ -78,7 +78,7 @@ class Gpt2Measurement(Measurement):
     stock = "ZeRO-1"  # the fastest of DeepSpeed's stages where links are slow: it reduces once a step
     methods = (
         *(stock, "ZeRO-2", "ZeRO-3"),
-        *(f"HSDP{kept} (reduces in {BF16})" for kept in ("", " kept")),
+        *(f"HSDP{suffix} (reduces in {BF16})" for suffix in ("", " kept")),
         *("DDP", "NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH),
     )
     rounds = 2
@@ -145,12 +145,12 @@ class Gpt2Measurement(Measurement):
         self.turns.limit(None)
         method = next(methods([name], self.workload, {}))
         self.made = {name: method}
-        held = self.turns.warm_up(method)
+        state_bytes = self.turns.warm_up(method)
         for row in self.rows[name]:
             self.turns.limit(row.mbit)
             for _ in range(self.args.steps):
                 row.add(*self.turn(method))
-            row.setup, row.held = method.setup, held
+            row.setup, row.held = method.setup, state_bytes
             if isinstance(method, Ours) and row.formula_bytes is None:
                 self.complete(row, None)
         steps = WARM_UP_STEPS + self.args.steps * len(self.rows[name])
@@ -171,8 +171,8 @@ class Gpt2Measurement(Measurement):
         return [total / count / dist.get_world_size() for total in over_ranks(sums, dist.ReduceOp.SUM)]
 
 
-def apart(losses: Sequence[float], others: Sequence[float]) -> float:
+def apart(losses: Sequence[float], other_losses: Sequence[float]) -> float:
     """Return the largest difference of two methods' losses in a step, relative to the decrease of the second one's."""
-    fall = others[0] - min(others)
-    most = max(abs(one - other) for one, other in zip(losses, others, strict=True))
-    return most / fall if fall > 0 else float("inf")
+    fall = other_losses[0] - min(other_losses)
+    largest = max(abs(loss - other_loss) for loss, other_loss in zip(losses, other_losses, strict=True))
+    return largest / fall if fall > 0 else float("inf")

@@ -79,11 +79,11 @@ class Measurement:
         self.compute = Compute(self.workload)
         self.made = {method.name: method for method in self.make_methods()}
         self.turns.warm_up(self.compute, watch=False)
-        held = {name: self.turns.warm_up(method) for name, method in self.made.items()}
+        state_bytes = {name: self.turns.warm_up(method) for name, method in self.made.items()}
         apart = self.compare()
         rows = [row for mbit, more in self.points() for row in self.at(mbit, more)]
         for row in rows:
-            row.held, row.difference = held[row.method], apart.get(row.method, 0.0)
+            row.held, row.difference = state_bytes[row.method], apart.get(row.method, 0.0)
         return rows
 
     def make_workload(self) -> Workload:
@@ -138,10 +138,10 @@ class Measurement:
 
     def turn(self, method: Method) -> Turn:
         """Time a step, or several short ones, because the median of only one short step varies."""
-        taken = [self.turns.a_step(method)]
-        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
-            taken.append(self.turns.a_step(method))
-        stolen, seconds, sent = zip(*taken, strict=True)
+        turns = [self.turns.a_step(method)]
+        while len(turns) < self.most and sum(turn.seconds[0] for turn in turns) < self.short:
+            turns.append(self.turns.a_step(method))
+        stolen, seconds, sent = zip(*turns, strict=True)
         return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def complete(self, row: Row, rates: Rates | None) -> None:
@@ -156,9 +156,9 @@ class Measurement:
             orthogonalizing=share * sizes.ranks,
         )
         any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)  # bytes do not depend on them
-        found = predict(method.strategy, sizes, model, rates or any_rates, method.sent)
-        row.formula_bytes = found.volume.inter * sizes.group_size
-        row.more |= {} if rates is None else {"seconds_predicted": found.total_seconds}
+        prediction = predict(method.strategy, sizes, model, rates or any_rates, method.sent)
+        row.formula_bytes = prediction.volume.inter * sizes.group_size
+        row.more |= {} if rates is None else {"seconds_predicted": prediction.total_seconds}
 
     def describe(self, method: Ours) -> Model:
         """Return the planner's description of the model."""
@@ -166,21 +166,21 @@ class Measurement:
         if self.workload.optimizer == MUON:
             mark_matrices(model)
         width = 4 if method.name.endswith(WIDE) else None
-        found = describe(model, gradient_bytes=width, accumulation=self.workload.accumulation)
-        return replace(found, bucket=self.workload.bucket, **self.described)
+        description = describe(model, gradient_bytes=width, accumulation=self.workload.accumulation)
+        return replace(description, bucket=self.workload.bucket, **self.described)
 
     # What is said of the rows of a setting
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
         """Return messages about methods that did not train the same, or did not send the bytes of the formula."""
-        found = []
+        messages = []
         for row in rows:
             bound = cls.loco_bound if LOCO in row.method else cls.bounds[cls.settings[row.setting].dtype]
             if not row.difference <= bound:  # NaN is not
-                found.append(f"{row.method}: {cls.compared} differ by {row.difference:.1e} from the first's")
-            found += cls.other_bytes(row)
-        return found
+                messages.append(f"{row.method}: {cls.compared} differ by {row.difference:.1e} from the first's")
+            messages += cls.other_bytes(row)
+        return messages
 
     @classmethod
     def other_bytes(cls, row: Row) -> list[str]:
@@ -286,8 +286,8 @@ class OverlapMeasurement(Measurement):
     def skipped(setting: Setting, method: str) -> float:
         """Return the formula's bytes of the block that ZeRO-3 keeps, with p = G, from a forward to its backward."""
         phases = STRATEGIES[method].phases(setting.sizes, setting.states)
-        gathers = [one for one in phases if one.each_micro_step and one.kind == Direction.GATHER]
-        gathered = setting.accumulation * sum(one.each_micro_step * one.volume.inter for one in gathers)
+        gathers = [phase for phase in phases if phase.each_micro_step and phase.kind == Direction.GATHER]
+        gathered = setting.accumulation * sum(phase.each_micro_step * phase.volume.inter for phase in gathers)
         return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
 
 
@@ -334,12 +334,12 @@ class OuterMeasurement(Measurement):
         for method in outer.values():
             self.turns.take(method, self.args.every - WARM_UP_STEPS)
         first = {name: outer[name] for name in (self.peer, *self.outer) if name in outer}
-        found = differences(first) if self.peer in first else {}
+        by_method = differences(first) if self.peer in first else {}
         for method in outer.values():
             self.turns.take(method, self.aligned)
         self.pauses.forward = self.args.pause / SIZES[self.setting.size][0] / (1 + BACKWARD)
         self.pauses.backward = BACKWARD * self.pauses.forward
-        return found
+        return by_method
 
     def turn(self, method: Method) -> Turn:
         if "outer" not in method.name:
@@ -359,8 +359,8 @@ class OuterMeasurement(Measurement):
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
         sent = [(row.method, row.bytes_between / row.formula_bytes) for row in rows if row.formula_bytes]
-        found = [
+        messages = [
             f"{m} sends {share:.3f} of the formula's bytes" for m, share in sent if abs(share - 1) > cls.bytes_bound
         ]
         apart = [row for row in rows if row.method == cls.exact and not row.difference < cls.parity]
-        return found + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]
+        return messages + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]

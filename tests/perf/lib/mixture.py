@@ -80,13 +80,13 @@ def _of_all_ranks(layer: Any) -> list[Tensor]:
     """Return a layer's router, and of all experts the fused gate and up projections, and the down projections."""
     modules = (layer.router.gate, layer.experts)
     names = [name for module in modules for name, _ in module.named_parameters()]
-    whole = dict(zip(names, (part for module in modules for part in gathered(module)), strict=True))
+    parts_by_name = dict(zip(names, (tensor for module in modules for tensor in gathered(module)), strict=True))
     all_experts = []
     for name in ("w1", "w3", "w2"):
-        found = [torch.empty_like(whole[name]) for _ in range(layer.ep_group.size())]
-        dist.all_gather(found, whole[name], layer.ep_group)
-        all_experts.append(torch.cat(found))
-    return [whole["weight"], torch.cat(all_experts[:2], 1), all_experts[2]]
+        expert_parts = [torch.empty_like(parts_by_name[name]) for _ in range(layer.ep_group.size())]
+        dist.all_gather(expert_parts, parts_by_name[name], layer.ep_group)
+        all_experts.append(torch.cat(expert_parts))
+    return [parts_by_name["weight"], torch.cat(all_experts[:2], 1), all_experts[2]]
 
 
 class MixtureMeasurement(Measurement):
@@ -136,5 +136,5 @@ class MixtureMeasurement(Measurement):
         row.more["formula_expert_bytes"] = None
         if isinstance(method, Ours):
             any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)
-            found = predict(method.strategy, sizes, self.describe(method), any_rates, method.sent)
-            row.more["formula_expert_bytes"] = round(found.of_experts.inter * sizes.group_size)
+            prediction = predict(method.strategy, sizes, self.describe(method), any_rates, method.sent)
+            row.more["formula_expert_bytes"] = round(prediction.of_experts.inter * sizes.group_size)

@@ -66,7 +66,7 @@ class Pcie:
             yield
 
     def _carried(self, run: Callable[..., Any], nbytes: Callable[..., int]) -> Callable[..., Any]:
-        """Return a function before which bytes are carried, as many as ``nbytes`` says of its arguments."""
+        """Wrap a function so that each call first carries ``nbytes`` of its arguments."""
 
         def carried(*args: Any, **kwargs: Any) -> Any:
             args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
@@ -113,10 +113,10 @@ class OffloadMeasurement(Measurement):
             before = self._pcie.nbytes
             self.turns.take(method, 1)
             (self._copied[name],) = over_ranks([self._pcie.nbytes - before], dist.ReduceOp.MAX)
-        found = super().compare()
+        by_method = super().compare()
         self._pcie.gigabytes = self.args.pcie
         self._meetings = self.turns.a_step(self.compute).sent
-        return found
+        return by_method
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)

@@ -363,8 +363,8 @@ class Engine(Method):
         muon = workload.optimizer == MUON
         if muon and zero.get("stage") == 3:
             zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
-        said = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
-        super().__init__(name, ", ".join(said))
+        setup = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
+        super().__init__(name, ", ".join(setup))
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
         params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
@@ -442,10 +442,14 @@ class Ours(Engine):
         states, families = held(self._engine), self._engine.optimizer.families.values()
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         hops = [family.reduce.inter for family in families]
-        errors = sum(getattr(kept, "nbytes", lambda: 0)() for hop in hops for kept in (hop.errors, hop.sums.errors))
+        errors = sum(
+            getattr(memory, "nbytes", lambda: 0)() for hop in hops for memory in (hop.errors, hop.sums.errors)
+        )
         outer = getattr(self._engine.optimizer.outer, "fragments", ())
-        kept = sum(part.nbytes for one in outer for part in (one.anchor, one.weights, one.momentum))
-        return replace(states, optimizer=states.optimizer + errors + kept)
+        memory = sum(
+            part.nbytes for fragment in outer for part in (fragment.anchor, fragment.weights, fragment.momentum)
+        )
+        return replace(states, optimizer=states.optimizer + errors + memory)
 
 
 PEERS: dict[str, Callable[[Workload], Method]] = {

@@ -61,13 +61,13 @@ class RecordedMeasurement(OverlapMeasurement):
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         means = [statistics.fmean(parts[name] for parts in self._parts[row.method]) for name in measures.PARTS]
-        told = [value / dist.get_world_size() for value in over_ranks(means, dist.ReduceOp.SUM)]
+        reported = [value / dist.get_world_size() for value in over_ranks(means, dist.ReduceOp.SUM)]
         recorded = self._seconds[row.method]
         row.more |= spread("seconds_recorded", recorded)
-        row.more |= {f"seconds_told_{part}": value for part, value in zip(measures.PARTS, told, strict=True)}
-        taken = statistics.median(recorded) - row.compute  # exposed, of the steps that were recorded
-        exposed = sum(told) - row.more[f"seconds_told_{measures.COMPUTE}"]
-        row.more |= {"seconds_exposed_recorded": taken, "error": exposed / taken - 1}
+        row.more |= {f"seconds_told_{part}": value for part, value in zip(measures.PARTS, reported, strict=True)}
+        measured_exposed = statistics.median(recorded) - row.compute  # exposed, of the steps that were recorded
+        exposed = sum(reported) - row.more[f"seconds_told_{measures.COMPUTE}"]
+        row.more |= {"seconds_exposed_recorded": measured_exposed, "error": exposed / measured_exposed - 1}
         row.more["overhead"] = statistics.median(recorded) / row.median - 1
 
     @classmethod
@@ -136,17 +136,19 @@ class WhatIfMeasurement(BlocksMeasurement):
         row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
             cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
-            found = WhatIf(recorded, cluster, recorded.described.model)
-            seconds = next(o.seconds for o in found.rows if o.prediction.name == row.method and 8 not in o.bits)
+            what_if = WhatIf(recorded, cluster, recorded.described.model)
+            seconds = next(o.seconds for o in what_if.rows if o.prediction.name == row.method and 8 not in o.bits)
             row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
-        header = ["Mbit/s", "", "a step, s", *(f"predicted from {said}" for said in SOURCES.values())]
+        header = ["Mbit/s", "", "a step, s", *(f"predicted from {source}" for source in SOURCES.values())]
         lines = [[rate_name(row.mbit), row.method, seconds_of(row.median)] for row in rows]
         for row, line in zip(rows, lines, strict=True):
-            for one in SOURCES:
-                line.append(f"{seconds_of(row.more[f'seconds_predicted_{one}'])} ({row.more[f'error_{one}']:+.0%})")
+            for source in SOURCES:
+                line.append(
+                    f"{seconds_of(row.more[f'seconds_predicted_{source}'])} ({row.more[f'error_{source}']:+.0%})"
+                )
         return header, lines
 
     @classmethod

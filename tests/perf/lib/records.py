@@ -39,15 +39,15 @@ def circumstances() -> dict[str, Any]:
 
 def command(words: Sequence[str]) -> str:
     """Return the command line without options that name a file or folder of this machine."""
-    kept = list[str]()
+    portable = list[str]()
     for word in words[1:]:
         if word.startswith("--") and os.path.isabs(word.partition("=")[2]):
             continue
-        if os.path.isabs(word) and kept and kept[-1].startswith("--"):
-            kept.pop()
+        if os.path.isabs(word) and portable and portable[-1].startswith("--"):
+            portable.pop()
         else:
-            kept.append(word)
-    return shlex.join(["python", *kept])
+            portable.append(word)
+    return shlex.join(["python", *portable])
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -64,10 +64,10 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     before = read_rows(path)
     columns = list(dict.fromkeys(name for row in [*before[:1], *added] for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)
-    same = bool(before) and columns == list(before[0])
-    with path.open("a" if same else "w", newline="", encoding="utf-8") as file:
+    same_columns = bool(before) and columns == list(before[0])
+    with path.open("a" if same_columns else "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="")
-        if not same:
+        if not same_columns:
             writer.writeheader()
             writer.writerows(before)
         writer.writerows(added)
@@ -186,17 +186,17 @@ class Row:
         return {name: round(value, 5) if isinstance(value, float) else value for name, value in columns.items()}
 
     @classmethod
-    def from_csv(cls, kept: dict[str, str]) -> "Row":
+    def from_csv(cls, cells: dict[str, str]) -> "Row":
         """Return the result of a row of a file; its round has the minimum, the median, and the maximum of all
         steps.
         """
-        numbers = {name: _number(value) for name, value in kept.items()}
-        rate = kept["link_mbit"]
+        numbers = {name: _number(value) for name, value in cells.items()}
+        rate = cells["link_mbit"]
         return cls(
-            kept["setting"],
+            cells["setting"],
             None if rate == UNLIMITED else float(rate),
-            kept["method"],
-            kept["setup"],
+            cells["method"],
+            cells["setup"],
             [[numbers[f"seconds_{part}"] for part in ("min", "median", "max")]],
             [numbers.get("stolen_median") or 0.0],
             numbers.get("link_bytes") or 0.0,
@@ -246,12 +246,17 @@ def speed(row: Row, other: Row) -> Ratio:
 
 def slower(rows: Sequence[Row], stock: str, least: dict[str, float]) -> list[str]:
     """Return the methods of a setting that miss their required speed relative to ``stock``, if both were measured."""
-    found = {row.method: row for row in rows}
-    speeds = {name: speed(found[name], found[stock]) for name in least if {name, stock} <= set(found)}
+    rows_by_method = {row.method: row for row in rows}
+    speeds = {
+        name: speed(rows_by_method[name], rows_by_method[stock])
+        for name in least
+        if {name, stock} <= set(rows_by_method)
+    }
     return [
-        f"{name} is {one.value:.2f} times as fast as {stock} ({one.low:.2f} to {one.high:.2f}), not {least[name]:g}"
-        for name, one in speeds.items()
-        if one.value < least[name]
+        f"{name} is {ratio.value:.2f} times as fast as {stock} ({ratio.low:.2f} to {ratio.high:.2f}), "
+        f"not {least[name]:g}"
+        for name, ratio in speeds.items()
+        if ratio.value < least[name]
     ]
 
 
@@ -266,9 +271,9 @@ def markdown(table: Table) -> str:
     return "\n".join([header, "|" + "---|" * len(table[0]), *lines, ""])
 
 
-def report(rows: Sequence[dict[str, Any]], path: Path | None, shown: Sequence[str] = ()) -> None:
+def report(rows: Sequence[dict[str, Any]], path: Path | None, columns: Sequence[str] = ()) -> None:
     """Print these columns of rows, by default all, and append the rows to a file if one is given."""
-    header = list(shown or rows[0])
+    header = list(columns or rows[0])
     cells = [
         [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in header] for row in rows
     ]

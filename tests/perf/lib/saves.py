@@ -124,8 +124,8 @@ class SavesMeasurement(Measurement):
                     f"{trained.setup}; checkpoint {self.sections[name]}",
                     {"disk": disk, "buffer_bytes": 0},
                 )
-                made = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
-                row = self._rows.setdefault((name, disk), made)
+                new_row = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
+                row = self._rows.setdefault((name, disk), new_row)
                 self._disk.megabytes = megabytes if disk == SLOW else None
                 row.more["slow_megabytes"] = self._disk.megabytes
                 for _ in range(self.saves):
@@ -209,14 +209,14 @@ class SavesMeasurement(Measurement):
     @classmethod
     def missed(cls, rows: Sequence[Row]) -> list[str]:
         """Return the asynchronous saves, in the order of ranks, that stop or slow down training too much."""
-        found = []
+        messages = []
         for row in (row for row in rows if "asynchronous" in row.method):
             where, share = f"{row.setting}, {row.more['disk']} disk: {row.method}", tabulated.stopped_share(row, rows)
             if (share or 0.0) > cls.critical:
-                found.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")
+                messages.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")
             if (row.more.get("beside_median") or 0.0) > cls.beside:
-                found.append(f"{where}: steps beside it take {row.more['beside_median']:.3f}, not {cls.beside}")
-        return found
+                messages.append(f"{where}: steps beside it take {row.more['beside_median']:.3f}, not {cls.beside}")
+        return messages
 
 
 def base_of(method: str) -> str:
@@ -264,7 +264,7 @@ class _Saver:
 
     def _beside(self, row: Row, aside: AsyncSaves, undisturbed: list[float], begin: float) -> float:
         """Take steps until the save is committed; return how long they have waited for its copies."""
-        found = functools.partial(self._ranks.list_of, row)
+        values_of = functools.partial(self._ranks.list_of, row)
         ended: list[float] = []
         watcher = threading.Thread(target=_watch, args=(aside._job, ended), daemon=True)
         watcher.start()
@@ -275,9 +275,9 @@ class _Saver:
             beside.append(self._ranks.step(self._trained))
             waited += over_ranks([self._waited], dist.ReduceOp.MAX)[0]
         watcher.join()
-        found("step_seconds").extend(undisturbed)
-        found("beside").extend(step / statistics.median(undisturbed) for step in beside)
-        found("until_committed_seconds").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
+        values_of("step_seconds").extend(undisturbed)
+        values_of("beside").extend(step / statistics.median(undisturbed) for step in beside)
+        values_of("until_committed_seconds").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
         (row.more["buffer_bytes"],) = over_ranks([float(aside.buffers.nbytes)], dist.ReduceOp.MAX)
         return waited
 
@@ -319,6 +319,6 @@ def _watch(job: Any, ended: list[float]) -> None:
 
 def _shared_folder() -> Path:
     """Return a new folder, the same on all ranks. Collective."""
-    made = [tempfile.mkdtemp(prefix="saves") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(made, 0)
-    return Path(made[0])
+    folders = [tempfile.mkdtemp(prefix="saves") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders, 0)
+    return Path(folders[0])

@@ -253,7 +253,7 @@ class Run:
         if not path.exists():
             return None
         run = Run.read(path)
-        expected, got = ((one.name, one.text, one.steps) for one in (self, run))
+        expected, got = ((run_of_file.name, run_of_file.text, run_of_file.steps) for run_of_file in (self, run))
         if expected != got:
             raise ValueError(f"{path}: expected a run of {expected}, got one of {got}: move it away.")
         return run
@@ -261,9 +261,9 @@ class Run:
 
 def read_runs(study: Study) -> list[Run]:
     """Return the runs in a study's folder, by seed and in the order of the methods."""
-    found = [Run.read(path) for path in study.folder.glob("*.json")]
+    runs = [Run.read(path) for path in study.folder.glob("*.json")]
     order = list(study.methods)
-    return sorted(found, key=lambda run: (run.seed, order.index(run.method)))
+    return sorted(runs, key=lambda run: (run.seed, order.index(run.method)))
 
 
 def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seeds: Iterable[int]) -> list[Run]:
@@ -286,21 +286,23 @@ class Cell:
     reference: Mapping[int, float]
     against: Mapping[int, float]
 
-    def differences(self, others: Mapping[int, float]) -> list[float]:
+    def differences(self, other_losses: Mapping[int, float]) -> list[float]:
         """Return the relative differences from others with the same seeds, one per seed."""
-        return [loss / others[seed] - 1 for seed, loss in self.losses.items() if seed in others]
+        return [loss / other_losses[seed] - 1 for seed, loss in self.losses.items() if seed in other_losses]
 
 
 def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]:
     """Return the cells by optimizer, groups and method."""
-    found: dict[tuple[str, int, str], list[Run]] = {}
+    runs_by_cell: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
-        found.setdefault((run.optimizer, run.groups, run.method), []).append(run)
+        runs_by_cell.setdefault((run.optimizer, run.groups, run.method), []).append(run)
     end = "final_held_out" if study.held_out and not study.large else "final_loss"
-    losses = {key: {run.seed: getattr(run, end) for run in some} for key, some in found.items()}
+    losses = {key: {run.seed: getattr(run, end) for run in cell_runs} for key, cell_runs in runs_by_cell.items()}
     return {
-        (*at, name): Cell(some, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against)))
-        for (*at, name), some in found.items()
+        (*at, name): Cell(
+            cell_runs, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against))
+        )
+        for (*at, name), cell_runs in runs_by_cell.items()
         for method in [study.methods[name]]
     }
 
@@ -313,10 +315,10 @@ def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
         if method.bound is None or not each:
             continue
         own = [seed for seed in cell.losses if seed in cell.against]
-        found = ratio([[cell.against[seed]] for seed in own], [[cell.losses[seed]] for seed in own])
-        mean, low, high = found.value - 1, found.low - 1, found.high - 1
-        kept = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
-        passed = min(each) > method.bound if method.too_coarse else kept
+        interval = ratio([[cell.against[seed]] for seed in own], [[cell.losses[seed]] for seed in own])
+        mean, low, high = interval.value - 1, interval.low - 1, interval.high - 1
+        within_bound = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
+        passed = min(each) > method.bound if method.too_coarse else within_bound
         line = (
             f"{optimizer}, {groups} groups, {name}: the final loss is {mean:+.2%} ({low:+.2%} to {high:+.2%}) from "
             f"{method.against}, {'more than' if method.too_coarse else 'bound'} {method.bound:.1%}"
@@ -328,9 +330,9 @@ def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
 
 def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
     """Judge the gradients' norms of methods that have bounds with every seed, by the ratio of means over a run."""
-    found = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
+    runs_by_key = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
     for run in (run for run in runs if study.methods[run.method].each):
-        other = found[run.optimizer, run.groups, study.methods[run.method].against, run.seed]
+        other = runs_by_key[run.optimizer, run.groups, study.methods[run.method].against, run.seed]
         norms = statistics.fmean(run.norms) / statistics.fmean(other.norms)
         passed, line = NORM_BOUNDS[0] <= norms <= NORM_BOUNDS[1], f"{run.name}: norms of gradients are {norms:.3f} of"
         yield passed, f"{'PASS' if passed else 'FAIL'}  {line} the exact ones"
@@ -341,11 +343,11 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
 
 def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return a row for each cell, with the seeds of ``Method.against`` and of the reference."""
-    found = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
+    runs_by_key = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
     rows = []
     for (optimizer, groups, name), cell in cells(study, runs).items():
         against = study.methods[name].against
-        pairs = [(run, found.get((optimizer, groups, against, run.seed))) for run in cell.runs]
+        pairs = [(run, runs_by_key.get((optimizer, groups, against, run.seed))) for run in cell.runs]
         norms = [statistics.fmean(run.norms) / statistics.fmean(o.norms) for run, o in pairs if o and run.norms]
         apart = study.held_out and not study.large  # the loss is held out, that of training another one
         each, losses = cell.differences(cell.against), list(cell.losses.values())
@@ -396,9 +398,9 @@ def formula(study: Study, run: Run) -> float:
 
 def read(study: Study) -> list[dict[str, str]]:
     """Return the last row of each cell of a study, in the order of its methods."""
-    found = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
-    at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in found)
-    return [found[(*key, name)] for key in at for name in study.methods if (*key, name) in found]
+    rows_by_key = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
+    at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in rows_by_key)
+    return [rows_by_key[(*key, name)] for key in at for name in study.methods if (*key, name) in rows_by_key]
 
 
 def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -414,8 +416,8 @@ def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
         line.append(_percents(row.get("from_reference_by_seed", "")) if against != study.reference else "")
         line += [_loss(row.get(f"{name}_loss")) for name in ("own", "training", "held_out")]
         lines.append([*line, f"{float(row['inter_bytes']) / 1e3:.1f}" if row.get("inter_bytes") else ""])
-    shown = [at for at in range(len(header)) if any(line[at] for line in lines)]
-    return [header[at] for at in shown], [[line[at] for at in shown] for line in lines]
+    columns = [at for at in range(len(header)) if any(line[at] for line in lines)]
+    return [header[at] for at in columns], [[line[at] for at in columns] for line in lines]
 
 
 def _loss(value: Any) -> str:
@@ -423,7 +425,7 @@ def _loss(value: Any) -> str:
 
 
 def _percents(listed: str) -> str:
-    return ", ".join(f"{100 * float(one):+.2f}" for one in listed.split())
+    return ", ".join(f"{100 * float(number):+.2f}" for number in listed.split())
 
 
 def stored(name: str, *optimizers: str) -> Table:

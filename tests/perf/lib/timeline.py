@@ -73,13 +73,13 @@ class Case:
 
 def cases() -> tuple[list[Case], Counter[str]]:
     """Return all rows that the planner predicts, and the number of rows of each other method, by name."""
-    found, others = [], Counter[str]()
+    predicted, unpredicted = [], Counter[str]()
     for row, case in [*_of_clusters(), *_of_overlap()]:
         if case is None:
-            others[row.method] += 1
+            unpredicted[row.method] += 1
         else:
-            found.append(case)
-    return found, others
+            predicted.append(case)
+    return predicted, unpredicted
 
 
 def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
@@ -102,8 +102,8 @@ def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
 
 def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
     _, width, hidden = SIZES["narrow"]
-    same = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
-    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **same)
+    shared_settings = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
+    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **shared_settings)
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         compute = row.compute / setting.accumulation
@@ -179,9 +179,9 @@ class HostCosts:
         rates = self.rates(case, slowness)
         if case.plain:
             return predict_plain_stage(case.strategy.name, case.sizes, case.model, rates).total_seconds
-        one = predict(case.strategy, case.sizes, case.model, rates, case.sent)
+        prediction = predict(case.strategy, case.sizes, case.model, rates, case.sent)
         host = case.sizes.ranks / CORES * slowness
-        return one.total_seconds + host * self.coding * _coded_bytes(case)
+        return prediction.total_seconds + host * self.coding * _coded_bytes(case)
 
 
 def _coded_bytes(case: Case) -> float:
@@ -214,12 +214,12 @@ def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
         costs = HostCosts(*map(float, numpy.exp(values)))
         return numpy.array([math.log(costs.seconds(case, slow) / case.row.median) for case, slow in cases])
 
-    def loss(values: Vector, found: Vector) -> float:
-        return float(numpy.abs(found).sum() + NEARNESS / 2 * numpy.square(values - begin).sum())
+    def loss(values: Vector, residuals: Vector) -> float:
+        return float(numpy.abs(residuals).sum() + NEARNESS / 2 * numpy.square(values - begin).sum())
 
     values, now, damping = begin, errors(begin), 1e-2
     for _ in range(STEPS):
-        slopes = numpy.stack([(errors(values + 1e-3 * one) - now) / 1e-3 for one in identity], 1)
+        slopes = numpy.stack([(errors(values + 1e-3 * direction) - now) / 1e-3 for direction in identity], 1)
         weights = 1 / numpy.maximum(numpy.abs(now), LEAST_ERROR)
         normal = slopes.T @ (weights[:, None] * slopes) + NEARNESS * identity
         gradient = slopes.T @ (weights * now) + NEARNESS * (values - begin)

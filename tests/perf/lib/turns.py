@@ -57,8 +57,8 @@ class Compute(Method):
         super().__init__("compute", "no communication")
         self._model, self._accumulation = workload.make_model().to(workload.dtype), workload.accumulation
         trainable = [p for p in self._model.parameters() if p.requires_grad]
-        mine = trainable[dist.get_rank() :: dist.get_world_size()]
-        self._momenta = [(p, torch.zeros_like(p)) for p in mine] if workload.optimizer == MUON else []
+        own_matrices = trainable[dist.get_rank() :: dist.get_world_size()]
+        self._momenta = [(p, torch.zeros_like(p)) for p in own_matrices] if workload.optimizer == MUON else []
         flat = torch.cat([p.detach().flatten() for p in trainable]).float()
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
@@ -216,11 +216,11 @@ class Turns:
 def differences(methods: Mapping[str, Method]) -> dict[str, float]:
     """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""
     first = next(iter(methods.values())).weights()
-    found = {}
+    by_method = {}
     for name, method in methods.items():
         apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
-        (found[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
-    return found
+        (by_method[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
+    return by_method
 
 
 def cpu_times() -> tuple[int, int]:
@@ -238,6 +238,6 @@ def give_back_memory() -> None:
 
 def over_ranks(values: list[float], op: Any) -> list[float]:
     """Return values of all ranks, combined. Collective."""
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op=op)
-    return found.tolist()
+    reduced = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(reduced, op=op)
+    return reduced.tolist()
