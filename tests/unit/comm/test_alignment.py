@@ -19,9 +19,9 @@ from tests.harness.training import PARTITIONED, REPLICATED
 def test_windows_start_at_multiples_of_16_elements() -> None:
     for rows in range(2, 4097):
         for most in (500_000_000, 1 << 24):
-            found = layout.windows(Span(0, 3 * most // rows + 5), rows, most)
-            assert sum(width for _, width in found) == 3 * most // rows + 5
-            assert all(start % 16 == 0 and width * rows <= most for start, width in found)
+            windows = layout.windows(Span(0, 3 * most // rows + 5), rows, most)
+            assert sum(width for _, width in windows) == 3 * most // rows + 5
+            assert all(start % 16 == 0 and width * rows <= most for start, width in windows)
 
 
 @pytest.mark.quick
@@ -29,10 +29,12 @@ def test_windows_start_at_multiples_of_16_elements() -> None:
 def test_rows_are_padded_to_16_elements(windows: list[tuple[int, int]]) -> None:
     row = torch.arange(1.0, 65.0).view(1, 64)
     pieces = [row[:, start : start + width] for start, width in windows]
-    filled, given = align_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
-    assert filled.is_contiguous() and not filled.storage_offset() % 16 and filled.shape == (1, 32)
-    assert torch.equal(filled[:, : given.shape[1]], given) and not filled[:, given.shape[1] :].any()
-    assert (filled.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
+    padded, concatenated = align_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
+    assert padded.is_contiguous() and not padded.storage_offset() % 16 and padded.shape == (1, 32)
+    assert (
+        torch.equal(padded[:, : concatenated.shape[1]], concatenated) and not padded[:, concatenated.shape[1] :].any()
+    )
+    assert (padded.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
@@ -49,17 +51,17 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
     Returns:
         by strategy and collective, the offsets of the parts in their allocations: bytes modulo 16.
     """
-    found: dict[str, dict[str, set[int]]] = {}
+    offsets: dict[str, dict[str, set[int]]] = {}
     start = collectives.Collectives.start
 
     def note(group: Any, operation: str, collective: Any, *arguments: Any) -> Any:
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         smallest = min(tensor.numel() for tensor in tensors)
         for tensor in tensors:
             assert tensor.is_contiguous() and tensor.numel()
             step = tensor.numel() if operation == "all_reduce" else smallest
             begins = (tensor.storage_offset() + part for part in range(0, tensor.numel(), step))
-            found[name].setdefault(f"{group.name} {operation}", set()).update(
+            offsets[name].setdefault(f"{group.name} {operation}", set()).update(
                 begin * tensor.element_size() % 16 for begin in begins
             )
         return start(group, operation, collective, *arguments)
@@ -70,6 +72,6 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
         mock.patch.object(collectives.Collectives, "start", note),
     ):
         for name in names:
-            found[name] = {}
+            offsets[name] = {}
             training.train(job, training.placed(name, 3))
-    return found
+    return offsets

@@ -157,7 +157,7 @@ def wait_case() -> tuple[int, int]:
 
     engine.optimizer.optimizer.step = late
     engine.step()
-    before = len([one for one in worker_thread.running_workers() if one.finish_before_exit])
+    before = len([worker for worker in worker_thread.running_workers() if worker.finish_before_exit])
     if dist.get_rank() == 0:
         _get_default_store().set("the first group has seen what runs", "")
     deepspeed_ext.wait_for_updates()

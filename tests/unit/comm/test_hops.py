@@ -93,13 +93,13 @@ SIZES = [([0, 3, 0, 0], 7), ([0, 0, 0, 0], 0), ([5, 5, 5, 5], 50), ([40, 0, 17, 
 
 
 def test_all_hops_give_the_same_sums(ranks: Any) -> None:
-    for rank, found in enumerate(ranks(4).run(hops_case)):
-        for (splits, numel), answers in zip(SIZES, found, strict=True):
+    for rank, results in enumerate(ranks(4).run(hops_case)):
+        for (splits, numel), answers in zip(SIZES, results, strict=True):
             assert len(answers) == 4
             start = sum(splits[:rank])
-            for kind, part, whole, gathered in answers:
+            for kind, part, sums, gathered in answers:
                 assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
-                assert whole == [4.0 * i + 6 for i in range(numel)], kind
+                assert sums == [4.0 * i + 6 for i in range(numel)], kind
                 assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
 
 

@@ -97,12 +97,12 @@ class Unreadable(Exception):
 
 
 def test_all_ranks_receive_any_error_text(ranks: Any) -> None:
-    for messages, texts, same in ranks(2).run(texts_case):
-        for message, says in zip(
+    for messages, texts, comparisons in ranks(2).run(texts_case):
+        for message, text in zip(
             messages, ("\\udcff\\udce9", "\\udcff\\udce9", "LookupError", "LookupError"), strict=True
         ):
-            assert message.startswith("RuntimeError: rank 1: it failed: ") and says in message, message
-        assert texts == [[text, f"{text}1"] for text in TEXTS] and same == ["", ""]
+            assert message.startswith("RuntimeError: rank 1: it failed: ") and text in message, message
+        assert texts == [[text, f"{text}1"] for text in TEXTS] and comparisons == ["", ""]
 
 
 def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
@@ -122,7 +122,7 @@ def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
 
     messages = messages_of((OSError(28, "No space", BYTES), Unreadable()))
     texts = [all_gather_texts(text if rank == 0 else f"{text}1") for text in TEXTS]
-    same = [error_of(require_same, "a text", text) for text in (BYTES, TEXTS[4])]
+    comparisons = [error_of(require_same, "a text", text) for text in (BYTES, TEXTS[4])]
     channel.end_worker()
     channel.close()
-    return messages, texts, same
+    return messages, texts, comparisons

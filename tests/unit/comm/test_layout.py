@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from deepspeed_ext.comm.layout import FlatLayout, Stripe, plan_bucket
 from deepspeed_ext.comm.owners import Job, assign_owners, rounds
@@ -19,26 +19,26 @@ from deepspeed_ext.zero.flat.buffers import stripe_starts
 
 pytestmark = pytest.mark.quick
 
-ONE_STRIPE = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
-SEVERAL = some.builds(
+ONE_STRIPE = st.builds(FlatLayout, numel=st.integers(1, 300), rows=st.integers(1, 4), cols=st.integers(1, 4))
+SEVERAL = st.builds(
     lambda numels, rows, cols: FlatLayout(sum(numels), rows, cols, (0, *itertools.accumulate(numels[:-1]))),
-    some.lists(some.integers(1, 90), min_size=2, max_size=5),
-    some.integers(1, 4),
-    some.integers(1, 4),
+    st.lists(st.integers(1, 90), min_size=2, max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 4),
 )
-LAYOUTS = some.one_of(ONE_STRIPE, SEVERAL)
+LAYOUTS = st.one_of(ONE_STRIPE, SEVERAL)
 
 
 def positions(layout: FlatLayout) -> torch.Tensor:
     """Return the element of the flat buffer at each position, (rows, cols, chunk); -1 for padding."""
-    found = torch.full((layout.rows, layout.cols, layout.chunk), -1)
+    elements_at = torch.full((layout.rows, layout.cols, layout.chunk), -1)
     for stripe in layout.stripes:
         for cell in range(layout.rows * layout.cols):
             first = stripe.span.start + cell * stripe.width
-            held = torch.arange(first, max(first, min(first + stripe.width, stripe.span.stop)))
+            cell_elements = torch.arange(first, max(first, min(first + stripe.width, stripe.span.stop)))
             row, col = divmod(cell, layout.cols)
-            found[row, col, stripe.column : stripe.column + len(held)] = held
-    return found
+            elements_at[row, col, stripe.column : stripe.column + len(cell_elements)] = cell_elements
+    return elements_at
 
 
 def test_parameter_lists_are_divided_into_runs() -> None:
@@ -71,11 +71,11 @@ def test_stripes_have_complete_parameters_and_are_balanced() -> None:
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.data())
-def test_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
-    starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
-    ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
-    spans = data.draw(some.permutations([Span.between(a, b) for a, b in zip(starts, ends, strict=True)]))
+@given(LAYOUTS, st.data())
+def test_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: st.DataObject) -> None:
+    starts = data.draw(st.lists(st.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
+    ends = [data.draw(st.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
+    spans = data.draw(st.permutations([Span.between(a, b) for a, b in zip(starts, ends, strict=True)]))
     bucket = [position for span in spans for position in range(span.start, span.stop)]  # values = flat positions
     plan = plan_bucket((layout,), tuple((0, span) for span in spans))
 
@@ -121,13 +121,13 @@ def test_plan_separates_two_buffers() -> None:
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.integers(1, 400), some.booleans())
+@given(LAYOUTS, st.integers(1, 400), st.booleans())
 def test_windows_cover_the_chunk_and_are_unpacked(layout: FlatLayout, most: int, add: bool) -> None:
     flat = torch.zeros(layout.numel)
     where = positions(layout)
-    found = layout.windows(layout.rows, most)
-    assert sum(width for _, width in found) == layout.chunk
-    for start, width in found:
+    windows = layout.windows(layout.rows, most)
+    assert sum(width for _, width in windows) == layout.chunk
+    for start, width in windows:
         assert width == 1 or width * layout.rows <= most
         cells = where[:, :, start : start + width].transpose(0, 1).float()
         layout.unpack_window(flat, start, cells, add=add)
@@ -135,7 +135,7 @@ def test_windows_cover_the_chunk_and_are_unpacked(layout: FlatLayout, most: int,
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(ONE_STRIPE, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
+@given(ONE_STRIPE, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 3))
 def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int) -> None:
     flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
     # A window of a message that other buffers share; every element of it must be written.
@@ -146,15 +146,15 @@ def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int
     for col in range(layout.cols):
         for row in range(layout.rows):
             start = (row * layout.cols + col) * layout.chunk
-            held = flat[start : start + layout.chunk]
-            assert torch.equal(cells[col, row, : held.numel()].float(), held)
-            assert not cells[col, row, held.numel() :].any()
+            chunk = flat[start : start + layout.chunk]
+            assert torch.equal(cells[col, row, : chunk.numel()].float(), chunk)
+            assert not cells[col, row, chunk.numel() :].any()
     placed = torch.full((layout.numel,), torch.nan)
     layout.unpack_window(placed, 0, cells.float())
     assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
 
 
-SPANS = some.builds(Span, some.integers(0, 30), some.integers(0, 20))
+SPANS = st.builds(Span, st.integers(0, 30), st.integers(0, 20))
 
 
 def elements(*spans: Span) -> list[int]:
@@ -163,25 +163,25 @@ def elements(*spans: Span) -> list[int]:
 
 
 @given(SPANS, SPANS)
-def test_span_intersection_and_remainder(one: Span, other: Span) -> None:
-    both = one.common(other)
-    assert elements(both) == sorted({*elements(one)} & {*elements(other)}) and both.numel >= 0
+def test_span_intersection_and_remainder(first: Span, second: Span) -> None:
+    both = first.common(second)
+    assert elements(both) == sorted({*elements(first)} & {*elements(second)}) and both.numel >= 0
     if both.numel:
-        mine, taken = ShardSpan(2, 1, *one), ShardSpan(2, 1, *other)
-        assert mine.common(taken) == ShardSpan(2, 1, *both)
-        left = mine.without(mine.common(taken))
-        assert elements(*(span.elements for span in left)) == sorted({*elements(one)} - {*elements(other)})
-        assert all(span.numel and (span.buffer, span.row) == (2, 1) for span in left)
+        span, other_span = ShardSpan(2, 1, *first), ShardSpan(2, 1, *second)
+        assert span.common(other_span) == ShardSpan(2, 1, *both)
+        remainder = span.without(span.common(other_span))
+        assert elements(*(part.elements for part in remainder)) == sorted({*elements(first)} - {*elements(second)})
+        assert all(part.numel and (part.buffer, part.row) == (2, 1) for part in remainder)
 
 
-@given(some.lists(SPANS))
+@given(st.lists(SPANS))
 def test_neighboring_spans_are_merged_in_order(spans: list[Span]) -> None:
     joined = merge_neighbors(spans)
     assert elements(*joined) == elements(*spans)
     assert all(before.stop != after.start for before, after in itertools.pairwise(joined))
 
 
-@given(some.lists(SPANS), some.integers(0, 3))
+@given(st.lists(SPANS), st.integers(0, 3))
 def test_tensor_is_split_by_spans(spans: list[Span], padding: int) -> None:
     source = torch.arange(50).expand(2, 50)
     packed = torch.cat([*(span.of(source) for span in spans), torch.zeros(2, padding)], dim=1)
@@ -201,11 +201,11 @@ def test_rank_parts_add_up_to_the_span(origin: int, width: int) -> None:
     job = Job(Span(11, 90), Stripe(Span(origin, 200), 0, width), 1.0)
     covered: list[int] = []
     for rank in job.holders(20):
-        held = job.local_span(rank)
-        assert held.numel
-        covered += range(held.start, held.stop)
+        local_span = job.local_span(rank)
+        assert local_span.numel
+        covered += range(local_span.start, local_span.stop)
     assert covered == list(range(11, 101))
-    assert sum(held.numel for held in map(job.local_span, range(200))) == 90  # others have nothing
+    assert sum(local_span.numel for local_span in map(job.local_span, range(200))) == 90  # others have nothing
 
 
 def test_owners_balance_costs_and_spread_jobs_over_groups() -> None:
@@ -238,8 +238,8 @@ def test_rounds_are_filled_per_owner() -> None:
     stripe = Stripe(Span(0, 120), 0, 10)
     jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
     owners = [0, 1, 1, 1, 0, 0]
-    found = rounds(jobs, owners, most_numel=50)
-    assert found == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
-    assert sorted(number for some in rounds(jobs, owners, most_numel=1) for number in some) == list(range(6))
+    job_rounds = rounds(jobs, owners, most_numel=50)
+    assert job_rounds == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
+    assert sorted(number for numbers in rounds(jobs, owners, most_numel=1) for number in numbers) == list(range(6))
     for numbers in rounds(jobs, owners, most_numel=1):
         assert max(Counter(owners[number] for number in numbers).values()) == 1

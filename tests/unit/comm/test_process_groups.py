@@ -91,13 +91,13 @@ def test_cyclic_rank_placement_is_warned_about_once(ranks: Any) -> None:
 
 def placement_case() -> tuple[list[str], list[str]]:
     """Return the warnings if hosts have consecutive ranks, and if they do not."""
-    found = []
+    warnings = []
     for hosts in ("aabb", "abab"):
         with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
             for _ in range(2):
                 get_topology(dist.new_group(list(range(4))), 2)
-        found.append([text for level, text in lines if level == "WARNING" and "hosts" in text])
-    return found[0], found[1]
+        warnings.append([text for level, text in lines if level == "WARNING" and "hosts" in text])
+    return warnings[0], warnings[1]
 
 
 def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
@@ -128,9 +128,9 @@ def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]],
 
 @pytest.mark.parametrize("collides", [False, True])
 def test_one_split_creates_all_disjoint_groups(ranks: Any, collides: bool) -> None:
-    for rank, (found, splits) in enumerate(ranks(4).run(splitting_case, collides)):
+    for rank, (group_ranks, splits) in enumerate(ranks(4).run(splitting_case, collides)):
         j = rank // 2
-        assert found == [[2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank]]
+        assert group_ranks == [[2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank]]
         assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1]]]
 
 
@@ -146,17 +146,17 @@ def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
         lists = [[members[number] for number in numbers] for numbers in split_ranks]
         if collides and len(splits) == 1:
             lists = [sorted(lists[0] + lists[1])]
-        mine = next(some for some in lists if dist.get_rank() in some)
-        return torch.distributed.new_group(mine, timeout=timeout, use_local_synchronization=True)
+        own_ranks = next(members for members in lists if dist.get_rank() in members)
+        return torch.distributed.new_group(own_ranks, timeout=timeout, use_local_synchronization=True)
 
     world = dist.new_group(list(range(4)))
     with (
         mock.patch.object(torch.distributed, "split_group", split),
         mock.patch.object(disjoint_groups, "_splits", lambda: True),
     ):
-        made = get_topology(world, 2, alone=True)
-    assert made.alone is not None
-    return [data_parallel_ranks(group) for group in (made.intra, made.inter, made.alone)], splits
+        topology = get_topology(world, 2, alone=True)
+    assert topology.alone is not None
+    return [data_parallel_ranks(group) for group in (topology.intra, topology.inter, topology.alone)], splits
 
 
 def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
@@ -165,8 +165,8 @@ def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
 
 def timeout_case() -> list[float]:
     """Return the timeouts, in seconds, of a data-parallel group and of the groups inside it."""
-    made = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
-    groups = (made.world, made.intra, made.inter, made.alone)
+    topology = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
+    groups = (topology.world, topology.intra, topology.inter, topology.alone)
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
 
 

@@ -59,15 +59,18 @@ def test_bucket_is_copied_once_and_freed_before_second_hop(kind: Any, spread: bo
         mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(sizes[group])),
         mock.patch.object(backends, "_ELEMENTS_PER_STEP", 0),
     ):
-        mine = GradientRedistribution(kind("intra"), kind("inter"))
+        reduction = GradientRedistribution(kind("intra"), kind("inter"))
         plan = plan_bucket((layout,), tuple((0, span) for span in spans))
-        packed = mine.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
-        message, move = StorageWeakRef(packed.untyped_storage()), mine.reduce_bucket(packed, plan, Placement.G)
+        packed = reduction.pack_bucket([torch.cat(gradients)] if together else gradients, plan, Placement.G)
+        message, move = (
+            StorageWeakRef(packed.untyped_storage()),
+            reduction.reduce_bucket(packed, plan, Placement.G),
+        )
         del packed
-        found = result(move)
-    rows = mine.bucket_rows(plan, Placement.G)
+        packed_values = result(move)
+    rows = reduction.bucket_rows(plan, Placement.G)
     values = [value for row in rows for _, span in row.spans() for value in span.of(expected[1, 1]).tolist()]
-    assert values == found[: len(values)]
+    assert values == packed_values[: len(values)]
     first = next((number for number, name in enumerate(alive) if not name), len(alive))
     assert alive[0] and not alive[-1] and not any(alive[first:])
     assert 0 not in copies  # none before the first hop
@@ -86,9 +89,9 @@ def test_packing_by_pieces_equals_packing_by_rows(target: Placement, multiple: i
         for hop, size in zip(hops, (4, 7), strict=True):
             hop.collectives, hop.multiple = SimpleNamespace(size=size, rank=1), multiple
         with mock.patch.object(redistribution, "_PIECES_PER_COPY", more):
-            mine = GradientRedistribution(*hops)
-            packed += [mine.pack_bucket(given, plan, target) for given in (tensors, [torch.cat(tensors)])]
-    assert all(torch.equal(packed[0], one) for one in packed[1:])
+            reduction = GradientRedistribution(*hops)
+            packed += [reduction.pack_bucket(inputs, plan, target) for inputs in (tensors, [torch.cat(tensors)])]
+    assert all(torch.equal(packed[0], bucket) for bucket in packed[1:])
     assert packed[0].sum().item() == pytest.approx(torch.cat(tensors).sum().item(), abs=1e-3)
 
 
@@ -108,12 +111,12 @@ def test_gathers_use_hops_of_their_placements(ranks: Any) -> None:
 def gathers_case() -> dict[str, list[float]]:
     """Return the result of each gather on 6 ranks in groups of 3."""
     topology = get_topology(None, 3)
-    mine = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
+    gathers = ParameterRedistribution(GatherHop(topology.intra, "intra"), GatherHop(topology.inter, "inter"))
     shard = torch.tensor([float(dist.get_rank()), dist.get_rank() + 0.5])
     pairs = [(source, target) for source in Placement for target in Placement if source >= target]
     for pair in pairs:
-        assert mine.count_hops(*pair) == communications(mine.gather(shard, *pair)), pair
-    return {source.name + target.name: result(mine.gather(shard, source, target)) for source, target in pairs}
+        assert gathers.count_hops(*pair) == communications(gathers.gather(shard, *pair)), pair
+    return {source.name + target.name: result(gathers.gather(shard, source, target)) for source, target in pairs}
 
 
 def communications(move: Any) -> int:

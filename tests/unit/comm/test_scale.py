@@ -31,8 +31,8 @@ def grown(*worlds: int) -> list[dict[str, Any]]:
         name: f"import sys\nsys.argv = {words}\nfrom tests.perf import growth\ngrowth.main()"
         for name, words in options.items()
     }
-    found = run_in_forks(FIRST, pieces)
-    return [{row["method"]: row for row in json.loads(found[name].splitlines()[-1])} for name in options]
+    outputs = run_in_forks(FIRST, pieces)
+    return [{row["method"]: row for row in json.loads(outputs[name].splitlines()[-1])} for name in options]
 
 
 @pytest.mark.parametrize("world", [128, *deep(256)])

@@ -201,7 +201,7 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     for name in "ab":
         queue.submit(transfer(log, name), ignore)
     assert log == [
-        f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
+        f"{event}" for n in "ab" for event in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
 
 
@@ -301,13 +301,13 @@ def test_bucket_with_one_hop_is_delivered_in_order() -> None:
 
 def test_hop_state_is_ordered_between_transfers() -> None:
     """Error feedback needs this: the next bucket between groups may have the same error."""
-    kept: list[tuple[Stream, int]] = []
+    writes: list[tuple[Stream, int]] = []
     behind: list[bool] = []
 
     def keeping(order: Order, wires: list[Stream]) -> Any:
         yield Behind(order, wires[0])
-        behind.extend(order.current.clock.get(stream.number, 0) >= number for stream, number in kept)
-        kept.append((order.current, order.current.begin()))
+        behind.extend(order.current.clock.get(stream.number, 0) >= number for stream, number in writes)
+        writes.append((order.current, order.current.begin()))
         yield Behind(order, wires[1])
         return torch.empty(0)
 

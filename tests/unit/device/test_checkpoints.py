@@ -59,7 +59,7 @@ MORE: list[tuple[str, str, dict[str, Any], str]] = [
 def test_asynchronous_saves_equal_synchronous_saves(
     run_on_device: Any, tmp_path: Path, rows: list[tuple[str, str, dict[str, Any], str]]
 ) -> None:
-    for found in run_on_device(cases.twins, str(tmp_path), rows):
-        assert len(found) == len(rows)
-        for one in found:
-            assert one.different == [] and one.files >= 28 and one.same, tuple(one)
+    for twins in run_on_device(cases.twins, str(tmp_path), rows):
+        assert len(twins) == len(rows)
+        for twin in twins:
+            assert twin.different == [] and twin.files >= 28 and twin.same, tuple(twin)

@@ -57,8 +57,8 @@ WATCHED = [
 def test_host_waits_for_values_before_reading_them(
     run_on_device: Any, tmp_path: Path, options: str, names: Any
 ) -> None:
-    for found in run_on_device(cases.watched, options, names, str(tmp_path)):
-        assert found == {name: [] for name in names}
+    for missing_waits in run_on_device(cases.watched, options, names, str(tmp_path)):
+        assert missing_waits == {name: [] for name in names}
 
 
 SHAPES = ("NIG", "NNI", "IIG", "GGG")
@@ -97,12 +97,12 @@ def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, froze
         frozen=range(1, LAYERS - 1) if frozen else (),
         config={"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     )
-    found = run_on_device(cases.slices_held, names, job, zero)
-    for whole, rows in found:
+    results = run_on_device(cases.slices_held, names, job, zero)
+    for full_bytes, rows in results:
         assert [row.strategy for row in rows] == list(names)
         for row in rows:
             assert row.places == {("cpu", True)}
-            assert row.host == pytest.approx(whole / 2, rel=0.01), row
+            assert row.host == pytest.approx(full_bytes / 2, rel=0.01), row
             assert row.on_host == pytest.approx(row.host, rel=0.01), row
             assert 0.5 * BUDGET < row.cached <= BUDGET, row
             assert row.peak <= row.cached + 2 * LAYER * BF16 + 2 * WINDOW + ACTIVATIONS, row

@@ -43,21 +43,21 @@ def chosen(
     if change == "unset":
         unset_z3_leaf_modules(model, [mixtures.Layer])
     settings = Settings(budget, threshold, most_live)
-    found = choose(model, settings)
+    choices = choose(model, settings)
     kinds: dict[str, list[str]] = {}
-    for one in found:
-        kinds.setdefault(one.kind.value, []).append(one.name)
-    chunks = [[len(chunk) for chunk in one.chunks] for one in found if one.chunks]
-    set_leaves(found)
+    for choice in choices:
+        kinds.setdefault(choice.kind.value, []).append(choice.name)
+    chunks = [[len(chunk) for chunk in choice.chunks] for choice in choices if choice.chunks]
+    set_leaves(choices)
     flagged = [key for key, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     return {
         **kinds,
-        "classes": sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"}),
+        "classes": sorted({type(choice.module).__name__ for choice in choices if choice.kind.value == "coarse"}),
         "chunks": chunks,
         "flagged": flagged,
-        "hooks": hooks(found, model),
-        "granularity": {type(one.module).__name__: one.granularity for one in found if one.granularity},
-        "text": choice_table(found, model, settings, LiveLimits(LIVE, 0, 0, 0)),
+        "hooks": hooks(choices, model),
+        "granularity": {type(choice.module).__name__: choice.granularity for choice in choices if choice.granularity},
+        "text": choice_table(choices, model, settings, LiveLimits(LIVE, 0, 0, 0)),
     }
 
 
@@ -141,8 +141,11 @@ def test_layers_are_found_in_lists_inside_dictionaries() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    found = choose(nn.Sequential(Tower()), Settings(10**9, 0, LIVE))
-    assert [one.name for one in found if one.kind == LeafKind.UNIT] == ["0.parts.layers.0", "0.parts.layers.1"]
+    choices = choose(nn.Sequential(Tower()), Settings(10**9, 0, LIVE))
+    assert [choice.name for choice in choices if choice.kind == LeafKind.UNIT] == [
+        "0.parts.layers.0",
+        "0.parts.layers.1",
+    ]
 
 
 def test_user_flags_are_respected() -> None:
@@ -160,7 +163,7 @@ def test_nested_lists() -> None:
 
 
 def test_choice_table_is_logged(ranks: Any) -> None:
-    (by_budget, by_granularity, nothing, split), others = ranks(2).run(report_case)
+    (by_budget, by_granularity, nothing, split), other_ranks = ranks(2).run(report_case)
     for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
         table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
         assert re.search(r"Layer +2 +1,936 +84 +23,232  as one", table), table
@@ -170,7 +173,7 @@ def test_choice_table_is_logged(ranks: Any) -> None:
     assert len(warnings) == 1 and "the smallest granularity is 60 (Mixer layers.0.mixer)" in warnings[0]
     warnings = [line for level, line in split if level == "WARNING" and "mixtures of experts" in line]
     assert len(warnings) == 1 and "MixtureOfExperts layers.0.mixture" in warnings[0]
-    assert not any(is_ours(line) for lines in others for level, line in lines)
+    assert not any(is_ours(line) for lines in other_ranks for level, line in lines)
 
 
 def report_case() -> list[list[tuple[str, str]]]:
@@ -214,8 +217,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
 
 
 def test_invalid_keys_are_refused_on_all_ranks(ranks: Any) -> None:
-    for found in ranks(2).run(bad_case):
-        for (zero, message), error in zip(BAD, found, strict=True):
+    for errors in ranks(2).run(bad_case):
+        for (zero, message), error in zip(BAD, errors, strict=True):
             assert error.startswith("ValueError: ") and re.search(message, error), (zero, error)
 
 
@@ -292,8 +295,10 @@ def command_case(folder: str, command: list[str]) -> str:
 )
 def test_prediction_of_live_parameters(live: tuple[int, int, int, int], expected: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
-    assert predicted_live(found, model, LiveLimits(*live)) == expected
+    choices = [
+        modules.ModuleChoice(str(n), module, 20, None, 80, modules.LeafKind.FINE) for n, module in enumerate(model)
+    ]
+    assert predicted_live(choices, model, LiveLimits(*live)) == expected
 
 
 # Of configurations with their defaults, which are a published model's: classes that become units.
@@ -318,11 +323,11 @@ def published_case() -> dict[str, list[str]]:
     """Return the classes that become units of the models in ``PUBLISHED``."""
     import transformers
 
-    taken = {}
+    classes = {}
     for name in PUBLISHED:
         config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
-        found = choose(model, Settings(default_budget(model, LIVE), 0, LIVE))
-        taken[name] = sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"})
-    return taken
+        choices = choose(model, Settings(default_budget(model, LIVE), 0, LIVE))
+        classes[name] = sorted({type(choice.module).__name__ for choice in choices if choice.kind.value == "coarse"})
+    return classes

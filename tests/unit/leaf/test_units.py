@@ -52,7 +52,7 @@ def test_only_unit_weights_use_the_fast_linear() -> None:
     for weight in (alone, inside):
         assert linear(detour, torch.ones(1, 3), weight).tolist() == [[1.0] * 3]
     assert len(calls) == 1 and calls[0] is alone
-    torch.func.vmap(lambda one: linear(detour, one, inside))(torch.ones(1, 3))
+    torch.func.vmap(lambda row: linear(detour, row, inside))(torch.ones(1, 3))
     assert len(calls) == 2 and calls[1] is inside
 
 
@@ -113,13 +113,13 @@ def one_missing_case() -> bool:
     engine, model = training.make_engine(job, training.placed("GGG", group_size=1, **AUTO))
     x, _ = next(training.batches(job))
     units = [getattr(param, UNIT) for param in model.parameters() if hasattr(param, UNIT)]
-    one = next(unit.params[0] for unit in units if len(unit.params) == 2)
+    gathered_param = next(unit.params[0] for unit in units if len(unit.params) == 2)
     with torch.no_grad():
         expected = engine(x)
-        with deepspeed.zero.GatheredParameters([one]):
-            found = engine(x)
+        with deepspeed.zero.GatheredParameters([gathered_param]):
+            output = engine(x)
     engine.destroy()
-    return torch.equal(found, expected)
+    return torch.equal(output, expected)
 
 
 def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
@@ -128,16 +128,16 @@ def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
 
 def full_case() -> set[bool]:
     """Return whether a bucket that a unit's gradients have filled is still open after they have been reduced."""
-    size, found, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
+    size, open_buckets, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
 
     def looked_at(reduction: Any, params: Any) -> None:
         reduce_leaf(reduction, params)
-        found.add(any(bucket.elements > size for bucket in reduction._optimizer.ipg_buckets.values()))
+        open_buckets.add(any(bucket.elements > size for bucket in reduction._optimizer.ipg_buckets.values()))
 
     with mock.patch.object(GradientReduction, "reduce_leaf", looked_at):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size}, steps=1)
         training.train(job, training.placed("IGG", **AUTO))
-    return found
+    return open_buckets
 
 
 @pytest.mark.parametrize("reentrant", [True, *deep(False)])

@@ -42,14 +42,14 @@ def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
     training.train(job, {"stage": 3, **keys}, look)
     budget = 10**9 if keys == AUTO else keys["stage3_leaf_bytes"]
     model = mixtures.Mixtures((13, 7))
-    found = choose(model, Settings(budget, 0, 10**9))
-    sizes = [one.numel for one in found if one.kind.value == "coarse"]
-    sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for one in found for chunk in one.chunks]
+    choices = choose(model, Settings(budget, 0, 10**9))
+    sizes = [choice.numel for choice in choices if choice.kind.value == "coarse"]
+    sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for choice in choices for chunk in choice.chunks]
     return (
         budget,
         most[0],
         max(sizes),
-        predicted_live(found, model, LiveLimits(10**9, 0, 0, 0)),
+        predicted_live(choices, model, LiveLimits(10**9, 0, 0, 0)),
     )
 
 
@@ -62,18 +62,18 @@ def persistent_case() -> list[list[bool]]:
     """Return whether all small parameters are available after each of three forwards: with our optimizer without and
     with units, and with stock.
     """
-    found, ours = [], {"paro_strategy": "GGG"}
+    rows, ours = [], {"paro_strategy": "GGG"}
     for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
         engine, model = training.make_engine(job, keys)
-        there = []
+        available = []
         for x, _ in (next(training.batches(job)) for _ in range(3)):
             engine(x)
             small = [p for p in model.parameters() if p.ds_persist]
-            there.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
-        found.append(there)
+            available.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
+        rows.append(available)
         engine.destroy()
-    return found
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def checkpoint_case(
     them; the differences after these three; and the distance of zero_to_fp32's weights.
     """
     job = job_of(getattr(mixtures, network))
-    whole = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
-    plain, ours = training.placed(strategy, **whole), training.placed(strategy, **keys)
+    leaf_section = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
+    plain, ours = training.placed(strategy, **leaf_section), training.placed(strategy, **keys)
     snaps: list[dict[str, Any]] = []
     losses = []
     for number, (zero, loads) in enumerate(((ours, (None,)), (plain, (0,)), (ours, (0, 1)))):
@@ -174,7 +174,7 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     del config["optimizer"]
     engine, *_ = deepspeed.initialize(model=model, config=config)
     with torch.no_grad():
-        same = [torch.equal(engine(x), expected(x)) for _ in range(3)]
+        equal = [torch.equal(engine(x), expected(x)) for _ in range(3)]
     engine.destroy()
     engine, model = training.make_engine(job, {"stage": 3, **keys})
     for _ in range(2):
@@ -187,9 +187,9 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         expected.load_state_dict(model.state_dict())
     with torch.no_grad():
-        same.append(torch.equal(engine(x), expected(x)) and bool(torch.isfinite(out).all()))
+        equal.append(torch.equal(engine(x), expected(x)) and bool(torch.isfinite(out).all()))
     engine.destroy()
-    return same
+    return equal
 
 
 def test_experts_out_of_order_raise_instead_of_hanging(ranks: Any) -> None:
@@ -242,23 +242,23 @@ def gradients_case(keys: dict[str, Any]) -> list[int]:
         job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
         engine, model = training.make_engine(job, {"stage": 3, **keys})
         params = list(model.parameters())
-        seen = [0]
+        peak = [0]
 
-        def count(_: Any, params: list[Any] = params, seen: list[int] = seen) -> None:
-            seen[0] = max(seen[0], sum(p.grad.numel() for p in params if p.grad is not None))
+        def count(_: Any, params: list[Any] = params, peak: list[int] = peak) -> None:
+            peak[0] = max(peak[0], sum(p.grad.numel() for p in params if p.grad is not None))
 
         hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
-        kept = []
+        outputs = []
         data = training.batches(job)
         for step in range(2):
             if step == 1:
                 with torch.no_grad():
                     engine(next(data)[0])
                 out = engine(next(data)[0])
-                kept += [out] if dist.get_rank() == 0 else []
+                outputs += [out] if dist.get_rank() == 0 else []
             training.micro_step(engine, job, 0, *next(data))
             engine.step()
-        most.append(seen[0])
+        most.append(peak[0])
         for hook in hooks:
             hook.remove()
         engine.destroy()
@@ -280,19 +280,21 @@ def frozen_case(keys: dict[str, Any]) -> list[float]:
         job = job_of(mixtures.Mixtures, clipping=0.0)
         torch.manual_seed(2)
         model = mixtures.Mixtures(job.sizes)
-        some = [*model.layers[0].mixture.experts[1].parameters(), model.layers[1].mixer.first.weight]
-        for param in some:
+        changed_params = [*model.layers[0].mixture.experts[1].parameters(), model.layers[1].mixer.first.weight]
+        for param in changed_params:
             param.requires_grad_(how != "thawed")
-        given = [p for p in model.parameters() if how != "left out" or all(p is not one for one in some)]
+        optimizer_params = [
+            p for p in model.parameters() if how != "left out" or all(p is not excluded for excluded in changed_params)
+        ]
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=[p for p in given if p.requires_grad],
+            model_parameters=[p for p in optimizer_params if p.requires_grad],
             config=training.configuration(job, {"stage": 3, **zero}),
         )
         data = training.batches(job)
         for step in range(3):
             if step == 1 and how != "left out":
-                for param in some:
+                for param in changed_params:
                     param.requires_grad_(how == "thawed")
             training.micro_step(engine, job, 0, *next(data))
             engine.step()

@@ -83,21 +83,21 @@ def train(
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    seen = look(engine)
+    observed = look(engine)
     weights = training.whole_weights(model)
     engine.destroy()
-    return losses, weights, seen
+    return losses, weights, observed
 
 
-def off(found: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any]) -> tuple[float, float]:
+def off(run: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any]) -> tuple[float, float]:
     """Return the distance of losses, and of weights relative to the largest."""
-    losses = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
-    return losses, ((found[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
+    losses = max(abs(a - b) for a, b in zip(run[0], expected[0], strict=True))
+    return losses, ((run[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
 
 
 def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
     """Return the windows of each module that has windows."""
-    return [one.windows for one in windowed_modules(engine.module)]
+    return [windowed.windows for windowed in windowed_modules(engine.module)]
 
 
 @since(transformers="5.0")  # the first to pack experts
@@ -105,7 +105,7 @@ def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
 def test_every_architecture_and_implementation(ranks: Any, name: str, implementations: tuple[str, ...]) -> None:
     for implementation, losses, weights, windows in ranks(2).run(architecture_case, name, implementations)[0]:
         assert losses <= 2e-5 and weights <= 1e-5, (implementation, losses, weights)
-        assert windows and all(len(some) >= 3 for some in windows), (implementation, windows)
+        assert windows and all(len(module_windows) >= 3 for module_windows in windows), (implementation, windows)
 
 
 def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[str, float, float, Any]]:
@@ -114,8 +114,8 @@ def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[s
     rows = []
     for implementation in implementations:
         keys = {"stage": 3, "stage3_leaf_bytes": max(two_experts(name), least(name))}
-        found = train(name, keys, implementation=implementation, look=windows_in)
-        rows.append((implementation, *off(found, stock), found[2]))
+        run = train(name, keys, implementation=implementation, look=windows_in)
+        rows.append((implementation, *off(run, stock), run[2]))
     return rows
 
 
@@ -182,11 +182,11 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
 
 def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
     for rows in ranks(4).run(measured_case):
-        for strategy, most, predicted, two, ours, whole in rows:
+        for strategy, most, predicted, two, ours, unwindowed in rows:
             assert two == most == predicted, (strategy, most, predicted)
-            assert ours["inter"] == whole["inter"], strategy
+            assert ours["inter"] == unwindowed["inter"], strategy
             # A piece of a window is not padded, as a chunk is.
-            assert ours["intra"] == pytest.approx(whole["intra"], rel=0.02), strategy
+            assert ours["intra"] == pytest.approx(unwindowed["intra"], rel=0.02), strategy
 
 
 def measured_case() -> list[Any]:
@@ -218,16 +218,16 @@ def measured_case() -> list[Any]:
             most.append(engine.optimizer.gathers["dense"].live.peak)
             engine.destroy()
         plain = mixtures.Packed((13, 7))
-        found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
-        predicted = predicted_live(found, plain, LiveLimits(10**9, 0, 0, 0))
+        choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+        predicted = predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0))
         rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
     return rows
 
 
 @since(transformers="5.0")
 def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
-    for same, off_by, gathered, gradient, copied in ranks(2).run(access_case):
-        assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5 and copied
+    for equal, off_by, gathered, gradient, copied in ranks(2).run(access_case):
+        assert equal and off_by <= 1e-6 and gathered and gradient <= 1e-5 and copied
 
 
 def access_case() -> tuple[bool, float, bool, float, bool]:
@@ -236,7 +236,7 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
     weights.
     """
     ids = torch.arange(6).view(1, 6)
-    seen: list[Any] = []
+    results: list[Any] = []
     copies: list[bool] = []
 
     def look(engine: Any) -> None:
@@ -248,7 +248,7 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
         copies.append(not twin.forward(hidden, index, torch.ones(2, 1)).any())  # its hooks are the engine's
         weight = engine.module.model.layers[0].mlp.experts.down_proj
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            whole = tuple(weight.shape)
+            full_shape = tuple(weight.shape)
             weight.data.mul_(1.5)
         engine.eval()
         with torch.no_grad():
@@ -256,12 +256,12 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
             tokens = engine.module.generate(ids, max_new_tokens=4, do_sample=False).tolist()
         engine.train()
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-        seen.append((loss, tokens, whole, safe_get_full_grad(weight)))
+        results.append((loss, tokens, full_shape, safe_get_full_grad(weight)))
         engine.step()
 
     train("Qwen3Moe", {"stage": 3}, look=look)
     train("Qwen3Moe", {"stage": 3, "stage3_leaf_bytes": least("Qwen3Moe")}, look=look)
-    (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = seen
+    (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = results
     difference = ((gradient - ours).abs().max() / gradient.abs().max()).item()
     return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference, all(copies)
 
@@ -306,11 +306,11 @@ def given_up_case() -> dict[str, bool]:
         engine.destroy()
         return weights
 
-    found = {}
+    equal_by_name = {}
     for name in ("IIG", "GGG", "ING"):
         zero = training.placed(name, **WINDOWS)
-        found[name] = bool(torch.equal(run(zero, False), run(zero, True)))
-    return found
+        equal_by_name[name] = bool(torch.equal(run(zero, False), run(zero, True)))
+    return equal_by_name
 
 
 def test_unsupported_experts_stay_together(ranks: Any) -> None:
@@ -347,9 +347,9 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
     for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):
         inside = model if label != "Unknown" else Block(model, False)
-        found = choose(inside, Settings(6552, 0, 10**9))
-        one = next(row for row in summaries(found) if "Experts" in row.cls)
-        kinds[label] = one.kind, one.why
+        choices = choose(inside, Settings(6552, 0, 10**9))
+        summary = next(row for row in summaries(choices) if "Experts" in row.cls)
+        kinds[label] = summary.kind, summary.why
     return message, {
         "PackedExperts": (kinds["PackedExperts"][0], kinds["PackedExperts"][1].split(";")[0]),
         "Unknown": (kinds["Unknown"][0], kinds["Unknown"][1].split(", indices")[0]),

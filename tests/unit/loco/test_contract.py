@@ -48,8 +48,8 @@ class Sender:
         """Compress (rows, width), and return the received values, fp32."""
         rows, width = gradient.shape
         self.wire = self.packing.empty(rows, width, gradient)
-        kept = Packing(8, self.packing.block_size)
-        size = kept.row_bytes(width) if self.dtype == torch.uint8 else kept.padded(width)
+        error_packing = Packing(8, self.packing.block_size)
+        size = error_packing.row_bytes(width) if self.dtype == torch.uint8 else error_packing.padded(width)
         new = torch.empty(rows, size, dtype=self.dtype)
         ops.compress(gradient, self.wire, self.packing, error=self.error, new_error=new, **self.options)
         self.error = new
@@ -91,14 +91,14 @@ def test_01_unsent_part_is_the_error(bits: int, beta: float) -> None:
 def test_02_errors_telescope(dtype: torch.dtype, bound: float) -> None:
     width, beta, mean = 4096, 0.8, normal(1, 4096, seed=99)
     sender = Sender(dtype=dtype, beta=beta)
-    sent, given = torch.zeros(1, width, dtype=torch.float64), torch.zeros(1, width, dtype=torch.float64)
+    sent, total = torch.zeros(1, width, dtype=torch.float64), torch.zeros(1, width, dtype=torch.float64)
     for step in range(300):
         gradient = mean + normal(1, width, seed=step)
-        given += gradient
+        total += gradient
         sent += sender.send(gradient)
-    left = sender.kept(width).double() / (1 - beta)
-    assert ((given - sent - left).norm() / given.norm()) <= bound
-    assert ((given - sent).norm() / given.norm()) < 0.02  # without feedback 0.058
+    unsent = sender.kept(width).double() / (1 - beta)
+    assert ((total - sent - unsent).norm() / total.norm()) <= bound
+    assert ((total - sent).norm() / total.norm()) < 0.02  # without feedback 0.058
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -179,14 +179,14 @@ def test_08_sums_are_taken_in_fp32() -> None:
 @pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
 def test_09_error_does_not_depend_on_loss_scale(change: float, kept: torch.dtype) -> None:
     width = 640
-    one, other = Sender(dtype=kept, beta=0.8), Sender(dtype=kept, beta=0.8)
-    for sender in (one, other):
+    first, second = Sender(dtype=kept, beta=0.8), Sender(dtype=kept, beta=0.8)
+    for sender in (first, second):
         sender.options["unit"] = 8.0
         sender.send(8 * normal(1, width))
-    other.options["unit"] = 8.0 * change  # a power of two scales all bits alike
+    second.options["unit"] = 8.0 * change  # a power of two scales all bits alike
     gradient = normal(1, width, seed=1)
-    assert torch.equal(one.send(8 * gradient) * change, other.send(8 * change * gradient))
-    assert torch.equal(one.kept(width), other.kept(width))
+    assert torch.equal(first.send(8 * gradient) * change, second.send(8 * change * gradient))
+    assert torch.equal(first.kept(width), second.kept(width))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -220,10 +220,10 @@ def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
         assert torch.equal(aligned.send(gradient.clone()), arrived)
         # Behind the end are zeros: they do not change the scale of what is before it.
         last = (numel - 1) // 128 * 128
-        whole = torch.zeros(1, 128, dtype=gradient.dtype)
-        whole[:, : numel - last] = gradient[:, last:]
+        padded = torch.zeros(1, 128, dtype=gradient.dtype)
+        padded[:, : numel - last] = gradient[:, last:]
         alone = Sender(beta=0.8, hadamard=hadamard)
-        assert torch.equal(alone.send(whole)[:, : numel - last], arrived[:, last:])
+        assert torch.equal(alone.send(padded)[:, : numel - last], arrived[:, last:])
 
 
 def test_11_strided_rows_and_outputs() -> None:
@@ -254,7 +254,7 @@ def test_12_dtypes() -> None:
 
 def test_13_bits_do_not_depend_on_threads() -> None:
     gradient, threads = normal(2, 100_000), torch.get_num_threads()
-    seen = []
+    results = []
     try:
         for count, _ in itertools.product((1, 2, 3), range(2)):
             torch.set_num_threads(count)
@@ -263,10 +263,10 @@ def test_13_bits_do_not_depend_on_threads() -> None:
             sender.send(gradient)
             out = torch.empty(100_000)
             ops.decompress(sender.wire, out, sender.packing)
-            seen.append((sender.wire.clone(), sender.error.clone(), out))
+            results.append((sender.wire.clone(), sender.error.clone(), out))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 def test_13_pieces_are_summed_in_order() -> None:
@@ -291,8 +291,8 @@ def test_15_errors_are_kept_if_padding_changes(error_bits: int) -> None:
     memory.load_errors(unsent, 1)
     errors = [(1 - settings.err_beta) * values for values in unsent.values()]  # Note [Bucket errors]
     for splits in ([1000, 1000], [1040, 1040], [1008, 1008]):
-        kept, _ = memory.buffers(contents, splits, "cpu")
-        rows = memory._decode(kept, splits).view(2, -1)
+        stored, _ = memory.buffers(contents, splits, "cpu")
+        rows = memory._decode(stored, splits).view(2, -1)
         assert rows.shape[1] == splits[0] and not rows[:, 1000:].any()
         for row, expected in zip(rows, errors, strict=True):
             assert (row[:1000] - expected).norm() < 0.02 * expected.norm()
@@ -305,11 +305,13 @@ def test_sample_measures_relative_error_of_a_message() -> None:
         gradient, before, error = normal(1, width, seed=step), sender.kept(width), sender.error
         with mock.patch.object(sampling, "SAMPLE_NUMEL", 2**12):
             sample.restart(samples_next=True)
-            blocks, *others = [sample.blocks(width, sender.packing) for _ in range(3)]
-            assert blocks is not None and others == [None, None]
-            given = sampling.compensate(gradient, error, blocks, unit=1.0, block_size=128)
-            assert given.numel() <= 2**12
+            blocks, *later_blocks = [sample.blocks(width, sender.packing) for _ in range(3)]
+            assert blocks is not None and later_blocks == [None, None]
+            quantizer_input = sampling.compensate(gradient, error, blocks, unit=1.0, block_size=128)
+            assert quantizer_input.numel() <= 2**12
             arrived = sender.send(gradient)
-            sample.record_error(given, sender.wire, width, sender.packing)
-        whole = gradient + before
-        assert sample.relative_error == pytest.approx(((whole - arrived).norm() / whole.norm()).item(), rel=0.1)
+            sample.record_error(quantizer_input, sender.wire, width, sender.packing)
+        compensated = gradient + before
+        assert sample.relative_error == pytest.approx(
+            ((compensated - arrived).norm() / compensated.norm()).item(), rel=0.1
+        )

@@ -106,10 +106,10 @@ def test_errors_follow_elements_into_other_buckets() -> None:
             expected = [torch.cat([values[r.row][r.start : r.start + r.numel] for r in part]) for part in contents]
             assert torch.equal(feedback._decode(old, splits), torch.cat(expected) / 2)
         feedback.finish_step(True)
-    found = {row: torch.zeros(numel) for row in values}
+    loaded = {row: torch.zeros(numel) for row in values}
     for run, numbers in feedback.errors_in(feedback.states()):
-        found[run.row][run.start : run.start + run.numel] += numbers
-    assert all(torch.equal(found[row], values[row]) for row in values)
+        loaded[run.row][run.start : run.start + run.numel] += numbers
+    assert all(torch.equal(loaded[row], values[row]) for row in values)
 
 
 def test_errors_are_loaded_with_other_settings() -> None:
@@ -121,8 +121,8 @@ def test_errors_are_loaded_with_other_settings() -> None:
     old.buffers(((run,),), [200], "cpu")
     old.finish_step(False)
     feedback.load_states(old.states())
-    ((_, found),) = feedback.errors_in(feedback.states())
-    assert feedback.steps == 7 and (found - unsent).abs().max() < 0.02 * unsent.abs().max()
+    ((_, error),) = feedback.errors_in(feedback.states())
+    assert feedback.steps == 7 and (error - unsent).abs().max() < 0.02 * unsent.abs().max()
 
 
 def test_unassigned_errors_count_as_memory() -> None:
@@ -135,7 +135,7 @@ def test_sums_in_4_bits_have_smaller_blocks_by_default() -> None:
     assert UpdateSettings().sums == LocoSettings(block_size=32)
     assert UpdateSettings(bits=8, resync_T=9).sums == LocoSettings(bits=8, block_size=128, reset_T=9)
     assert UpdateSettings(block_size=64).sums == LocoSettings(block_size=64)
-    assert [UpdateSettings(block_size=given).difference_block for given in (None, 32)] == [128, 32]
+    assert [UpdateSettings(block_size=block_size).difference_block for block_size in (None, 32)] == [128, 32]
 
 
 class Copies(TorchDispatchMode):
@@ -143,16 +143,16 @@ class Copies(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, str, bool]] = []
+        self.records: list[tuple[str, str, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
-            self.found.append((args[1].device.type, args[0].device.type, not (args[2:] or [False])[0]))
+            self.records.append((args[1].device.type, args[0].device.type, not (args[2:] or [False])[0]))
             return args[0]
         if func is torch.ops.aten._to_copy.default:
-            self.found.append((args[0].device.type, kwargs["device"].type, not kwargs.get("non_blocking", False)))
+            self.records.append((args[0].device.type, kwargs["device"].type, not kwargs.get("non_blocking", False)))
         return func(*args, **kwargs)
 
 
@@ -160,7 +160,7 @@ class Copies(TorchDispatchMode):
 def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
     width, pinned, empty = 300, [], torch.empty
 
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def pinned_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         pinned.extend([str(kwargs["device"])] if pin_memory else [])
         return empty(*args, **kwargs)
 
@@ -168,7 +168,7 @@ def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
     memory = ErrorFeedback(LocoSettings(), device="cpu", pinned=pins)
     contents = ((ShardSpan(0, 0, 0, width),),)
     with (
-        mock.patch.object(errors_of_messages.torch, "empty", made),
+        mock.patch.object(errors_of_messages.torch, "empty", pinned_empty),
         mock.patch.object(errors_of_messages, "get_accelerator", lambda: device),
     ):
         for step in range(2):
@@ -177,7 +177,7 @@ def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
                     old, new = memory.buffers(contents, [width], "meta")
                     memory.store(contents, new)
                 down, up = ("meta", "cpu", False), ("cpu", "meta", False)
-                assert copies.found == ([down] if (step, micro_batch) == (0, 0) else [up, down])
+                assert copies.records == ([down] if (step, micro_batch) == (0, 0) else [up, down])
                 assert (old is None) == ((step, micro_batch) == (0, 0)) and new.device.type == "meta"
             memory.finish_step(True)
         assert pinned == ["cpu"] * 2 * pins and not device.synchronize.called
@@ -193,7 +193,7 @@ def test_errors_on_gradient_device_are_not_copied() -> None:
             first, _ = memory.buffers(contents, [300], "cpu")
             old, new = memory.buffers(contents, [300], "cpu")
             memory.store(contents, new)
-        assert (first is None) == (step == 0) and old is new and not copies.found
+        assert (first is None) == (step == 0) and old is new and not copies.records
         memory.finish_step(True)
 
 

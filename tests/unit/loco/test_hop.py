@@ -23,9 +23,9 @@ RESETS = ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG")
 @pytest.mark.parametrize("world, bits", [(3, 4), (2, 8), *deep((2, 4), (5, 4), (6, 4), (3, 8), (5, 8), (6, 8))])
 def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, bits: int) -> None:
     for rows in ranks(world).run(mean_case, bits):
-        for what, projection, excess in rows:
-            assert 0.97 < projection < 1.03, (what, projection)
-            assert excess <= 1, (what, excess)
+        for case, projection, excess in rows:
+            assert 0.97 < projection < 1.03, (case, projection)
+            assert excess <= 1, (case, excess)
 
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
@@ -41,22 +41,22 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
             ("unequal", [531 * i for i in range(world)]),
             ("one", [1] * world),
         ):
-            for same in (False, True):
+            for same_data in (False, True):
                 data = [
-                    torch.randn(sum(numels), generator=torch.Generator().manual_seed(0 if same else r)).to(dtype)
+                    torch.randn(sum(numels), generator=torch.Generator().manual_seed(0 if same_data else r)).to(dtype)
                     for r in range(world)
                 ]
                 part = slice(sum(numels[:rank]), sum(numels[: rank + 1]))
                 mean = torch.stack([d.double() for d in data]).mean(0)[part]
-                mine = ActiveTransfer(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
-                whole = ActiveTransfer(hop.all_reduce(data[rank] / world)).finish().double()
-                if mine.numel():
+                own_part = ActiveTransfer(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
+                all_parts = ActiveTransfer(hop.all_reduce(data[rank] / world)).finish().double()
+                if own_part.numel():
                     steps = max(d.abs().max().item() for d in data) / (2 ** (bits - 1) - 1) * (1 + 2.0**-7)
                     bound = steps / 2 + 2 * torch.finfo(dtype).eps * mean.abs().max().item() + 1e-6
-                    projection = 1.0 if kind == "one" else ((mine @ mean) / (mean @ mean)).item()
-                    rows.append((f"{kind} {dtype}", projection, ((mine - mean).abs().max() / bound).item()))
+                    projection = 1.0 if kind == "one" else ((own_part @ mean) / (mean @ mean)).item()
+                    rows.append((f"{kind} {dtype}", projection, ((own_part - mean).abs().max() / bound).item()))
                 mean = torch.stack([d.double() for d in data]).mean(0)
-                projection = 1.0 if kind == "one" else ((whole @ mean) / (mean @ mean)).item()
+                projection = 1.0 if kind == "one" else ((all_parts @ mean) / (mean @ mean)).item()
                 rows.append((f"all-reduce {kind} {dtype}", projection, 0.0))
     return rows
 
@@ -86,7 +86,7 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
     rows = []
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, **LOCO))
-        data, kept, applied, scales = training.batches(job), [], [], []
+        data, errors_after_steps, applied, scales = training.batches(job), [], [], []
         for number in range(6):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
@@ -95,9 +95,11 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
                 scales.append(float(engine.optimizer.loss_scale))
                 memory = engine.optimizer.error_state
                 assert all(error.updated is None for error in memory._errors.values())
-                kept.append([e.committed.clone() for e in memory._errors.values() if e.committed is not None])
-        restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
-        moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
+                errors_after_steps.append(
+                    [e.committed.clone() for e in memory._errors.values() if e.committed is not None]
+                )
+        restored = all(torch.equal(a, b) for a, b in zip(errors_after_steps[0], errors_after_steps[1], strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(errors_after_steps[1], errors_after_steps[2], strict=True))
         rows.append((name, applied, restored, memory.steps, moved, scales))
         engine.destroy()
     return rows
@@ -110,7 +112,7 @@ def test_09_dropped_gradients_keep_errors(ranks: Any) -> None:
 def dropped_case() -> bool:
     """Return whether zero_grad before a step restores the errors. With p = N it drops no reduced gradients."""
     job = training.Job(empty=False)
-    same = True
+    restored = True
     for name in ("IIG", "ING"):
         engine, _ = training.make_engine(job, training.placed(name, **LOCO))
         data, memory = training.batches(job), engine.optimizer.error_state
@@ -118,12 +120,14 @@ def dropped_case() -> bool:
         engine.step()
         before = [error.committed.clone() for error in memory._errors.values()]
         training.micro_step(engine, job, 1, *next(data))
-        same = same and any(error.updated is not None for error in memory._errors.values())
+        restored = restored and any(error.updated is not None for error in memory._errors.values())
         engine.optimizer.zero_grad()
         after = [error.committed for error in memory._errors.values()]
-        same = same and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
+        restored = (
+            restored and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
+        )
         engine.destroy()
-    return same
+    return restored
 
 
 @pytest.mark.quick
@@ -133,8 +137,8 @@ def dropped_case() -> bool:
 )
 def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(reset_case, accumulation, names):
-        for name, kept, messages in rows:
-            assert kept == [True, True, False, True, True, False, True], name
+        for name, has_errors, messages in rows:
+            assert has_errors == [True, True, False, True, True, False, True], name
             # Once a step where the strategy crosses between groups once; in each micro-batch with g = G.
             assert messages == (accumulation if name[1] == "G" else 1), name
 
@@ -148,22 +152,22 @@ def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, lis
     for name in names:
         loco = {"zeropp_loco_param": {"reset_T": 3}}
         engine, _ = training.make_engine(job, training.placed(name, **loco))
-        memory, data, kept, updates = engine.optimizer.error_state, training.batches(job), [], []
+        memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
         memory.keep = lambda contents, updated, updates=updates: updates.append(contents)
         for number in range(7 * accumulation):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
             if (number + 1) % accumulation == 0:
                 (state,) = {error.committed is not None for error in memory._errors.values()}  # all alike
-                kept.append(state)
-        rows.append((name, kept, len(updates) / 7 / len(memory._errors)))
+                has_errors.append(state)
+        rows.append((name, has_errors, len(updates) / 7 / len(memory._errors)))
         engine.destroy()
     return rows
 
 
 def test_all_ranks_refuse_cpu_only_kernels(ranks: Any) -> None:
-    for rank, (given, lacking) in enumerate(ranks(2).run(lacking_case)):
-        assert not given
+    for rank, (error, lacking) in enumerate(ranks(2).run(lacking_case)):
+        assert not error
         where = "CPU only on another rank, but" if rank == 0 else "CPU only, but"
         assert f"The kernels of LoCo were built for the {where} the model is on cuda." in lacking
         assert "DS_BUILD_LOCO=1" in lacking and "zero_optimization.zeropp_loco_param" in lacking
@@ -174,12 +178,12 @@ def lacking_case() -> tuple[str, str]:
     from deepspeed_ext.loco import hop, ops
 
     device = mock.Mock(device_name=lambda: "cuda", current_device_name=lambda: "cpu")
-    found = []
+    errors = []
     for lacking in (False, dist.get_rank() == 1):
         kernels = ("CPU",) if lacking else ("CPU", "CUDA")
         with (
             mock.patch.object(hop, "get_accelerator", lambda: device),
             mock.patch.object(ops, "has_kernels", kernels.__contains__),
         ):
-            found.append(snapshots.error_of(hop.LocoHop, None, "hop", LocoSettings()))
-    return found[0], found[1]
+            errors.append(snapshots.error_of(hop.LocoHop, None, "hop", LocoSettings()))
+    return errors[0], errors[1]

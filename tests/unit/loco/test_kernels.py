@@ -97,9 +97,9 @@ def test_opcheck(kept: torch.dtype | None) -> None:
     torch.library.opcheck(torch.ops.deepspeed_paro.loco_compress.default, arguments)
     out = torch.zeros(300)
     torch.library.opcheck(torch.ops.deepspeed_paro.loco_decompress.default, (wire, out, 4, 128, 0.5, True))
-    updated, held = parameters(2, 300, torch.bfloat16)
-    torch.library.opcheck(torch.ops.deepspeed_paro.loco_difference.default, (updated, held, wire, 4, 128))
-    torch.library.opcheck(torch.ops.deepspeed_paro.loco_apply.default, (wire, held, 4, 128))
+    updated, replica = parameters(2, 300, torch.bfloat16)
+    torch.library.opcheck(torch.ops.deepspeed_paro.loco_difference.default, (updated, replica, wire, 4, 128))
+    torch.library.opcheck(torch.ops.deepspeed_paro.loco_apply.default, (wire, replica, 4, 128))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_cpu_only_kernels_refuse_gpu_tensors() -> None:
 
 def parameters(rows: int, width: int, dtype: torch.dtype, step: float = 1e-3) -> tuple[Tensor, Tensor]:
     """Return updated parameters and their replica, both as rows of a longer tensor."""
-    held = (torch.randn(rows, width + 5) * 0.02).to(dtype)
-    updated = (held.float() + step * torch.randn(rows, width + 5)).to(dtype)
-    return updated[:, 3 : 3 + width], held[:, 2 : 2 + width]
+    replica = (torch.randn(rows, width + 5) * 0.02).to(dtype)
+    updated = (replica.float() + step * torch.randn(rows, width + 5)).to(dtype)
+    return updated[:, 3 : 3 + width], replica[:, 2 : 2 + width]
 
 
 @pytest.mark.parametrize("block", [32, 128, 4096])
@@ -146,32 +146,32 @@ def test_differences_match_reference_bits(dtype: torch.dtype, bits: int, block: 
     torch.manual_seed(0)
     packing = Packing(bits, block)
     for width in (1, 31, 129, 4100):
-        updated, held = parameters(3, width, dtype)
+        updated, replica = parameters(3, width, dtype)
         updated[1, 0] = float("nan")
         if width > 32:
-            updated[2] = held[2]
+            updated[2] = replica[2]
         wires = [torch.full((3, packing.row_bytes(width)), 7, dtype=torch.uint8) for _ in range(2)]
-        reference.difference(updated, held, wires[0], bits, block)
-        torch.ops.deepspeed_paro.loco_difference(updated, held, wires[1], bits, block)
+        reference.difference(updated, replica, wires[0], bits, block)
+        torch.ops.deepspeed_paro.loco_difference(updated, replica, wires[1], bits, block)
         assert torch.equal(*wires)
         both = [parameters(3, width, dtype)[1] for _ in range(2)]
         for target, run in zip(both, (reference.apply, torch.ops.deepspeed_paro.loco_apply), strict=True):
-            target.copy_(held)
+            target.copy_(replica)
             run(wires[0], target, bits, block)
         assert torch.equal(both[0].isnan(), both[1].isnan()) and both[0].isnan().any()
         assert torch.equal(both[0].nan_to_num(), both[1].nan_to_num())
-        assert width < 32 or torch.equal(both[1][2], held[2])
+        assert width < 32 or torch.equal(both[1][2], replica[2])
 
 
 def test_nothing_is_written_after_a_row() -> None:
     packing = Packing(4, 128)
     buffer = torch.randn(4, 1000)
-    before, held = buffer.clone(), buffer[:, 10:310]
-    wire = packing.empty(4, 300, held)
-    ops.difference(held + 0.1, held, wire, packing)
-    ops.apply(wire, held, packing)
+    before, replica = buffer.clone(), buffer[:, 10:310]
+    wire = packing.empty(4, 300, replica)
+    ops.difference(replica + 0.1, replica, wire, packing)
+    ops.apply(wire, replica, packing)
     assert torch.equal(buffer[:, :10], before[:, :10]) and torch.equal(buffer[:, 310:], before[:, 310:])
-    assert (held - before[:, 10:310] - 0.1).abs().max() < 0.01
+    assert (replica - before[:, 10:310] - 0.1).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -183,24 +183,24 @@ def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> Non
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
     master = torch.randn(1, width) * 0.02
-    held = master.to(dtype)
-    wire = packing.empty(1, width, held)
+    replica = master.to(dtype)
+    wire = packing.empty(1, width, replica)
     for number in range(200):
         master += 1e-3 * torch.randn(1, width) if number < 190 else 0.0
         updated = master.to(dtype)
-        ops.difference(updated, held, wire, packing)
-        ops.apply(wire, held, packing)
+        ops.difference(updated, replica, wire, packing)
+        ops.apply(wire, replica, packing)
         steps = packing.scales(wire, width).float().repeat_interleave(128, dim=1)[:, :width]
-        assert ((held.float() - updated.float()).abs() <= steps).all()
-    assert torch.equal(held, updated)
+        assert ((replica.float() - updated.float()).abs() <= steps).all()
+    assert torch.equal(replica, updated)
 
 
 def test_differences_refuse_unsuitable_tensors() -> None:
     packing, updated = Packing(4, 128), torch.zeros(2, 300)
     wire = packing.empty(2, 300, updated)
-    for held in (updated.bfloat16(), updated[:, 1:], updated[:1]):
+    for unsuitable in (updated.bfloat16(), updated[:, 1:], updated[:1]):
         with pytest.raises(RuntimeError, match="the shape and the dtype of the updated parameters"):
-            ops.difference(updated, held, wire, packing)
+            ops.difference(updated, unsuitable, wire, packing)
     with pytest.raises(RuntimeError, match="wire must be contiguous uint8"):
         ops.apply(wire[:, 1:], updated, packing)
 
@@ -255,9 +255,9 @@ BLOCK = 64
 class Largest(TorchDispatchMode):
     """Records the bytes of the largest storage that operations allocate, except for given tensors."""
 
-    def __init__(self, *given: Tensor | None) -> None:
+    def __init__(self, *tensors: Tensor | None) -> None:
         super().__init__()
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in given if tensor is not None}
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -278,10 +278,10 @@ def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool)
         gradient[0, width // 2] = float("nan")
         wire = torch.full((rows, packing.row_bytes(width)), 7, dtype=torch.uint8)
         new, out = error_like(packing, rows, width, kept).fill_(7), torch.empty(width, dtype=dtype)
-        with Largest(gradient, wire, old, new, out) as found:
+        with Largest(gradient, wire, old, new, out) as largest_storage:
             reference.compress(gradient, wire, old, new, bits, BLOCK, 0.8, 3.0, hadamard)
             reference.decompress(wire, out, bits, BLOCK, 1 / 3, hadamard)
-        written, largest, old = [*written, wire, new, out], max(largest, found.nbytes), new
+        written, largest, old = [*written, wire, new, out], max(largest, largest_storage.nbytes), new
     return written, largest
 
 
@@ -291,11 +291,13 @@ def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_reference_pieces_match_one_pass(bits: int, kept: torch.dtype, hadamard: bool) -> None:
     for rows, width in ((3, 1000), (2, 1024), (3, 20)):
-        whole, _ = message(bits, kept, rows, width, hadamard)
+        expected, _ = message(bits, kept, rows, width, hadamard)
         for piece in (1, 5 * BLOCK):
             with mock.patch.object(reference, "PIECE", piece):
                 cut, _ = message(bits, kept, rows, width, hadamard)
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole, cut, strict=True))
+            assert all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, cut, strict=True)
+            )
 
 
 @pytest.mark.quick

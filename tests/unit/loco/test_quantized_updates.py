@@ -77,14 +77,14 @@ def differences(sent: list[Sent]) -> Iterator[None]:
     """Record the differences that are sent."""
     difference = ops.difference
 
-    def noting(updated: Any, held: Any, wire: Any, packing: Any) -> None:
-        difference(updated, held, wire, packing)
+    def noting(updated: Any, replica: Any, wire: Any, packing: Any) -> None:
+        difference(updated, replica, wire, packing)
         width = updated.shape[1]
         if width:
             steps = packing.scales(wire, width).float().repeat_interleave(packing.block_size, dim=1)[:, :width]
-            expected = held.clone()
+            expected = replica.clone()
             reference.apply(wire, expected, packing.bits, packing.block_size)
-            sent.append(Sent(held, expected, updated.clone(), steps))
+            sent.append(Sent(replica, expected, updated.clone(), steps))
 
     with mock.patch.object(ops, "difference", noting):
         yield
@@ -104,12 +104,12 @@ def run(job: Job, name: str) -> Seen:
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
                 engine.optimizer.drain_parameters()
-        for one in sent:
-            as_decoded &= torch.equal(one.held, one.expected)
-            close &= bool(((one.expected.float() - one.updated.float()).abs() <= one.steps).all())
+        for difference in sent:
+            as_decoded &= torch.equal(difference.held, difference.expected)
+            close &= bool(((difference.expected.float() - difference.updated.float()).abs() <= difference.steps).all())
         close &= not sent or engine.was_step_applied()
         messages += len(sent)
-        largest = max((one.steps.max().item() for one in sent), default=largest)
+        largest = max((difference.steps.max().item() for difference in sent), default=largest)
         equal &= training.replicas_equal(training.whole_weights(model))
     everybody = torch.tensor([largest, distance_to_masters(engine)])
     torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
@@ -128,13 +128,13 @@ def distance_to_masters(engine: Any) -> float:
         if not span.numel:
             continue
         if hasattr(param, "ds_tensor"):
-            held = param.ds_tensor[: span.numel]
+            values = param.ds_tensor[: span.numel]
             master = safe_get_local_fp32_param(param).flatten()[: span.numel]
         else:
-            held = span.of(param.detach().flatten())
+            values = span.of(param.detach().flatten())
             master = param._hp_mapping.get_hp_fragment().flatten()
-        rounded = master.to(held.dtype).float()
-        worst = max(worst, (held.float() - rounded).abs().max().item())
+        rounded = master.to(values.dtype).float()
+        worst = max(worst, (values.float() - rounded).abs().max().item())
     return worst
 
 
@@ -145,12 +145,12 @@ IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOB
     "job, names", [*IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies
 )
 def test_replicas_are_equal_and_close_to_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(close_case, JOBS[job], names):
-        assert found.keys() == set(names)
-        for name, seen in found.items():
-            assert seen.messages >= (3 if "overflow" in job else 4), name
-            assert seen.as_decoded and seen.close and seen.equal, name
-            assert seen.distance <= 1, name
+    for runs in ranks(4).run(close_case, JOBS[job], names):
+        assert runs.keys() == set(names)
+        for name, observations in runs.items():
+            assert observations.messages >= (3 if "overflow" in job else 4), name
+            assert observations.as_decoded and observations.close and observations.equal, name
+            assert observations.distance <= 1, name
 
 
 def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
@@ -170,9 +170,9 @@ EXACT = {
     "job, names", [("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT))], ids=by_strategies
 )
 def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(exact_case, EXACT[job], names):
-        for name, (same, messages) in found.items():
-            assert same and messages >= 3, (name, same, messages)
+    for runs in ranks(4).run(exact_case, EXACT[job], names):
+        for name, (equal, messages) in runs.items():
+            assert equal and messages >= 3, (name, equal, messages)
 
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
@@ -184,8 +184,10 @@ def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
             ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
         other = training.train(job, training.placed(name))
-        same = torch.equal(ours.weights, other.weights) and ours._replace(weights=None) == other._replace(weights=None)
-        rows[name] = same, pack.call_count
+        equal = torch.equal(ours.weights, other.weights) and ours._replace(weights=None) == other._replace(
+            weights=None
+        )
+        rows[name] = equal, pack.call_count
     return rows
 
 
@@ -203,8 +205,8 @@ CHANGES = {
 def test_changes_from_outside_are_sent_unencoded(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
-    for found in ranks(4).run(change_case, change, names, str(tmp_path)):
-        for name, (before, after, equal) in found.items():
+    for distances in ranks(4).run(change_case, change, names, str(tmp_path)):
+        for name, (before, after, equal) in distances.items():
             assert before > 0, name  # or it would not show
             assert after == 0 and equal, (name, after)
 
@@ -217,9 +219,9 @@ def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, t
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
             engine.optimizer.drain_parameters()
-        found = torch.tensor(distance_to_masters(engine))
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.item()
+        distance = torch.tensor(distance_to_masters(engine))
+        dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+        return distance.item()
 
     # Sizes that allow DeepSpeed to set a rank's part.
     job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
@@ -270,8 +272,8 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
     "dtype, names", [("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
 )
 def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
-        for name, (equal, apart) in found.items():
+    for distances in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
+        for name, (equal, apart) in distances.items():
             assert equal, name
             assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
 
@@ -287,8 +289,8 @@ def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]
 
 
 def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:
-    for applied, skipped, same, noise in ranks(2).run(feedback_case):
-        assert same and applied < 0.01 and skipped > 0.05, (applied, skipped)
+    for applied, skipped, equal, noise in ranks(2).run(feedback_case):
+        assert equal and applied < 0.01 and skipped > 0.05, (applied, skipped)
         assert 0.9 < noise < 1.4, noise  # 2 if an error were added as a whole
 
 
@@ -297,7 +299,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
     whether all ranks get the same bits; and the squared distance of changing sums, relative to that of the first one,
     which has no error.
     """
-    numel, off, same = 1001, [], True
+    numel, off, equal = 1001, [], True
     for applied, varies in ((True, False), (False, False), (True, True)):
         generator, squares = torch.Generator().manual_seed(3), []
         gradient = torch.randn(numel, generator=generator)
@@ -306,14 +308,14 @@ def feedback_case() -> tuple[float, float, bool, float]:
         total = torch.zeros(numel)
         for _ in range(50):
             arrived = ActiveTransfer(hop.all_reduce(gradient.clone(), (ShardSpan(0, 0, 0, numel),))).finish()
-            same &= training.replicas_equal(arrived)
+            equal &= training.replicas_equal(arrived)
             hop.sums.errors.finish_step(applied)
             total += arrived
-            wanted = gradient * dist.get_world_size()
-            squares.append((arrived - wanted).square().sum().item())
+            expected = gradient * dist.get_world_size()
+            squares.append((arrived - expected).square().sum().item())
             gradient = torch.randn(numel, generator=generator) if varies else gradient
-        off.append(((total / 50 - wanted).abs().max() / wanted.abs().max()).item())
-    return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]
+        off.append(((total / 50 - expected).abs().max() / expected.abs().max()).item())
+    return off[0], off[1], equal, sum(squares[10:]) / 40 / squares[0]
 
 
 def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: Any) -> None:
@@ -344,9 +346,9 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
 
 
 def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -> None:
-    told, *others = ranks(4).run(halves_case, str(tmp_path))
-    assert told == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
-    assert all(lines == [[], [], []] for lines in others)
+    warnings, *other_ranks = ranks(4).run(halves_case, str(tmp_path))
+    assert warnings == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
+    assert all(lines == [[], [], []] for lines in other_ranks)
 
 
 def halves_case(folder: str) -> list[list[str]]:
@@ -361,15 +363,15 @@ def halves_case(folder: str) -> list[list[str]]:
         engine.step()
         engine.save_checkpoint(folder, half)
         engine.destroy()
-    found = []
+    warnings_of_loads = []
     for saved, loaded in (("one", "both"), ("both", "one"), ("both", "both")):
         engine, _ = training.make_engine(job, training.placed("NII", **keys[loaded]))
         with logged() as lines:
             engine.load_checkpoint(folder, saved)
-        told = [line for level, line in lines if level == "WARNING" and "errors of" in line]
-        found.append([line.split(": ")[2] for line in told])
+        warnings = [line for level, line in lines if level == "WARNING" and "errors of" in line]
+        warnings_of_loads.append([line.split(": ")[2] for line in warnings])
         engine.destroy()
-    return found
+    return warnings_of_loads
 
 
 def test_padding_of_optimizer_weights_is_zero_after_a_load(ranks: Any) -> None:
@@ -393,7 +395,7 @@ def padding_case() -> tuple[bool, bool]:
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]
-    counted = torch.tensor([float(sum(one.numel() for one in padding))])
+    counted = torch.tensor([float(sum(part.numel() for part in padding))])
     dist.all_reduce(counted)
     engine.destroy()
-    return bool(counted.item()), all(not one.any() for one in padding)
+    return bool(counted.item()), all(not part.any() for part in padding)

@@ -44,7 +44,7 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
     job, rows = snapshots.job_of(dtype), []
     with mock.patch.object(collectives, "backend_of", lambda group: backend):
         for name in names:
-            seen = []
+            runs = []
             for resumed in (False, True):
                 engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
                 steps = snapshots.steps_of(job, 5)
@@ -56,10 +56,12 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
                 snapshots.run(engine, job, steps[3:], 3)
                 memory = engine.optimizer.error_state
                 errors = [error.committed for error in memory._errors.values()]
-                seen.append((training.whole_weights(model), errors, memory.steps))
+                runs.append((training.whole_weights(model), errors, memory.steps))
                 engine.destroy()
-            (weights, errors, _), (again, same, steps) = seen
-            equal = len(errors) == len(same) > 0 and all(torch.equal(a, b) for a, b in zip(errors, same, strict=True))
+            (weights, errors, _), (again, resumed_errors, steps) = runs
+            equal = len(errors) == len(resumed_errors) > 0 and all(
+                torch.equal(a, b) for a, b in zip(errors, resumed_errors, strict=True)
+            )
             rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
     return rows
 
@@ -75,10 +77,10 @@ def test_15_other_ranks_load_the_sum_of_residuals(ranks: Any, tmp_path: Any, loa
     saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
     for world, group, crossings in loads:
         for name, other in crossings:
-            found = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
-            whole = math.sqrt(sum(value**2 for value in saved[name]))
-            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], found, strict=True)))
-            assert whole > 0 and off < 0.02 * whole, (name, other, world, off / whole)
+            loaded = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
+            norm = math.sqrt(sum(value**2 for value in saved[name]))
+            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], loaded, strict=True)))
+            assert norm > 0 and off < 0.02 * norm, (name, other, world, off / norm)
 
 
 def not_sent(engine: Any) -> list[float]:
@@ -89,10 +91,10 @@ def not_sent(engine: Any) -> list[float]:
     }
     memory = engine.optimizer.error_state
     for run, values in memory.errors_in(memory.states()):
-        for name, start, place in engine.optimizer.crossing_spans():
-            first, end = max(run.start, place.start), min(run.start + run.numel, place.start + place.numel)
-            if (run.buffer, run.row) == (place.buffer, place.row) and first < end:
-                at = start + first - place.start
+        for name, start, crossing in engine.optimizer.crossing_spans():
+            first, end = max(run.start, crossing.start), min(run.start + run.numel, crossing.start + crossing.numel)
+            if (run.buffer, run.row) == (crossing.buffer, crossing.row) and first < end:
+                at = start + first - crossing.start
                 totals[name][at : at + end - first] += values[first - run.start : end - run.start]
     flat = torch.cat([totals[name] for name in sorted(totals)])
     dist.all_reduce(flat)
@@ -101,17 +103,17 @@ def not_sent(engine: Any) -> list[float]:
 
 def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
     """Save after three steps, and convert; return the unsent gradients."""
-    job, left = snapshots.job_of(), {}
+    job, unsent = snapshots.job_of(), {}
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
         snapshots.run(engine, job, snapshots.steps_of(job, 3), 0)
         engine.save_checkpoint(folder, name)
-        left[name] = not_sent(engine)
+        unsent[name] = not_sent(engine)
         engine.destroy()
         dist.barrier()
         snapshots.convert(folder)
         assert Path(folder, name, "residuals_rank_00000_mp_rank_00.pt").exists()
-    return left
+    return unsent
 
 
 def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
@@ -119,11 +121,11 @@ def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
     job = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
     engine.load_checkpoint(folder, f"{name}_universal")
-    left = not_sent(engine)
+    unsent = not_sent(engine)
     assert engine.optimizer.error_state.steps == 3
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 10)
     engine.destroy()
-    return left
+    return unsent
 
 
 def test_15_missing_residuals_warn_once_and_start_at_zero(ranks: Any, tmp_path: Any) -> None:
@@ -198,21 +200,21 @@ def moved_case(folder: str) -> tuple[bool, ...]:
         ("second", "third", f"{folder}/first/tag"),
         ("third/tag", "tag", f"{folder}/tag"),
     )
-    found = []
-    for source, target, said in moves:
+    has_residuals = []
+    for source, target, saved_path in moves:
         if dist.get_rank() == 0:
             Path(folder, source).rename(Path(folder, target))
             (states,) = Path(folder).glob("*/tag_universal/mp_rank_00_model_states.pt")
             content = torch.load(states, weights_only=False)
-            content[HEADER][FOLDER] = said or content[HEADER][FOLDER]
+            content[HEADER][FOLDER] = saved_path or content[HEADER][FOLDER]
             torch.save(content, states)
         dist.barrier()
         engine, _ = training.make_engine(universal, loco)
         engine.load_checkpoint(str(next(Path(folder).glob("*/tag_universal")).parent), "tag_universal")
-        found.append(any(not_sent(engine)))
+        has_residuals.append(any(not_sent(engine)))
         engine.destroy()
         dist.barrier()
-    return tuple(found)
+    return tuple(has_residuals)
 
 
 def test_15_residuals_on_node_local_disks(ranks: Any, tmp_path: Any) -> None:
@@ -240,8 +242,8 @@ DAMAGES = {"missing": "has 1 files", "truncated": "cannot be read", "other save"
 
 
 def test_15_damaged_residuals_are_refused_before_loading(ranks: Any, tmp_path: Any) -> None:
-    for found in ranks(2).run(damage_case, str(tmp_path)):
-        for expected, (message, unchanged) in zip(DAMAGES.values(), found, strict=True):
+    for outcomes in ranks(2).run(damage_case, str(tmp_path)):
+        for expected, (message, unchanged) in zip(DAMAGES.values(), outcomes, strict=True):
             assert unchanged and expected in message, (expected, message)
 
 
@@ -256,7 +258,7 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
     dist.barrier()
     content = path.read_bytes()
     before, errors = snapshots.snapshot(engine, model, job), engine.optimizer.error_state.states()["messages"]
-    found = []
+    outcomes = []
     dist.barrier()
     for damage in DAMAGES:
         if dist.get_rank() == 0:
@@ -269,11 +271,11 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
         dist.barrier()
         message = snapshots.error_of(engine.load_checkpoint, folder, "second")
         changes = snapshots.difference(before, snapshots.snapshot(engine, model, job))
-        kept = engine.optimizer.error_state.states()["messages"]
-        same = all((a[2] == b[2]).all() for a, b in zip(errors, kept, strict=True))
-        found.append((message, same and not any(changes.values())))
+        messages = engine.optimizer.error_state.states()["messages"]
+        unchanged = all((a[2] == b[2]).all() for a, b in zip(errors, messages, strict=True))
+        outcomes.append((message, unchanged and not any(changes.values())))
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
     engine.destroy()
-    return found
+    return outcomes

@@ -108,8 +108,8 @@ def test_padding_stays_zero(ranks: Any) -> None:
     answers = ranks(4).run(padding_case)
     for name, _, largest in (row for rows in answers for row in rows):
         assert largest == 0, name
-    for which in range(len(answers[0])):
-        assert any(rows[which][1] for rows in answers), answers[0][which]  # some rank has padding
+    for index in range(len(answers[0])):
+        assert any(rows[index][1] for rows in answers), answers[0][index]  # some rank has padding
 
 
 def padding_case() -> list[tuple[str, int, float]]:
@@ -143,14 +143,14 @@ def padding_case() -> list[tuple[str, int, float]]:
 
 def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:
     for rows in ranks(4).run(options_case):
-        for what, norms, weights, equal in rows:
-            assert norms < 0.06 and weights < 0.03 and equal, (what, norms, weights)
+        for case, norms, weights, equal in rows:
+            assert norms < 0.06 and weights < 0.03 and equal, (case, norms, weights)
 
 
 def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
     for rows in ranks(4).run(offload_case):
-        for name, weights, kept in rows:
-            assert weights < 1e-6 and kept == [("cpu", name != "NIG")], name
+        for name, weights, devices in rows:
+            assert weights < 1e-6 and devices == [("cpu", name != "NIG")], name
 
 
 def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
@@ -159,16 +159,16 @@ def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
     """
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
     for name in ("NIG", "IIG"):
-        keys, kept = training.placed(name, zeropp_loco_param={}), []
+        keys, devices = training.placed(name, zeropp_loco_param={}), []
         plain = training.train(job, keys)
         ours = training.train(
             job,
             {**keys, "offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}},
-            look=lambda engine, kept=kept: kept.append(
+            look=lambda engine, devices=devices: devices.append(
                 (engine.optimizer.error_state.device, engine.optimizer.error_state.pinned)
             ),
         )
-        rows.append((name, (ours.weights - plain.weights).abs().max().item(), kept))
+        rows.append((name, (ours.weights - plain.weights).abs().max().item(), devices))
     return rows
 
 
@@ -176,7 +176,7 @@ def options_case() -> list[tuple[str, float, float, bool]]:
     """Return the configured values, and the differences of norms and weights to stock."""
     rows, stocks = [], dict[str, Any]()
     skipped = [(1, 1), (4, 0), (4, 2), (7, 1)]
-    for what, names, more, loco, job in (
+    for case, names, more, loco, job in (
         ("skipped layers", ("NGG", "IIG"), {}, {}, {"skipped": skipped, "accumulation": 2}),
         ("hadamard", ("IGG",), {}, {"hadamard": True}, {}),
         ("16 bits kept", ("NIG",), {}, {"error_bits": 16, "block_size": 32}, {}),
@@ -189,7 +189,7 @@ def options_case() -> list[tuple[str, float, float, bool]]:
         for name in names:
             ours = training.train(task, training.placed(name, zeropp_loco_param=loco))
             row = training.difference(name, ours, stock, "")
-            rows.append((f"{what} {name}", row.norms, row.weights, row.replicas_equal))
+            rows.append((f"{case} {name}", row.norms, row.weights, row.replicas_equal))
     return rows
 
 
@@ -200,14 +200,14 @@ def test_quantized_gradients_without_loco_have_no_feedback(ranks: Any) -> None:
 
 def alone_case() -> tuple[dict[str, Any], bool]:
     """Return the settings of the hop, and whether it has errors."""
-    found: list[Any] = []
+    observed: list[Any] = []
 
     def look(engine: Any) -> None:
         hop = engine.optimizer.families["dense"].reduce.inter
-        found.append((hop.settings.as_dict(), bool(hop.errors._errors)))
+        observed.append((hop.settings.as_dict(), bool(hop.errors._errors)))
 
     training.train(training.Job(empty=False), training.placed("NIG", zero_quantized_gradients=True), look)
-    return found[0]
+    return observed[0]
 
 
 def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
@@ -217,26 +217,28 @@ def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
     )
     sums = "gradient sums are gathered between 2 groups in 4 bits, blocks of 32; every 1024 steps their quantization"
     nothing = tuple(f"{key}: there is one group, so nothing is sent" for key in ("loco_param", "quantized_updates"))
-    for rank, found in enumerate(ranks(4).run(lines_case)):
-        for lines, expected in zip(found, ((gradients, updates), (gradients, sums), nothing), strict=True):
+    for rank, lines_by_run in enumerate(ranks(4).run(lines_case)):
+        for lines, expected in zip(lines_by_run, ((gradients, updates), (gradients, sums), nothing), strict=True):
             assert len(lines) == (2 if rank == 0 else 0), lines
-            assert [sum(said in line for line in lines) for said in expected] == [rank == 0] * 2, lines
+            assert [sum(text in line for line in lines) for text in expected] == [rank == 0] * 2, lines
 
 
 def lines_case() -> list[list[str]]:
     """Return log lines about LoCo and updates, with two groups and with one."""
-    found = []
+    lines_by_run = []
     keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
         with logged() as lines:
             training.train(training.Job(steps=1), training.placed(name, size, **keys))
-        found.append([text for _, text in lines if is_ours(text) and re.search("LoCo:|loco_param:|updates:", text)])
-    return found
+        lines_by_run.append(
+            [text for _, text in lines if is_ours(text) and re.search("LoCo:|loco_param:|updates:", text)]
+        )
+    return lines_by_run
 
 
 def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
-    (records, timed, looks), *others = ranks(4).run(monitor_case, str(tmp_path))
-    assert looks == 12 and all(looks == 0 for *_, looks in others)  # only rank 0 has writers
+    (records, timed, looks), *other_ranks = ranks(4).run(monitor_case, str(tmp_path))
+    assert looks == 12 and all(looks == 0 for *_, looks in other_ranks)  # only rank 0 has writers
     for expected in ({"inter_loco_reduce_scatter", "inter_difference_all_gather"}, {"inter_sums_all_gather"}):
         between = {name for name in records.pop(0) if name.startswith("inter_")}
         assert between == {"inter_loco_reduce_scatter"} | expected
