@@ -26,6 +26,7 @@ _LOSSLESS = "surrogatepass"  # encodes every text
 
 def all_reduce(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
     """Return an all-reduce of values of any shape, dtype, and device, on their device."""
+    # A copy, because the reduction is in place.
     reduced = values.to(get_accelerator().current_device_name(), copy=True)
     dist.all_reduce(reduced, op=operation, group=group)
     return reduced.to(values.device)
@@ -92,7 +93,7 @@ def all_gather_texts(text: str, device: str | None = None) -> list[str]:
     content = torch.frombuffer(bytearray(text.encode(errors=_LOSSLESS)) or bytearray(1), dtype=torch.uint8).to(device)
     lengths = content.new_empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_into_tensor(lengths, lengths.new_tensor([content.numel() if text else 0]))
-    longest = max(1, int(lengths.max()))
+    longest = max(1, int(lengths.max()))  # all ranks must send the same number of bytes
     gathered = content.new_empty(len(lengths) * longest)
     dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(content, (0, longest - content.numel())))
     rows = gathered.cpu().numpy().tobytes()
@@ -184,6 +185,7 @@ def wait_for_all_ranks(has_ended_within: Callable[[float], bool], channel: Chann
         channel: channel of the votes.
     """
     interval = _SHORTEST_INTERVAL
+    # Ranks vote in every round, so a rank that has ended still answers the others.
     while not channel.all_reduce_min(int(has_ended_within(interval))):
         interval = min(2 * interval, _LONGEST_INTERVAL)
 

@@ -202,7 +202,7 @@ class PairwiseHandles(Handles):
 
     def close_connections(self) -> None:
         """Close the connections of the group if a message is in flight; all waits for its messages raise."""
-        for handle in list(self._handles):
+        for handle in list(self._handles):  # a copy: a waiting thread clears the list
             with suppress(RuntimeError):
                 handle.wait(timedelta(milliseconds=1))
 
@@ -230,7 +230,7 @@ def pairwise_all_to_all(
         log_name: name in the comms logger.
     """
     rank, size = dist.get_rank(group=group), len(sent)
-    received[rank].copy_(sent[rank])
+    received[rank].copy_(sent[rank])  # gloo sends no messages to the same rank
     # Each rank starts with its successor, so that not all ranks start with the same peer.
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
     # Receives come first in the batch: see Note [Pairwise messages].

@@ -107,7 +107,7 @@ class CombinedErrorState(ErrorState):
 
     def __init__(self, parts: Mapping[tuple[str, ...], ErrorState], path_of: Callable[[int], tuple[str, ...]]) -> None:
         self._parts = dict(parts)
-        self._place_of = path_of
+        self._path_of = path_of
         self.keeps_errors = any(part.keeps_errors for part in self._parts.values())
 
     @property
@@ -155,10 +155,10 @@ class CombinedErrorState(ErrorState):
     def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """Load errors into the reductions only; see ``ErrorState``."""
         for path, part in self._parts.items():
-            if self._is_gathered(path):
+            if self._is_gathered(path):  # ``errors`` include those of sums: loading them here would send them twice
                 part.reset()
             else:
-                part_errors = {span: error for span, error in errors.items() if self._place_of(span.buffer) == path}
+                part_errors = {span: error for span, error in errors.items() if self._path_of(span.buffer) == path}
                 part.load_errors(part_errors, steps)
 
     def reset(self) -> None:

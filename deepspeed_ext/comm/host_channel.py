@@ -211,6 +211,7 @@ class HostChannel:
         with self._channel_errors():
             self._rendezvous({peer for peer, tensors in ((target, sent), (source, received)) if tensors})
             try:
+                # Receives first, as in Note [Pairwise messages] in ``collectives.py``.
                 handles += [self._mesh.gloo.recv([tensor], source, 0) for tensor in received]
                 handles += [self._mesh.gloo.send([tensor], target, 0) for tensor in sent]
                 for handle in handles:
@@ -229,6 +230,7 @@ class HostChannel:
             RuntimeError: a rank has closed its connections, or is not ready within the timeout.
         """
         new_peers = peers - self._connected_peers - {self.rank}
+        # Announce all before the first wait, because ranks may wait for one another in a cycle.
         for peer in new_peers:
             self._peers.set(f"{self.rank}-{peer}", "")
         end = time.monotonic() + self._timeout.total_seconds()

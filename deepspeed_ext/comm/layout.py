@@ -169,6 +169,7 @@ class FlatLayout:
             cells: (cols, rows, chunk), of any dtype and strides.
         """
         missing = self.rows * self.cols * self.chunk - self.numel
+        # Zeros: norms, scales, and overflow checks include padding.
         padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
         cells.copy_(padded.view(self.rows, self.cols, self.chunk).transpose(0, 1))
 

@@ -242,7 +242,7 @@ def destroy_groups(groups: "Iterable[ProcessGroup]") -> None:
             distributed.destroy_process_group(group)
 
 
-def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False) -> Topology:
+def get_subtopology(group: "ProcessGroup", parent: Topology, alone: bool = False) -> Topology:
     """Return the topology of a subset of a data-parallel group's ranks: each of its groups is part of a group there.
 
     An example is the ranks that have the same experts: a node of 8 ranks has 8 / (expert-parallel size) of them.
@@ -250,17 +250,17 @@ def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False
     Collective over all ranks.
 
     Args:
-        group: a process group; it and others like it divide the ranks of ``within``.
-        within: the topology of all of these ranks.
+        group: a process group; it and others like it divide the ranks of ``parent``.
+        parent: the topology of all of these ranks.
         alone: as for ``get_topology``.
 
     Raises:
-        ValueError: on all ranks, unless all of these groups have the same number of ranks in groups of ``within``.
+        ValueError: on all ranks, unless all of these groups have the same number of ranks in groups of ``parent``.
     """
     from deepspeed_ext.comm.agreement import bounds
 
-    ranks, all_ranks = data_parallel_ranks(group), data_parallel_ranks(within.world)
-    n, size = len(all_ranks), within.sizes.group_size
+    ranks, all_ranks = data_parallel_ranks(group), data_parallel_ranks(parent.world)
+    n, size = len(all_ranks), parent.sizes.group_size
     counts = list(Counter(all_ranks.index(rank) // size for rank in ranks).values())
     ((least, most),) = bounds([counts[0] if len(set(counts)) == 1 else 0])
     if not 0 < least == most:

@@ -184,6 +184,7 @@ class GradientRedistribution(_Redistribution):
         super().__init__(intra, inter)
         self.intra = intra
         self.inter = inter
+        # Weak keys: ``plan_bucket`` keeps a limited number of plans.
         self._parts: WeakKeyDictionary[BucketPlan, dict[Placement, _BucketParts]] = WeakKeyDictionary()
 
     def pack_bucket(self, tensors: Sequence[Tensor], plan: BucketPlan, target: Placement) -> Tensor:
@@ -222,6 +223,7 @@ class GradientRedistribution(_Redistribution):
             1D: the sums of this rank's ``bucket_rows(plan, target)``, followed by padding.
         """
         _, splits, rows = self._bucket_parts(plan, target)
+        # Listing contents takes host time for each row, so only hops with errors get them.
         needs_contents = rows is not None and self.inter.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if needs_contents else ())
 

@@ -50,7 +50,8 @@ class Relayout:
         Args:
             chunk: 1D, this rank's chunk of the source.
         """
-        target_chunk = chunk.new_zeros(self.numel)
+        target_chunk = chunk.new_zeros(self.numel)  # padding must be zero
+        # Portions are the same on all ranks: each is one collective.
         for portion in _portions(self._common.numel, len(self._ranks)):
             self._exchange_portion(chunk, target_chunk, *self._spans_to_exchange(portion))
         return target_chunk
@@ -60,7 +61,7 @@ class Relayout:
     ) -> None:
         parts = [span.of(chunk) for spans in sent for span in spans]
         packed = torch.cat(parts) if parts else chunk.new_empty(0)
-        packed = packed.to(get_accelerator().current_device_name())
+        packed = packed.to(get_accelerator().current_device_name())  # the chunk may be on the host
         splits = [sum(span.numel for span in spans) for spans in received]
         output = packed.new_empty(sum(splits))
         dist.all_to_all_single(

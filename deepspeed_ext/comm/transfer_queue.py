@@ -74,7 +74,7 @@ class StreamEvent:
         if limit is None:
             self._event.synchronize()
             return
-        end = time.monotonic() + limit
+        end = time.monotonic() + limit  # device events have no wait with a timeout, so poll
         while not self._event.query() and time.monotonic() < end:
             time.sleep(0.001)
 
@@ -96,6 +96,7 @@ class ActiveTransfer:
         self._handle: Any = None
         self._result: Tensor | None = None
         self._done: StreamEvent | None = None
+        # All hops run on this stream: the allocator reuses the transfer's buffers in its order only.
         self._stream_of_transfer = get_accelerator().current_stream()
         self._start()
 
@@ -366,7 +367,7 @@ class TransferQueue:
         self._open.clear()
         if self._worker is not None:
             self._completed.clear()
-            self._worker.forget()
+            self._worker.untrack_jobs()
 
     def _complete_up_to(self, active: ActiveTransfer) -> None:
         while active in self._open:

@@ -134,7 +134,7 @@ class Job:
                 self._run()
         except BaseException as error:  # even KeyboardInterrupt: waits for the job must return
             self._failure = error
-            self._worker.fail(error)
+            self._worker.fail(error)  # before ``_end``: a waiter marks the failure as raised
         self._end()
 
     def fail_with(self, failure: BaseException) -> None:
@@ -236,7 +236,7 @@ class WorkerThread:
         if self._last_job is not None:
             self._last_job.wait()
 
-    def forget(self) -> None:
+    def untrack_jobs(self) -> None:
         """Stop tracking the jobs added so far. They still run, because other ranks may wait for their messages."""
         self._last_job = None
 
@@ -252,6 +252,7 @@ class WorkerThread:
 
     def reset_after_fork(self) -> None:
         """Reset after a fork: the child process has neither the threads nor the connections."""
+        # New locks: another thread of the parent process may have held the old ones.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs.clear()
@@ -372,7 +373,7 @@ def complete_before_exit(after_an_error: bool) -> BaseException | None:
         if not after_an_error:
             _join_all(running_workers(), _GRACE_PERIOD)
     finally:
-        _end_threads()
+        _end_threads()  # also after Ctrl-C: a thread that is left would abort the process
     _exit_tasks.clear()
     failures += unraised_failures()
     return None if after_an_error or not failures else failures[0]

@@ -69,8 +69,8 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = calls.begin(cast(Node, ctx))  # at run time the context is the node
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        ctx.set_materialize_grads(False)  # inputs without a gradient get None, not zeros
+        return tuple(tensor.detach() for tensor in tensors)  # new tensors, whose node is this call
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Any) -> Any:
@@ -423,6 +423,6 @@ def _awaits_gradient(param: nn.Parameter) -> bool:
     """Return whether the running backward will compute a gradient of the parameter."""
     if not param.requires_grad or torch._C._current_graph_task_id() == -1:
         return False
-    with torch.enable_grad():
+    with torch.enable_grad():  # otherwise the parameter has no edge
         node = torch.autograd.graph.get_gradient_edge(param).node
     return bool(torch._C._will_engine_execute_node(node))

@@ -322,6 +322,7 @@ def set_leaves(choices: Iterable[ModuleChoice]) -> list[nn.Module]:
 
 def _unset(module: nn.Module) -> bool:
     """Undo all settings on one module, and return whether there were any."""
+    # No ``or``: all of them must be undone.
     return unset_chunks(module) | unset_windows(module) | bool(module.__dict__.pop(_SET_BY_CHOICE, False))
 
 

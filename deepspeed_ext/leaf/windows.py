@@ -269,7 +269,7 @@ class WindowedModule:
         inputs = [state.hidden, state.routing_weights, *state.weights]
         differentiable = [tensor for tensor in inputs if tensor.requires_grad]
         grads = iter(torch.autograd.grad(state.output, differentiable, gradient[state.tokens], allow_unused=True))
-        state.output = None
+        state.output = None  # frees the window's graph
         results = [next(grads) if tensor.requires_grad else None for tensor in inputs]
         if input_grads[0] is not None and results[0] is not None:
             input_grads[0].index_add_(0, state.tokens, results[0])
@@ -320,7 +320,7 @@ class WindowedModule:
 
     def _allocate_weights(self, state: _WindowState, number: int) -> None:
         """Allocate storage for a window's weights."""
-        if state.weights:
+        if state.weights:  # the same tensors, because the forward's graph references them
             for weight in state.weights:
                 weight.untyped_storage().resize_(weight.numel() * weight.element_size())
             return
@@ -331,6 +331,7 @@ class WindowedModule:
 
     @staticmethod
     def _free_weights(state: _WindowState) -> None:
+        # Only the storage: the graph references the tensors until its backward.
         for weight in state.weights:
             weight.untyped_storage().resize_(0)
 

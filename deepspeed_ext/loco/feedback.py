@@ -170,6 +170,7 @@ class ErrorFeedback(ErrorState):
         error = self._errors.get(contents)
         if error is None or list(error.splits) != list(splits):  # loaded from a checkpoint with other padding
             error = self._add_bucket(contents, self._collect(contents, splits))
+        # Later micro-batches of a step continue from its own updated error.
         old = error.committed if error.updated is None else error.updated
         target_device = torch.device(device)
         is_offloaded = self.device is not None and torch.device(self.device).type != target_device.type
@@ -182,6 +183,7 @@ class ErrorFeedback(ErrorState):
     def store(self, contents: Contents, updated: Tensor) -> None:
         """Store the new error, which has been written to the saved tensor of ``buffers``."""
         buffer = self._errors[contents].updated
+        # On the device of gradients, the kernel has written into the buffer itself.
         if buffer is not None and buffer.data_ptr() != updated.data_ptr():
             buffer.copy_(updated, non_blocking=True)
             self._copy_in_flight = True
@@ -198,7 +200,7 @@ class ErrorFeedback(ErrorState):
         self._replace(applied)
         if applied:
             self.steps += 1
-            if self.steps % self.settings.reset_T == 0:
+            if self.steps % self.settings.reset_T == 0:  # the same on all ranks: none skips a step alone
                 self._unassigned.clear()
                 for error in self._errors.values():
                     error.committed = None
@@ -273,7 +275,7 @@ class ErrorFeedback(ErrorState):
             for unassigned_span, values in self._unassigned.pop_overlapping(span):
                 shared = unassigned_span.common(span)
                 errors_of_spans.append((shared.elements.shifted(position.start - span.start), values.part(shared)))
-                for rest in unassigned_span.without(shared):
+                for rest in unassigned_span.without(shared):  # another bucket may have it
                     self._unassigned.add(rest, values.part(rest))
         if not errors_of_spans:
             return _Error(splits)
@@ -345,6 +347,7 @@ class ErrorFeedback(ErrorState):
         self.steps = int(states["steps"])
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         same_format = _same_format(saved.settings, self.settings)
+        # The unsent amount stays the same, the error does not; see Note [Bucket errors].
         factor = self._unsent_scale / saved._unsent_scale
         for contents, splits, error in states["messages"]:
             contents = tuple(tuple(ShardSpan(*span) for span in part) for part in contents)
@@ -367,7 +370,7 @@ class ErrorFeedback(ErrorState):
 
     def offload(self) -> None:
         """Move errors to the host; errors that are updated later are on the device again. See ``ErrorState``."""
-        for error in self._errors.values():
+        for error in self._errors.values():  # updated errors stay: the current step still writes them
             error.committed = None if error.committed is None else error.committed.cpu()
 
     def errors_in(self, states: Mapping[str, Any]) -> Iterator[tuple[ShardSpan, Tensor]]:
@@ -377,7 +380,7 @@ class ErrorFeedback(ErrorState):
         saved = ErrorFeedback(LocoSettings(**states["settings"]))
         saved.load_states(states)
         for contents, error in saved._errors.items():
-            assert error.committed is not None  # since it was loaded
+            assert error.committed is not None  # loaded errors are committed
             numbers = saved._decode(error.committed, error.splits) / saved._unsent_scale
             for span, position in _positions(contents, error.splits):
                 yield span, position.of(numbers)

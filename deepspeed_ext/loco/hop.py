@@ -65,6 +65,7 @@ class LocoHop(ReduceHop):
         if self.size == 1 or not flat.numel():
             return flat
         sizes = [self.packing.row_bytes(split) for split in splits]
+        # Uninitialized: the operator writes every byte, padding included.
         wire = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
         self.timers(COMPRESS_TIMER).start()
         with self.collectives.labeled("loco_compress"):
@@ -89,7 +90,7 @@ class LocoHop(ReduceHop):
         options: dict[str, Any] = {"hadamard": self.settings.hadamard}
         rows = list(zip(split_rows(flat, splits, splits), split_rows(wire, splits, sizes), strict=True))
         old_rows: list[Tensor | None] = [None] * len(rows)
-        new_rows = old_rows
+        new_rows = old_rows  # without feedback, neither is used
         if self.settings.error_feedback and contents:
             options |= {"beta": self.settings.err_beta, "unit": self.scale.value()}
             old_buffer, new_buffer = self.errors.buffers(contents, splits, flat.device)
@@ -135,7 +136,7 @@ class QuantizedSums(SumsGather):
         with hop.collectives.labeled("loco_compress"):
             self._compress(hop, sums, wire, spans)
         codes = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
-        gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)
+        gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)  # ``apply`` adds to it
         with hop.collectives.labeled("loco_decompress"):
             ops.apply(codes.view(hop.size, -1), gathered, self.packing)
         return gathered.view(-1)

@@ -61,6 +61,7 @@ def measure(updated: Tensor, replica: Tensor, tiles: Tensor) -> None:
         pairs = _section(_PAIRS_UNITS, _count(difference, -1, 1), _count(difference, -8, 9))
         same = torch.where(difference.any(-1), _NEVER, 0)
         sizes = torch.stack((same, bitmap, pairs, torch.full_like(same, _PLAIN_UNITS)), dim=-1)
+        # The lowest mode of equal sizes: kernels must choose the same.
         best = (sizes * 4 + torch.arange(4, device=sizes.device)).amin(-1).int()
         tiles[tile_range.start : tile_range.stop] = ((best & 3) << 30) | (best >> 2)
 
@@ -74,7 +75,7 @@ def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
 
 def pack(updated: Tensor, replica: Tensor, header: Tensor, wire: Tensor) -> None:
     """See ``ops.pack``."""
-    units = wire.zero_().view(torch.int16)[0]
+    units = wire.zero_().view(torch.int16)[0]  # sections are added to zeros
     begin = 2 * len(header)
     units[:begin].copy_(header.view(torch.int16))
     column = torch.arange(TILE, device=wire.device)
@@ -82,6 +83,7 @@ def pack(updated: Tensor, replica: Tensor, header: Tensor, wire: Tensor) -> None
         words = header[tile_range.start : tile_range.stop].unsqueeze(-1)
         mode, first = (words >> 30) & 3, begin + (words & _SIZE).long()
         sections, sizes = _encode(_differences(updated, replica, tile_range), _tiles(updated, tile_range), mode)
+        # A section that would end beyond the wire is omitted.
         fits = (column < sizes) & (first + sizes <= len(units))
         positions = (first + column).clamp(max=len(units) - 1)  # beyond the section, zeros are added
         units.index_add_(0, positions.view(-1), torch.where(fits, sections, 0).to(torch.int16).view(-1))
@@ -103,7 +105,7 @@ def apply(wire: Tensor, replica: Tensor) -> None:
         difference, sizes = _decode(sections, mode)
         old = _tiles(replica, tile_range).view(positions.shape)
         new = torch.where(mode == PLAIN, sections.to(torch.int16), _ordinal(_ordinal(old) + difference))
-        new = torch.where(first + sizes <= units.shape[1], new, old)
+        new = torch.where(first + sizes <= units.shape[1], new, old)  # a tile that does not fit is not applied
         part = _elements(replica, tile_range)
         part.copy_(new.view(rows, -1)[:, : part.shape[1]])
 

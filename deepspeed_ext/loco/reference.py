@@ -129,7 +129,7 @@ def compress(
         h = _blocks(piece, block_size)
         if hadamard:
             h = transform(h)
-        old, step = _read_error(error, h, width, blocks)
+        old, step = _read_error(error, h, width, blocks)  # before the write: ``new_error`` may be ``error``
         h = h + (unit * step) * old
         q, scales = quantize(h, packing.largest)
         pack(q, scales, wire, packing, width=width, blocks=blocks)
@@ -137,7 +137,7 @@ def compress(
             continue
         quantization_error = h - q * scales.float().unsqueeze(-1)
         numbers = (beta * step) * old + ((1 - beta) / unit) * quantization_error
-        finite = ~scales.isnan().unsqueeze(-1)
+        finite = ~scales.isnan().unsqueeze(-1)  # a block that is not finite keeps its old error
         if new_error.dtype != torch.uint8:
             _numbers(new_error, block_size)[:, blocks.start : blocks.stop] = torch.where(finite, numbers, old)
             continue
@@ -193,7 +193,7 @@ def pieces(blocks: int, size: int) -> list[range]:
 def transform(h: Tensor) -> Tensor:
     """Return the normalized Hadamard transform of each 32 elements; h: (rows, blocks, block_size), fp32."""
     chunks = h.reshape(-1, CHUNK)
-    stride = 1
+    stride = 1  # the kernels add in the same order of strides
     while stride < CHUNK:
         pairs = chunks.view(-1, CHUNK // (2 * stride), 2, stride)
         low, high = pairs[:, :, 0], pairs[:, :, 1]
@@ -208,6 +208,7 @@ def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     largest_bits = (h.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     scale = largest_bits.view(torch.float32) / largest
     is_subnormal = scale < _SMALLEST_SCALE
+    # Rounded up to bfloat16: with a smaller scale, the largest element would be clipped.
     rounded_up = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     is_finite = (largest_bits < _INFINITY) & (rounded_up * largest).isfinite()
     scale = torch.where(is_subnormal, 0.0, rounded_up)
@@ -275,7 +276,7 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
 
 def _blocks(numbers: Tensor, block_size: int) -> Tensor:
     """Return (rows, width) as (rows, blocks, block_size), padded with zeros."""
-    missing = -numbers.shape[1] % block_size
+    missing = -numbers.shape[1] % block_size  # zeros do not change the scale of the last block
     padded = torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
     return padded.reshape(numbers.shape[0], -1, block_size)
 

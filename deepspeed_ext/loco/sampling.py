@@ -45,7 +45,7 @@ class Sampling:
 
     def blocks(self, width: int, packing: Packing) -> range | None:
         """Return the blocks of a message of ``width`` elements to sample, or None if it is not sampled."""
-        samples_next, self.samples_next = self.samples_next, False
+        samples_next, self.samples_next = self.samples_next, False  # one message per report
         return _blocks(width, packing) if samples_next and width else None
 
     def record_error(
@@ -86,6 +86,7 @@ class StepReport:
 
     def __init__(self, engine: Engine, sampling: Sampling, events: str, timers: Sequence[str] = ()) -> None:
         self._engine, self._sampling, self._events, self._timers = engine, sampling, events, timers
+        # Other ranks take no sample: reading it would make their host wait for the device.
         self._monitored = engine.monitor.enabled and dist.get_rank() == 0
         sampling.restart(self._monitored)
 

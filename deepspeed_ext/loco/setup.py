@@ -77,7 +77,7 @@ class ConfiguredHops:
         if name == _DENSE:
             description, action = "updated parameters are sent as differences", "they are sent unencoded"
             log_update_settings(self._updates, self._updates.difference_block, exact_hop.size, description, action)
-        if exact_hop.size == 1:
+        if exact_hop.size == 1:  # no receivers, so no differences
             return exact_hop
         difference_class = LosslessDifferences if self._updates.bits == EXACT else QuantizedDifferences
         differences = difference_class(exact_hop.collectives, self._updates)

@@ -75,7 +75,7 @@ class QuantizedDifferences(_Differences):
 
     def write(self, codes: Tensor, replica: Tensor) -> None:
         """Add received differences to this rank's values; see ``Differences``."""
-        size = self.packing.row_bytes(replica.shape[1])
+        size = self.packing.row_bytes(replica.shape[1])  # received codes may be padded to a longer row
         with self.collectives.labeled("loco_apply"):
             ops.apply(codes[:, :size].contiguous(), replica, self.packing)
 
@@ -87,6 +87,7 @@ class HalfDifferences:
 
     def encode(self, updates: Sequence[Update], max_over_ranks: MaxOverRanks) -> list[Tensor]:
         """Return each update's difference in bf16, as bytes; see ``Differences``."""
+        # The rounding error stays in the owner's fp32 weights, so the next difference includes it.
         return [(update.updated() - update.replica).bfloat16().view(torch.uint8) for update in updates]
 
     def write(self, codes: Tensor, replica: Tensor) -> None:
@@ -114,6 +115,7 @@ class LosslessDifferences(_Differences):
             torch.stack(lengths)
         ).tolist()  # the host waits only here: it needs lengths to allocate
         with self.collectives.labeled("loco_difference"):
+            # Equal lengths on all ranks, as the all-gather requires.
             return [
                 self._pack(update, header, fill_up(length, self.collectives.multiple))
                 for update, header, length in zip(updates, headers, longest, strict=True)
