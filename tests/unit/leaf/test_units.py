@@ -61,7 +61,7 @@ def test_delayed_gradients_are_reduced_once() -> None:
     optimizer: Any = SimpleNamespace(leaf_parameters={}, _leaf_module_hooks=[], ipg_buckets={})
     optimizer.reduce_ready_partitions_and_remove_grads = reduced.append
     late, param = DelayedGradients(optimizer), SimpleNamespace(ds_id=0, grad=torch.ones(1))
-    late._late[torch.nn.Identity()] = [param]
+    late._delayed[torch.nn.Identity()] = [param]
     late.end_of_backward()
     late.end_of_backward()
     assert reduced == [param]
