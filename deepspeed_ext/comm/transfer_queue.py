@@ -268,8 +268,9 @@ class TransferQueue:
         self._completed: deque[_ThreadCompletedTransfer] = deque()  # a thread may still be completing these
         streams = not get_accelerator().is_synchronized_device()
         self._side_streams = side_streams and overlap and streams
-        has_worker = (on_thread or thread_completes) and overlap and not streams
-        self._worker = WorkerThread(finish_before_exit) if has_worker else None
+        self._worker = (
+            WorkerThread(finish_before_exit) if (on_thread or thread_completes) and overlap and not streams else None
+        )
         self._on_thread = on_thread
         self._streams: deque[Any] = deque()
         self._last_steps: Sequence[StreamEvent] = ()  # of the last transfer on a side stream

@@ -172,7 +172,7 @@ class ChunkedModule:
         """Fetch the windows up to this position in the pass's order, and close those before it."""
         if position < current.opened_count - 1:
             raise RuntimeError(
-                f"{type(self.module).__name__} enters its experts in another order than theirs, "
+                f"{type(self.module).__name__} does not run its experts in their order, "
                 f"{'forward' if current.forward else 'backward'}: window {self._window_number(current, position)} "
                 f"of {len(self.chunks)} after window {self._window_number(current, current.opened_count - 1)}. "
                 f"Windows are gathered in one order on all ranks: raise zero_optimization.stage3_leaf_bytes until the "

@@ -132,9 +132,9 @@ class _ModelTree:
         if module.__dict__.get(_LEAF) is False:
             return "it has been unset as a leaf module"
         if isinstance(module, _CONTAINERS) or not _has_forward(module):
-            return "a list, or a sequence, may be entered item by item"
+            return "a list or a sequence may be entered item by item"
         if not any(next(child.parameters(), None) is not None for child in module.children()):
-            return "nothing with parameters is inside"
+            return "it has no submodules with parameters"
         for m in module.modules():
             if m is not module and getattr(m, _LEAF, False):
                 return f"{self.names_by_id[id(m)][0]} has been set as a leaf module"
@@ -254,7 +254,7 @@ def _why_not(tree: _ModelTree, choice: ModuleChoice, settings: Settings) -> str:
             return "above the threshold"
         return ""
     if tree.holds_stack(choice.module):
-        return "it holds a stack of layers"
+        return "it contains a stack of layers"
     return f"{choice.bytes:,} bytes are more than the budget" if choice.bytes > settings.budget else ""
 
 
@@ -296,7 +296,7 @@ def _windows(tree: _ModelTree, choice: ModuleChoice, budget: int) -> tuple[list[
         return [], ""
     why = why or tree.why_entered_elsewhere(choice.module)
     if why or not has_window_experts(choice.module):
-        return [], f"its packed experts stay together: {why or 'it is not named as experts'}"
+        return [], f"its packed experts stay together: {why or 'its class is not named as experts'}"
     return windows_of(experts_in(choice.module), expert_bytes(choice.module), budget), (
         f"{choice.bytes:,} bytes are more than the budget"
     )

@@ -171,8 +171,8 @@ def _warn_about_choices(choices: list[ModuleChoice], settings: Settings) -> None
             else "no module of this model can be one"
         )
         logger.warning(
-            f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. "
-            f"{SECTION}.{LEAF_BYTES} true chooses without a number."
+            f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. Set "
+            f"{SECTION}.{LEAF_BYTES} to true to choose units without a number."
         )
     budget = settings.budget
     fetched_apart = [choice for choice in choices if choice.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]

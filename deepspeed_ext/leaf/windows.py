@@ -386,13 +386,13 @@ def why_no_windows(module: nn.Module) -> str | None:
     if experts < 2 or not any(len(s) == 3 and s[0] == experts for s in shapes):
         return None
     if any(len(shape) not in (2, 3) or shape[0] != experts for shape in shapes):
-        return f"not every parameter is of its {experts} experts"
+        return f"not every parameter has a first dimension of its {experts} experts"
     if len({(param.dtype, param.device) for param in params}) > 1:
         return "its parameters have several dtypes or devices"
     if not all(getattr(param, "allreduce", True) for param in params):
-        return "its experts are divided among ranks already"
+        return "its experts are already sharded over ranks"
     if any(True for child in module.children() for _ in child.parameters()):
-        return "modules inside have parameters, too"
+        return "its submodules have parameters, too"
     if "forward" in module.__dict__:
         return "its forward has been replaced"
     names = list(inspect.signature(type(module).forward).parameters)[1:]
