@@ -25,7 +25,7 @@ RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
 
 @pytest.mark.parametrize(
     "optimizer, zero, names, from_device",
-    [*((*one, names[:1], way) for *one, names, way in RESUMED[1::2]), *deep(*RESUMED)],
+    [*((*options, names[:1], from_device) for *options, names, from_device in RESUMED[1::2]), *deep(*RESUMED)],
     ids=str,
 )
 def test_resumed_run_matches_uninterrupted_run_on_both(

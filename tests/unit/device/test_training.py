@@ -11,17 +11,17 @@ from tests.harness.device_on_host import cases
 from tests.harness.tiers import deep
 from tests.harness.training import Job
 
-EVERY = {options: given.strategies for options, given in cases.OPTIONS.items()}
-# Others in the first tier have what these have.
+EVERY = {name: options.strategies for name, options in cases.OPTIONS.items()}
+# Options in the second tier only: others cover their code.
 LATER = ("pinned", "pageable", "overflow", "LoCo, pageable", "parameters, cached", "outer", "Muon, pinned")
 SOME = {"on the device": ("NIG", "GGG"), "parameters": ("IGG",), "parameters, in few bits": ("ING",)}
 SOME |= {"outer, pinned": ("INI",), "Muon": ("NIG",)}
 
 
-CASES = [(one, names) for one, names in (EVERY | SOME).items() if one not in LATER]
+CASES = [(options, names) for options, names in (EVERY | SOME).items() if options not in LATER]
 
 
-@pytest.mark.parametrize("options, names", CASES + deep(*((one, EVERY[one]) for one in (*SOME, *LATER))))
+@pytest.mark.parametrize("options, names", CASES + deep(*((options, EVERY[options]) for options in (*SOME, *LATER))))
 def test_training_matches_the_host_bit_for_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
     optimizers = "cpu" if "offload_optimizer" in cases.OPTIONS[options].zero else "sim"
     for rows in run_on_device(cases.beside, options, names):
@@ -38,9 +38,15 @@ WATCHED = [
     ("parameters and offload", ("IGG",)),
     ("saves aside", ("NIG", "IIG")),
     *deep(
-        *((one, ("NIG", "IGG")) for one in ("offload", "offload, LoCo")),
-        *((one, ("ING",)) for one in ("in few bits, offload", "parameters on the host", "parameters, in few bits")),
-        *((one, ("IIG",)) for one in ("in few bits, offload", "parameters, in few bits", "parameters, pageable")),
+        *((options, ("NIG", "IGG")) for options in ("offload", "offload, LoCo")),
+        *(
+            (options, ("ING",))
+            for options in ("in few bits, offload", "parameters on the host", "parameters, in few bits")
+        ),
+        *(
+            (options, ("IIG",))
+            for options in ("in few bits, offload", "parameters, in few bits", "parameters, pageable")
+        ),
         ("saves aside", ("NIG", "IIG", "NNI", "III", "GGG")),
         ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),
@@ -83,7 +89,7 @@ ACTIVATIONS = 10_000  # bytes, with their gradients
 SLICED = ("ING", "IIG", "IGG")
 
 
-@pytest.mark.parametrize("frozen, names", [(1, ("IIG",)), *deep(*((one, SLICED) for one in range(2)))])
+@pytest.mark.parametrize("frozen, names", [(1, ("IIG",)), *deep(*((frozen, SLICED) for frozen in range(2)))])
 def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
