@@ -220,7 +220,7 @@ def _check(tensor: Tensor, name: str, key: str = "") -> None:
 
 def _check_kernels(tensor: Tensor) -> None:
     if lacks_kernels(tensor.device.type):
-        raise RuntimeError(f"The kernels of LoCo were built for the CPU only, but got a CUDA tensor. {BUILD_ADVICE}")
+        raise RuntimeError(f"The kernels of LoCo were built for the CPU only, got a CUDA tensor. {BUILD_ADVICE}")
 
 
 @functools.cache

@@ -153,7 +153,7 @@ def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, lis
         loco = {"zeropp_loco_param": {"reset_T": 3}}
         engine, _ = training.make_engine(job, training.placed(name, **loco))
         memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
-        memory.keep = lambda contents, updated, updates=updates: updates.append(contents)
+        memory.store = lambda contents, updated, updates=updates: updates.append(contents)
         for number in range(7 * accumulation):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
