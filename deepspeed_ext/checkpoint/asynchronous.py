@@ -7,7 +7,7 @@ Note [Asynchronous saves]
     that ZeRO's order assigns to other ranks (p = N), and writes the copies into the staging folder. The threads commit
     it together, as in any save (``commit.py``). They communicate over their own host channel (``host_channel.py``).
     The next save, a load, the end of the engine, and the end of the process wait for them; see Note [Endings] in
-    ``comm/background.py``.
+    ``comm/worker_thread.py``.
 
     If a save fails on any rank, it fails on the threads of all ranks. The folder keeps its content, and the first rank
     logs the error immediately. The next step, save, load or ``engine.destroy()`` raises it. A step must raise on all
@@ -38,17 +38,17 @@ from deepspeed_ext.comm.agreement import (
     raise_together,
     run_on_all_or_raise,
     unique_number,
-    wait_on_all,
+    wait_for_all_ranks,
 )
-from deepspeed_ext.comm.background import Background, Explained, Job
 from deepspeed_ext.comm.host_channel import HostChannel
+from deepspeed_ext.comm.worker_thread import ExplainedError, Job, WorkerThread
 
 Waiting = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path
 Write = Callable[[object, str, str], Exception | None]
 _CONNECTING = "threads that write checkpoints could not be connected"
 
 
-class SaveFailed(CheckpointError, Explained):
+class SaveFailed(CheckpointError, ExplainedError):
     """An asynchronous save that failed after ``save_checkpoint`` returned. Raised on all ranks."""
 
 
@@ -153,7 +153,7 @@ class AsyncSaves:
             finally:
                 snapshot.let_go()  # after an error, the next step would wait forever for copies
                 waiting.clear()
-                self.channel.rest()
+                self.channel.end_worker()
 
         self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
         self._told, self._connected = False, True
@@ -165,7 +165,7 @@ class AsyncSaves:
             logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
             self._pace.lift()
             self._job = Job(self._background, run, tag)
-            self._job.do()
+            self._job.run()
         except BaseException:  # a signal while the thread starts
             if not self._background.busy:
                 self._snapshot = None  # no thread will copy it, so `settle` must not wait for it
@@ -199,7 +199,7 @@ class AsyncSaves:
         job, commit, failure = self._job, self._commit, None
         self._pace.lift()
         if job is not None:
-            wait_on_all(job.wait_within)  # not one collective: a disk may be slower than its timeout
+            wait_for_all_ranks(job.wait_within)  # not one collective: a disk may be slower than its timeout
         self.settle()
         if job is None or commit is None:
             return
@@ -230,7 +230,7 @@ class AsyncSaves:
         try:
             self._tell()
         finally:
-            if self._job is None or self._job.over:  # after a signal, the thread may still be using the channel
+            if self._job is None or self._job.is_done:  # after a signal, the thread may still be using the channel
                 if self._job is not None:
                     self._forget(self._job)
                 self._disconnect()
@@ -280,8 +280,10 @@ class AsyncSaves:
         return SaveFailed(text)
 
 
-def _thread() -> Background:
-    return Background(owed=True, what="a checkpoint is still being written by this rank or another one")
+def _thread() -> WorkerThread:
+    return WorkerThread(
+        finish_before_exit=True, description="a checkpoint is still being written by this rank or another one"
+    )
 
 
 def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:

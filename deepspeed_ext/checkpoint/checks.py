@@ -255,7 +255,7 @@ class Check:
                 f" The checkpoint was saved with paro_strategy {header['strategy']} in groups of "
                 f"{header['group_size']}, by {header['ranks']} ranks; it"
             )
-        strategy, sizes = self._optimizer.strategy, self._optimizer.topology.whole.sizes
+        strategy, sizes = self._optimizer.strategy, self._optimizer.topology.all_groups.sizes
         return (
             f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
             f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"

@@ -38,7 +38,7 @@ from deepspeed_ext.comm.agreement import (
     raise_together,
     require_same,
     run_on_all_or_raise,
-    wait_on_all,
+    wait_for_all_ranks,
 )
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.outer import outer_weights
@@ -76,7 +76,7 @@ class Export:
         """
         if self._waited:
             return
-        wait_on_all(self._writer.join)
+        wait_for_all_ranks(self._writer.join)
         self._waited = True
         first = dist.get_rank() == 0
         try:

@@ -143,7 +143,7 @@ def _load_checked(
             universal.load_untrained(engine, check.untrained)
         with _weights_of(engine, check.tag, universally), engine.optimizer.writers.numbered(engine):
             loaded = _loaded(lambda: load(engine, check.load_dir, check.tag, **options), folder)
-        load_errors = errors.forget if residuals is None else residuals.load
+        load_errors = errors.reset if residuals is None else residuals.load
         run_on_all_or_raise(load_errors, f"{folder} was loaded only in part", CheckpointError)
         outer.load()
         # As the save did. Otherwise later updates would have to correct for weights from before the load.

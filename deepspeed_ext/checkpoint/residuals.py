@@ -125,7 +125,7 @@ class Residuals:
             whereabouts = _described(self._optimizer)["whereabouts"]
             self._errors.load_errors(self._collected(whereabouts), self._ranks[0]["states"].get("steps", 0))
         else:
-            self._errors.forget()
+            self._errors.reset()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no residuals of reductions: the errors of LoCo start at zero. A "
                 f"checkpoint that was saved with LoCo has files residuals_rank_*.pt; if it was converted, copy them "

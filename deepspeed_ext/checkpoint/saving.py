@@ -181,7 +181,7 @@ def _is_first(engine: Engine) -> bool:
 def _header(engine: Engine, name: str) -> dict[str, Any]:
     """Return the header that identifies the files of one save. It has plain values, for tools without torch."""
     optimizer: ParoOptimizer = engine.optimizer
-    sizes = optimizer.topology.whole.sizes
+    sizes = optimizer.topology.all_groups.sizes
     return {
         "version": __version__,
         "save_id": unique_number(),

@@ -16,7 +16,7 @@ Note [Snapshot copies]
     With an outer optimizer, no copy overlaps with training: during a save, anchors replace the group's weights.
 
     Optimizer states of stripes (p = N) are copied in this rank's order. The writer thread sends them to the ranks that
-    own the elements in ZeRO's order, so files are the same as in other saves; see ``send_later`` and ``exchange``.
+    own the elements in ZeRO's order, so files are the same as in other saves; see ``exchange_later`` and ``exchange``.
 
     Storages are copied, as ``torch.save`` writes them: tensors that share a storage also share one in the snapshot. So
     the file is identical, to the byte, to that of a synchronous save. (The file of a device tensor records the host as
@@ -35,9 +35,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from deepspeed_ext.comm.background import Background
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.relayout import Relayout
+from deepspeed_ext.comm.worker_thread import WorkerThread
 
 _SMALL = 256  # bytes
 _SHARE = 1 / 20  # of time in which an exchange uses the links, which steps also need
@@ -108,7 +108,7 @@ class Pace:
         thread: the thread that exchanges.
     """
 
-    def __init__(self, thread: Background) -> None:
+    def __init__(self, thread: WorkerThread) -> None:
         self._thread, self._lifted = thread, threading.Event()
 
     def lift(self) -> None:
@@ -170,8 +170,8 @@ class Snapshot:
             get_accelerator().current_stream().wait_stream(self._stream)
         return copied
 
-    def send_later(self, chunk: Tensor, relayout: Relayout) -> Tensor:
-        """Copy a chunk of a flat buffer, and return this rank's chunk of another layout; see ``SendsLater``.
+    def exchange_later(self, chunk: Tensor, relayout: Relayout) -> Tensor:
+        """Copy a chunk of a flat buffer, and return this rank's chunk of another layout; see ``DeferredExchange``.
 
         The returned content is arbitrary until ``exchange``.
         """
@@ -241,7 +241,7 @@ class Snapshot:
         )
 
     def exchange(self, channel: HostChannel, pace: Pace) -> None:
-        """Exchange the chunks of ``send_later`` after ``complete``. Collective over the channels of all ranks.
+        """Exchange the chunks of ``exchange_later`` after ``complete``. Collective over the channels of all ranks.
 
         Raises:
             ChannelError: a rank died, or did not send its part within the timeout.
@@ -260,7 +260,7 @@ class Snapshot:
         for relayout, source, target in self._exchanges:
             assert self._moved is not None
             moved = self._moved[: target.nbytes].view(target.dtype)
-            yield from relayout.send(source, moved, channel)
+            yield from relayout.exchange_on_host(source, moved, channel)
             target.copy_(moved)  # only after all rounds: `target` and `source` share memory that is still being sent
 
     def give_up(self) -> None:

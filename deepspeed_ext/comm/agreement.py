@@ -20,12 +20,13 @@ from torch.distributed import ProcessGroup
 _Result = TypeVar("_Result")
 _DIGEST_BYTES = 7  # fits an int64, and so does its negative
 _RANDOM_BITS = 62
-_FIRST_INTERVAL, _LONGEST_INTERVAL = 0.01, 1.0  # seconds between votes on whether all ranks have ended
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 0.01, 1.0  # seconds between votes on whether all ranks have ended
 _LOSSLESS = "surrogatepass"  # encodes every text
 
 
-def all_reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
+def all_reduce(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | None = None) -> Tensor:
     """Return an all-reduce of values of any shape, dtype, and device, on their device."""
+    # A copy, because the reduction is in place.
     reduced = values.to(get_accelerator().current_device_name(), copy=True)
     dist.all_reduce(reduced, op=operation, group=group)
     return reduced.to(values.device)
@@ -33,22 +34,22 @@ def all_reduced(values: Tensor, operation: dist.ReduceOp, group: ProcessGroup | 
 
 def all_reduce_max(values: Tensor, group: ProcessGroup | None = None) -> Tensor:
     """Return the elementwise maximum of all ranks' values."""
-    return all_reduced(values, dist.ReduceOp.MAX, group)
+    return all_reduce(values, dist.ReduceOp.MAX, group)
 
 
-def any_rank(found: bool, group: ProcessGroup | None = None) -> bool:
-    """Return whether ``found`` is true on any rank."""
-    return bool(all_reduce_max(torch.tensor([float(found)]), group).item())
+def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
+    """Return whether ``flag`` is true on any rank."""
+    return bool(all_reduce_max(torch.tensor([float(flag)]), group).item())
 
 
 def all_reduce_min(value: int) -> int:
     """Return the smallest of all ranks' values."""
-    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.MIN).item())
+    return int(all_reduce(torch.tensor([value]), dist.ReduceOp.MIN).item())
 
 
 def all_reduce_sum(value: int) -> int:
     """Return the sum of all ranks' values."""
-    return int(all_reduced(torch.tensor([value]), dist.ReduceOp.SUM).item())
+    return int(all_reduce(torch.tensor([value]), dist.ReduceOp.SUM).item())
 
 
 def unique_number() -> int:
@@ -92,7 +93,7 @@ def all_gather_texts(text: str, device: str | None = None) -> list[str]:
     content = torch.frombuffer(bytearray(text.encode(errors=_LOSSLESS)) or bytearray(1), dtype=torch.uint8).to(device)
     lengths = content.new_empty(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_into_tensor(lengths, lengths.new_tensor([content.numel() if text else 0]))
-    longest = max(1, int(lengths.max()))
+    longest = max(1, int(lengths.max()))  # all ranks must send the same number of bytes
     gathered = content.new_empty(len(lengths) * longest)
     dist.all_gather_into_tensor(gathered, torch.nn.functional.pad(content, (0, longest - content.numel())))
     rows = gathered.cpu().numpy().tobytes()
@@ -149,7 +150,7 @@ class Channel(Protocol):
         """Broadcast the text of rank ``source``."""
         ...
 
-    def wait_for(self, act: Callable[[], _Result]) -> _Result:
+    def wait_for(self, function: Callable[[], _Result]) -> _Result:
         """Run a function that may take long, and return its result."""
         ...
 
@@ -169,69 +170,72 @@ class _World:
     def world(self) -> int:
         return int(dist.get_world_size())
 
-    def wait_for(self, act: Callable[[], _Result]) -> _Result:
-        return act()
+    def wait_for(self, function: Callable[[], _Result]) -> _Result:
+        return function()
 
 
 WORLD: Channel = _World()
 
 
-def wait_on_all(ends_within: Callable[[float], bool], over: Channel = WORLD) -> None:
+def wait_for_all_ranks(has_ended_within: Callable[[float], bool], channel: Channel = WORLD) -> None:
     """Wait until a task has ended on all ranks, which may take longer than the timeout of a collective.
 
     Args:
-        ends_within: waits for this rank's task, at most this many seconds; returns whether it has ended.
-        over: channel of the votes.
+        has_ended_within: waits for this rank's task, at most this many seconds; returns whether it has ended.
+        channel: channel of the votes.
     """
-    interval = _FIRST_INTERVAL
-    while not over.all_reduce_min(int(ends_within(interval))):
+    interval = _SHORTEST_INTERVAL
+    # Ranks vote in every round, so a rank that has ended still answers the others.
+    while not channel.all_reduce_min(int(has_ended_within(interval))):
         interval = min(2 * interval, _LONGEST_INTERVAL)
 
 
-def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError, over: Channel = WORLD) -> None:
+def raise_together(error: Exception | None, kind: type[Exception] = RuntimeError, channel: Channel = WORLD) -> None:
     """Raise on all ranks if one of them has an error.
 
     Raises:
         kind: with the error of the first rank that has one.
     """
-    first = over.all_reduce_min(over.world if error is None else over.rank)
-    if first < over.world:  # the same branch on all ranks, because it broadcasts
+    first = channel.all_reduce_min(channel.world if error is None else channel.rank)
+    if first < channel.world:  # the same branch on all ranks, because it broadcasts
         message = "" if error is None else _message_of(error)
-        raise kind(f"rank {first}: {over.broadcast_text(message, first)}") from error
+        raise kind(f"rank {first}: {channel.broadcast_text(message, first)}") from error
 
 
 def run_on_all_or_raise(
-    act: Callable[[], _Result], doing: str, kind: type[Exception] = RuntimeError, over: Channel = WORLD
+    function: Callable[[], _Result], action: str, kind: type[Exception] = RuntimeError, channel: Channel = WORLD
 ) -> _Result:
     """Run a function on all ranks; if it fails on one of them, raise on all, so that none waits for it.
 
     Args:
-        act: the function, which must not communicate.
-        doing: start of the message of errors that are not of type ``kind``; those keep their own message.
+        function: the function, which must not communicate.
+        action: start of the message of errors that are not of type ``kind``; those keep their own message.
         kind: type of the raised error.
-        over: channel of the votes.
+        channel: channel of the votes.
 
     Raises:
-        kind: on all ranks, if ``act`` failed on one.
+        kind: on all ranks, if ``function`` failed on one.
     """
-    result, error = over.wait_for(lambda: _attempt(act, doing, kind))
-    raise_together(error, kind, over)
+    result, error = channel.wait_for(lambda: _attempt(function, action, kind))
+    raise_together(error, kind, channel)
     return cast(_Result, result)
 
 
-def _attempt(act: Callable[[], _Result], doing: str, kind: type[Exception]) -> tuple[_Result | None, Exception | None]:
+def _attempt(
+    function: Callable[[], _Result], action: str, kind: type[Exception]
+) -> tuple[_Result | None, Exception | None]:
     """Return (result, None) or (None, error)."""
     try:
-        return act(), None
+        return function(), None
     except kind as error:
         return None, error
     except Exception as cause:
-        failure = kind(f"{doing}: {type(cause).__name__}: {_message_of(cause)}")
+        failure = kind(f"{action}: {type(cause).__name__}: {_message_of(cause)}")
         failure.__cause__ = cause
         return None, failure
 
 
-def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) -> None:
+def require_same(name: str, value: str, kind: type[Exception] = RuntimeError) -> None:
     """Raise if a string differs between ranks. If it does not, this takes a single all-reduce.
 
     Raises:
@@ -241,5 +245,5 @@ def require_same(what: str, value: str, kind: type[Exception] = RuntimeError) ->
     (bound,) = bounds([int.from_bytes(digest[:_DIGEST_BYTES], "big")])
     if bound[0] == bound[1]:  # the same result on all ranks
         return
-    problem = ValueError(f"{what} must be the same on all ranks, but here it is {value!r}.")
+    problem = ValueError(f"{name} must be the same on all ranks, but here it is {value!r}.")
     raise_together(None if broadcast_text(value, 0) == value else problem, kind)

@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer
-from deepspeed_ext.comm.packing import joined
+from deepspeed_ext.comm.packing import concat_padded
 from deepspeed_ext.comm.spans import Contents, Spans
 
 # Elements that a link sends during the latency of a ring step: 64 KB in 6 microseconds at 10 GB/s.
-_OF_A_STEP = 1 << 15
+_ELEMENTS_PER_STEP = 1 << 15
 
 
 class AllToAllReduce(ReduceHop):
@@ -48,7 +48,7 @@ class NativeReduce(ReduceHop):
         # the owner of each part, receive about the complete bucket, and each of them passes through all ranks.
         # The choice depends on ``splits`` only, so all ranks start the same collectives.
         steps = self.size - 1
-        padded = steps * (longest + _OF_A_STEP) <= sum(filled) + rooted * steps * _OF_A_STEP
+        padded = steps * (longest + _ELEMENTS_PER_STEP) <= sum(filled) + rooted * steps * _ELEMENTS_PER_STEP
         return [longest] * self.size if padded else filled
 
     def reduce_scatter(self, flat: Tensor, splits: Sequence[int], contents: Contents = ()) -> Transfer:
@@ -57,11 +57,11 @@ class NativeReduce(ReduceHop):
             return flat
         lengths, width = self.lengths(splits), splits[self.rank]
         if lengths != list(splits):
-            flat = joined(flat.split(list(splits)), lengths)
+            flat = concat_padded(flat.split(list(splits)), lengths)
         if len(set(lengths)) == 1:
             part = flat.new_empty(lengths[0])
             handle = self.collectives.start("reduce_scatter", dist.reduce_scatter_tensor, part, flat)
-            yield self.collectives.watched("reduce_scatter", flat.nbytes - part.nbytes, handle)
+            yield self.collectives.observe("reduce_scatter", flat.nbytes - part.nbytes, handle)
             return part[:width]
         parts = flat.split(lengths)
         yield self.collectives.reduce_each(parts)
@@ -76,7 +76,7 @@ def _all_reduce(hop: ReduceHop, flat: Tensor) -> Transfer:
     if hop.size > 1 and flat.numel():
         received = 2 * flat.nbytes * (hop.size - 1) / hop.size
         handle = hop.collectives.start("all_reduce", dist.all_reduce, flat)
-        yield hop.collectives.watched("all_reduce", received, handle)
+        yield hop.collectives.observe("all_reduce", received, handle)
     return flat
 
 

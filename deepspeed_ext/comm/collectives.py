@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.profiler import record_function
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.packing import WIDEST_LOAD
 
 
@@ -75,7 +75,7 @@ class Collectives:
     def labeled(self, operation: str) -> Iterator[str]:
         """Label this context in profiler traces; yields the name for the comms logger."""
         name = f"{self.name}_{operation}"
-        with record_function(f"paro::{name}"), watching.ours():
+        with record_function(f"paro::{name}"), observers.package_communication():
             yield name
 
     def start(self, operation: str, collective: Callable[..., Any], *arguments: Any) -> Any:
@@ -83,10 +83,10 @@ class Collectives:
         with self.labeled(operation) as log_name:
             return collective(*arguments, group=self.group, async_op=True, log_name=log_name)
 
-    def watched(self, operation: str, nbytes: float, handle: Any) -> Any:
-        """Return the handle of a communication by which this rank receives ``nbytes``; if steps are recorded, the
-        recorder's handle."""
-        return watching.started(f"{self.name}_{operation}", self.group, nbytes, handle)
+    def observe(self, operation: str, nbytes: float, handle: Any) -> Any:
+        """Notify the observer of a communication by which this rank receives ``nbytes``, and return the handle to wait
+        for: the observer's, if there is one."""
+        return observers.on_start(f"{self.name}_{operation}", self.group, nbytes, handle)
 
     def all_gather(self, gathered: Tensor, shard: Tensor, operation: str = "all_gather") -> Any:
         """Start an all-gather.
@@ -99,10 +99,10 @@ class Collectives:
         nbytes = (self.size - 1) * shard.nbytes
         if not self.pairwise:
             handle = self.start(operation, dist.all_gather_into_tensor, gathered, shard)
-            return self.watched(operation, nbytes, handle)
+            return self.observe(operation, nbytes, handle)
         with self.labeled(operation) as name:
             handle = pairwise_all_to_all(self.group, gathered.split(shard.numel()), [shard] * self.size, name)
-        return self.watched(operation, nbytes, handle)
+        return self.observe(operation, nbytes, handle)
 
     def all_to_all(
         self,
@@ -125,29 +125,29 @@ class Collectives:
         nbytes = (sum(output_splits) - output_splits[self.rank]) * received.element_size()
         if not self.pairwise:
             handle = self.start(operation, dist.all_to_all_single, received, sent, output_splits, list(splits))
-            return self.watched(operation, nbytes, handle)
+            return self.observe(operation, nbytes, handle)
         with self.labeled(operation) as name:
             handle = pairwise_all_to_all(self.group, received.split(output_splits), sent.split(list(splits)), name)
-        return self.watched(operation, nbytes, handle)
+        return self.observe(operation, nbytes, handle)
 
     def reduce_each(self, parts: Sequence[Tensor]) -> Any:
         """Start a rooted reduce of each part to the rank of its number.
 
         If possible they are one launch; otherwise each waits until the one before it has passed through all ranks.
         """
-        together = _launches_together(self.group, parts[0].device)
+        coalesced = _can_coalesce(self.group, parts[0].device)
         ranks = get_process_group_ranks(self.group)  # get_global_rank would search them for each part
-        with get_coalescing_manager(self.group, parts[0].device, [], True) if together else nullcontext() as launch:
+        with get_coalescing_manager(self.group, parts[0].device, [], True) if coalesced else nullcontext() as launch:
             handles = [
                 self.start("reduce_scatter", dist.reduce, part, ranks[owner])
                 for owner, part in enumerate(parts)
                 if part.numel()
             ]
         nbytes = sum(part.nbytes for part in parts) * (self.size - 1) / self.size  # each part passes through all ranks
-        return self.watched("reduce_scatter", nbytes, launch if together else Handles(handles))
+        return self.observe("reduce_scatter", nbytes, launch if coalesced else Handles(handles))
 
 
-def _launches_together(group: ProcessGroup, device: torch.device) -> bool:
+def _can_coalesce(group: ProcessGroup, device: torch.device) -> bool:
     """Return whether the backend can coalesce collectives; not while DeepSpeed's comms logger times each one."""
     return not comms_logger.enabled and group._get_backend(device).supports_coalescing
 
@@ -156,7 +156,7 @@ def _launches_together(group: ProcessGroup, device: torch.device) -> bool:
 
 # Messages between two ranks are received in the order of sending, separately for each tag.
 _tag: ContextVar[int] = ContextVar("tag of messages that are started", default=0)
-_launch = threading.Lock()  # DeepSpeed's comms logger has one timer for all messages of a name
+_launch_lock = threading.Lock()  # DeepSpeed's comms logger has one timer for all messages of a name
 
 
 @contextmanager
@@ -183,7 +183,7 @@ class Handles:
 
 # A connection breaks if an announced message is not received. So dropping a transfer must not drop its messages:
 # this reference keeps them until a wait completes them, or the group is destroyed.
-_under_way: "weakref.WeakKeyDictionary[ProcessGroup, set[PairwiseHandles]]" = weakref.WeakKeyDictionary()
+_in_flight: "weakref.WeakKeyDictionary[ProcessGroup, set[PairwiseHandles]]" = weakref.WeakKeyDictionary()
 
 
 class PairwiseHandles(Handles):
@@ -191,31 +191,31 @@ class PairwiseHandles(Handles):
 
     def __init__(self, group: ProcessGroup, handles: Iterable[Any]) -> None:
         super().__init__(handles)
-        self._others = _under_way.setdefault(group, set())
-        self._others.add(self)
+        self._handles_of_group = _in_flight.setdefault(group, set())
+        self._handles_of_group.add(self)
 
     def wait(self) -> None:
         """Wait for all messages, once."""
         super().wait()
         self._handles.clear()  # a second wait for such a message would block
-        self._others.discard(self)
+        self._handles_of_group.discard(self)
 
-    def break_off(self) -> None:
+    def close_connections(self) -> None:
         """Close the connections of the group if a message is in flight; all waits for its messages raise."""
-        for handle in list(self._handles):
+        for handle in list(self._handles):  # a copy: a waiting thread clears the list
             with suppress(RuntimeError):
                 handle.wait(timedelta(milliseconds=1))
 
 
-def break_off_all() -> None:
+def close_all_connections() -> None:
     """Close the connections of all groups with messages in flight.
 
     gloo cannot cancel a message, but a wait that times out ends all waits for messages of the same group.
     """
-    with _launch:  # a thread may add a group's first messages, which would change the dictionary during iteration
-        in_flight = [handles for started in _under_way.values() for handles in list(started)]
+    with _launch_lock:  # a thread may add a group's first messages, which would change the dictionary during iteration
+        in_flight = [handles for started in _in_flight.values() for handles in list(started)]
     for handles in in_flight:
-        handles.break_off()
+        handles.close_connections()
 
 
 def pairwise_all_to_all(
@@ -230,7 +230,7 @@ def pairwise_all_to_all(
         log_name: name in the comms logger.
     """
     rank, size = dist.get_rank(group=group), len(sent)
-    received[rank].copy_(sent[rank])
+    received[rank].copy_(sent[rank])  # gloo sends no messages to the same rank
     # Each rank starts with its successor, so that not all ranks start with the same peer.
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
     # Receives come first in the batch: see Note [Pairwise messages].
@@ -241,5 +241,5 @@ def pairwise_all_to_all(
         for operation, part, peer in receives + sends
         if part.numel()  # empty parts are empty on both sides
     ]
-    with _launch:
+    with _launch_lock:
         return PairwiseHandles(group, dist.batch_isend_irecv(operations, log_name=log_name) if operations else ())

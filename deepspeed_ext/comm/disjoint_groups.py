@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import distributed
 from torch.distributed import ProcessGroup
 
-from deepspeed_ext.comm.agreement import all_reduced, any_rank
+from deepspeed_ext.comm.agreement import all_reduce, any_rank
 
 
 def make_groups(lists: Sequence[Sequence[int]], parent: ProcessGroup | None) -> ProcessGroup | None:
@@ -49,21 +49,22 @@ def make_groups(lists: Sequence[Sequence[int]], parent: ProcessGroup | None) -> 
         # A collision of hashes would otherwise reduce over ranks of two lists.
         if not any_rank(group is not None and _count(group) != len(own_ranks)):
             return group
+    # Every rank calls this for every list, in one order; otherwise members would not find each other.
     groups = [distributed.new_group(list(ranks), timeout=timeout) for ranks in lists]
     return next((group for ranks, group in zip(lists, groups, strict=True) if dist.get_rank() in ranks), None)
 
 
-def make_group_of_one(within: ProcessGroup) -> ProcessGroup:
+def make_group_of_one(parent: ProcessGroup) -> ProcessGroup:
     """Create a process group of this rank alone.
 
-    Collective over ``within``, a group with this rank: splitting all ranks at once would need a hash for each.
+    Collective over ``parent``, a group with this rank: splitting all ranks at once would need a hash for each.
     """
-    timeout = timeout_of(within)
-    if dist.get_world_size(group=within) == 1:
-        return within
+    timeout = timeout_of(parent)
+    if dist.get_world_size(group=parent) == 1:
+        return parent
     if _splits():
-        ranks = [[number] for number in range(dist.get_world_size(group=within))]
-        group = distributed.split_group(within, ranks, timeout=timeout)
+        ranks = [[number] for number in range(dist.get_world_size(group=parent))]
+        group = distributed.split_group(parent, ranks, timeout=timeout)
         assert group is not None  # each rank is in one of them
         return group
     # Only this rank participates.
@@ -88,4 +89,4 @@ def _device() -> torch.device:
 
 
 def _count(group: ProcessGroup) -> int:
-    return int(all_reduced(torch.ones(1), dist.ReduceOp.SUM, group).item())
+    return int(all_reduce(torch.ones(1), dist.ReduceOp.SUM, group).item())

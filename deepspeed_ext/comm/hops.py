@@ -32,16 +32,16 @@ class Update(NamedTuple):
 
     Attributes:
         updated: returns the updated parameters, 1D.
-        held: the values before the update, identical on all ranks, 1D, of that dtype.
-        most: largest number of elements on any rank.
+        replica: the values before the update, identical on all ranks, 1D, of that dtype.
+        most_numel: largest number of elements on any rank.
     """
 
     updated: Callable[[], Tensor]
-    held: Tensor
-    most: int
+    replica: Tensor
+    most_numel: int
 
 
-Agree = Callable[[Tensor], Tensor]  # elementwise maximum over the ranks that gather
+MaxOverRanks = Callable[[Tensor], Tensor]  # elementwise maximum over the ranks that gather
 
 
 class GradientScale:
@@ -87,29 +87,27 @@ class ErrorState:
     def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """Load the unsent part of each span of other buckets, fp32, 1D, and set the number of steps."""
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset all errors to zero."""
 
     def offload(self) -> None:
         """Move errors to host memory until the next reduction."""
 
 
-class JointErrorState(ErrorState):
+class CombinedErrorState(ErrorState):
     """Combines error states: of both halves of an all-reduce, and of the hops of several families.
 
     Args:
         parts: error states by their paths in saved states: keys of nested dictionaries, outermost first. A path that
             ends in ``GATHERED`` belongs to a gather of sums.
-        place_of: maps the number of a flat buffer to the path of the part that loads its errors.
+        path_of: maps the number of a flat buffer to the path of the part that loads its errors.
     """
 
     GATHERED = "gathered"
 
-    def __init__(
-        self, parts: Mapping[tuple[str, ...], ErrorState], place_of: Callable[[int], tuple[str, ...]]
-    ) -> None:
+    def __init__(self, parts: Mapping[tuple[str, ...], ErrorState], path_of: Callable[[int], tuple[str, ...]]) -> None:
         self._parts = dict(parts)
-        self._place_of = place_of
+        self._path_of = path_of
         self.keeps_errors = any(part.keeps_errors for part in self._parts.values())
 
     @property
@@ -118,8 +116,8 @@ class JointErrorState(ErrorState):
         paths = {path for path, part in self._parts.items() if part.keeps_errors}
         return {"sums" if self._is_gathered(path) else "reductions" for path in paths}
 
-    def _is_gathered(self, place: tuple[str, ...]) -> bool:
-        return place[-1:] == (self.GATHERED,)
+    def _is_gathered(self, path: tuple[str, ...]) -> bool:
+        return path[-1:] == (self.GATHERED,)
 
     def finish_step(self, applied: bool) -> None:
         """See ``ErrorState``."""
@@ -157,16 +155,16 @@ class JointErrorState(ErrorState):
     def load_errors(self, errors: Mapping[ShardSpan, Tensor], steps: int) -> None:
         """Load errors into the reductions only; see ``ErrorState``."""
         for path, part in self._parts.items():
-            if self._is_gathered(path):
-                part.forget()
+            if self._is_gathered(path):  # ``errors`` include those of sums: loading them here would send them twice
+                part.reset()
             else:
-                part_errors = {span: error for span, error in errors.items() if self._place_of(span.buffer) == path}
+                part_errors = {span: error for span, error in errors.items() if self._path_of(span.buffer) == path}
                 part.load_errors(part_errors, steps)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """See ``ErrorState``."""
         for part in self._parts.values():
-            part.forget()
+            part.reset()
 
     def offload(self) -> None:
         """See ``ErrorState``."""
@@ -174,9 +172,9 @@ class JointErrorState(ErrorState):
             part.offload()
 
 
-def _at(states: Mapping[str, Any], place: Sequence[str]) -> Mapping[str, Any]:
+def _at(states: Mapping[str, Any], path: Sequence[str]) -> Mapping[str, Any]:
     """Return the states saved at a path; empty if there are none."""
-    for key in place:
+    for key in path:
         states = states.get(key, {})
     return states
 
@@ -219,25 +217,25 @@ class Differences(Protocol):
     ``write`` applies it to these values on all ranks, the owner included, so replicas stay bit-identical.
 
     Attributes:
-        whole_every: number of updates after which parameters are sent unencoded (resync).
+        resync_interval: number of updates after which parameters are sent unencoded (resync).
     """
 
-    whole_every: int
+    resync_interval: int
 
-    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
+    def encode(self, updates: Sequence[Update], max_over_ranks: MaxOverRanks) -> list[Tensor]:
         """Return the code of each update: uint8, 1D, with the same number of elements on all ranks that gather.
 
         Args:
             updates: the same number on every rank.
-            agree: maximum over ranks, for lengths that depend on the values. Collective.
+            max_over_ranks: maximum over ranks, for lengths that depend on the values. Collective.
         """
 
-    def write(self, arrived: Tensor, held: Tensor) -> None:
+    def write(self, codes: Tensor, replica: Tensor) -> None:
         """Apply received codes.
 
         Args:
-            arrived: (parts, elements of a code).
-            held: this rank's values of each part: (parts, elements), rows without gaps; written.
+            codes: (parts, elements of a code).
+            replica: this rank's values of each part: (parts, elements), rows without gaps; written.
         """
 
     def finish_step(self) -> None:
@@ -334,10 +332,10 @@ class ReduceHop(Hop, ABC):
         return self.errors.keeps_errors or self.sums.errors.keeps_errors
 
     def error_states(self) -> dict[tuple[str, ...], ErrorState]:
-        """Return the error states of both halves of an all-reduce, as parts of a ``JointErrorState``."""
+        """Return the error states of both halves of an all-reduce, as parts of a ``CombinedErrorState``."""
         states: dict[tuple[str, ...], ErrorState] = {(): self.errors}
         if self.sums.errors.keeps_errors:
-            states[(JointErrorState.GATHERED,)] = self.sums.errors
+            states[(CombinedErrorState.GATHERED,)] = self.sums.errors
         return states
 
     def lengths(self, splits: Sequence[int]) -> list[int]:

@@ -32,7 +32,7 @@ from deepspeed.utils import logger
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroupGloo, ReduceOp, distributed_c10d
 
-from deepspeed_ext.comm.agreement import printable, wait_on_all
+from deepspeed_ext.comm.agreement import printable, wait_for_all_ranks
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 
 _Result = TypeVar("_Result")
@@ -40,8 +40,8 @@ _PREFIX = "deepspeed_ext"  # of keys in the store
 _CLOSED = "closed"  # key in the store of a channel: a rank has closed its connections
 _POLL = 0.02  # seconds between two looks at the store
 _FAN_OUT = 32
-_LONGEST = 4096  # bytes of a text that is broadcast
-_PATIENCE = 300.0  # seconds until a warning that a disk is slow; each further warning after twice as many
+_TEXT_BYTES = 4096  # bytes of a text that is broadcast
+_SLOW_DISK_SECONDS = 300.0  # seconds until a warning that a disk is slow; each further warning after twice as many
 
 
 class ChannelError(RuntimeError):
@@ -90,16 +90,16 @@ class HostChannel:
         self._worker: _Worker | None = None
         self._groups: list[_Group] = []  # all of them
         levels = enumerate(tree(self.rank, self.world))
-        self._tree = [self._group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
-        self._mesh = self._unconnected(f"{number}/mesh")
+        self._tree = [self._create_group(f"{number}/{level}", ranks) for level, ranks in levels if len(ranks) > 1]
+        self._mesh = self._create_mesh(f"{number}/mesh")
         self._peers = _store(f"{number}/peers", range(self.world))
-        self._met: set[int] = set()  # ranks with which a message has been exchanged
+        self._connected_peers: set[int] = set()  # ranks with which a message has been exchanged
 
-    def _group(self, name: str, ranks: Sequence[int]) -> "_Group":
+    def _create_group(self, name: str, ranks: Sequence[int]) -> "_Group":
         store, rank = _store(name, ranks), ranks.index(self.rank)
-        return self._kept(distributed_c10d.ProcessGroupGloo(store, rank, len(ranks), self._timeout))
+        return self._track_group(distributed_c10d.ProcessGroupGloo(store, rank, len(ranks), self._timeout))
 
-    def _unconnected(self, name: str) -> "_Group":
+    def _create_mesh(self, name: str) -> "_Group":
         """Create a group of all ranks that connects two ranks at their first message."""
         gloo: Any = ProcessGroupGloo
         options = gloo._Options()
@@ -108,9 +108,9 @@ class HostChannel:
         interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         devices = [gloo.create_device(interface=name, lazy_init=True) for name in interfaces]
         options._devices = devices or [gloo.create_default_device(lazy_init=True)]
-        return self._kept(gloo(_store(name, range(self.world)), self.rank, self.world, options))
+        return self._track_group(gloo(_store(name, range(self.world)), self.rank, self.world, options))
 
-    def _kept(self, gloo: Any) -> "_Group":
+    def _track_group(self, gloo: Any) -> "_Group":
         self._groups.append(_Group(gloo))
         return self._groups[-1]
 
@@ -137,50 +137,50 @@ class HostChannel:
         return int(self._all_reduce(torch.tensor([value]), ReduceOp.SUM).item())
 
     def broadcast_text(self, text: str, source: int) -> str:
-        """Broadcast the text of rank ``source``, truncated to ``_LONGEST`` bytes."""
-        content = torch.zeros(_LONGEST, dtype=torch.uint8)
+        """Broadcast the text of rank ``source``, truncated to ``_TEXT_BYTES`` bytes."""
+        content = torch.zeros(_TEXT_BYTES, dtype=torch.uint8)
         if self.rank == source:
-            encoded = bytearray(printable(text).encode()[:_LONGEST])
+            encoded = bytearray(printable(text).encode()[:_TEXT_BYTES])
             content[: len(encoded)] = torch.frombuffer(encoded or bytearray(1), dtype=torch.uint8)[: len(encoded)]
         reduced = self._all_reduce(content, ReduceOp.MAX)  # other ranks have zeros
         return bytes(reduced.numpy()).rstrip(b"\0").decode(errors="replace")
 
-    def wait_for(self, act: Callable[[], _Result]) -> _Result:
+    def wait_for(self, function: Callable[[], _Result]) -> _Result:
         """Run a function of any duration, and return its result when all ranks have run theirs. Collective.
 
         It runs on another thread. If a vote fails meanwhile, this still waits for the thread, because the caller's
         cleanup must not run while the thread still writes.
         """
-        done, begin = self._started(act), time.monotonic()
-        warns = begin + _PATIENCE
+        done, start = self._submit(function), time.monotonic()
+        next_warning = start + _SLOW_DISK_SECONDS
 
-        def ends_within(seconds: float) -> bool:
-            nonlocal warns
+        def has_ended_within(seconds: float) -> bool:
+            nonlocal next_warning
             now = time.monotonic()
-            if self.rank == 0 and now > warns:
-                logger.warning(f"deepspeed_ext: a rank has been writing to its disk for {now - begin:.0f} s.")
-                warns = 2 * now - begin
+            if self.rank == 0 and now > next_warning:
+                logger.warning(f"deepspeed_ext: a rank has been writing to its disk for {now - start:.0f} s.")
+                next_warning = 2 * now - start
             return bool(futures.wait([done], seconds).done)
 
         try:
-            wait_on_all(ends_within, self)
+            wait_for_all_ranks(has_ended_within, self)
         finally:
             futures.wait([done])
         return done.result()
 
-    def rest(self) -> None:
+    def end_worker(self) -> None:
         """End the second thread. Called when this channel's thread is idle."""
         if self._worker is not None:
             self._worker.end()
             self._worker = None
 
-    def _started(self, act: Callable[[], _Result]) -> "futures.Future[_Result]":
+    def _submit(self, function: Callable[[], _Result]) -> "futures.Future[_Result]":
         done: futures.Future[_Result] = futures.Future()
 
         @torch.no_grad()  # grad mode is per thread
         def run() -> None:
             try:
-                done.set_result(act())
+                done.set_result(function())
             except BaseException as error:
                 done.set_exception(error)
 
@@ -195,7 +195,7 @@ class HostChannel:
     def _all_reduce(self, values: Tensor, operation: Any) -> Tensor:
         options = distributed.AllreduceOptions()
         options.reduceOp = operation
-        with self._connected():
+        with self._channel_errors():
             # Only the first rank of a group is also in a group of the next level.
             for group in self._tree:
                 group.gloo.allreduce([values], options).wait()
@@ -208,9 +208,10 @@ class HostChannel:
     def exchange(self, sent: Sequence[Tensor], target: int, received: Sequence[Tensor], source: int) -> None:
         """Send tensors to ``target`` and receive tensors from ``source``, each in order; either list may be empty."""
         handles: list[Any] = []
-        with self._connected():
-            self._meet({peer for peer, tensors in ((target, sent), (source, received)) if tensors})
+        with self._channel_errors():
+            self._rendezvous({peer for peer, tensors in ((target, sent), (source, received)) if tensors})
             try:
+                # Receives first, as in Note [Pairwise messages] in ``collectives.py``.
                 handles += [self._mesh.gloo.recv([tensor], source, 0) for tensor in received]
                 handles += [self._mesh.gloo.send([tensor], target, 0) for tensor in sent]
                 for handle in handles:
@@ -219,7 +220,7 @@ class HostChannel:
                 # An exception references this list, and its handles reference connections that must be closed.
                 handles.clear()
 
-    def _meet(self, peers: set[int]) -> None:
+    def _rendezvous(self, peers: set[int]) -> None:
         """Before the first message between two ranks, wait until both are about to send it.
 
         Gloo connects them at that message. Without this, it would retry for five times the timeout if the other rank
@@ -228,18 +229,19 @@ class HostChannel:
         Raises:
             RuntimeError: a rank has closed its connections, or is not ready within the timeout.
         """
-        new = peers - self._met - {self.rank}
-        for peer in new:
+        new_peers = peers - self._connected_peers - {self.rank}
+        # Announce all before the first wait, because ranks may wait for one another in a cycle.
+        for peer in new_peers:
             self._peers.set(f"{self.rank}-{peer}", "")
         end = time.monotonic() + self._timeout.total_seconds()
-        for peer in sorted(new):
+        for peer in sorted(new_peers):
             while not self._peers.check([f"{peer}-{self.rank}"]):
                 if self._peers.check([_CLOSED]):
                     raise RuntimeError("a rank has closed its connections")
                 if time.monotonic() > end:
                     raise RuntimeError(f"rank {peer} has not connected within {self._timeout}")
                 time.sleep(_POLL)
-        self._met |= new
+        self._connected_peers |= new_peers
 
     def exchange_text(self, text: str, target: int, source: int) -> str:
         """Send a text to ``target``, and return the text received from ``source``."""
@@ -251,7 +253,7 @@ class HostChannel:
         return bytes(received.numpy()).decode()
 
     @contextmanager
-    def _connected(self) -> Iterator[None]:
+    def _channel_errors(self) -> Iterator[None]:
         if self._closed:
             raise ChannelError("the connections of this rank are closed")
         try:
@@ -264,19 +266,19 @@ class _Worker:
     """A thread that runs functions one at a time until it is ended."""
 
     def __init__(self) -> None:
-        self._acts: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._functions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="deepspeed_ext files", daemon=True)
         self._thread.start()
 
-    def put(self, act: Callable[[], None]) -> None:
+    def put(self, function: Callable[[], None]) -> None:
         """Queue a function that does not raise."""
-        self._acts.put(act)
+        self._functions.put(function)
 
     def end(self) -> None:
         """Wait until all functions are done and the thread has ended."""
-        self._acts.put(None)
+        self._functions.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (act := self._acts.get()) is not None:
-            act()
+        while (function := self._functions.get()) is not None:
+            function()

@@ -22,7 +22,7 @@ Note [Stripes]
     This adds only padding: the cells of a stripe have equal widths. A parameter is in one stripe, so a rank has at
     most one piece of it, as DeepSpeed's mapping of parameters requires.
 
-Note [Rows that are alike]
+Note [Equal rows]
     A bucket has several spans of flat buffers, each of which covers many cells: with 16,384 ranks a stripe has 16,384.
     Most of these cells are covered completely. So a plan does not list cells but, for each column, neighboring rows of
     which the bucket has the same elements: a handful, independent of the number of ranks.
@@ -40,22 +40,22 @@ from torch import Tensor
 
 from deepspeed_ext.comm.packing import fill_up
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, neighbors_joined
+from deepspeed_ext.comm.spans import BufferSpan, Contents, ShardSpan, Span, Spans, merge_neighbors
 from deepspeed_ext.strategy import Placement
 
 # Windows start at multiples of the first of these that fits: complete blocks of LoCo, aligned buckets.
 _STRIDES = (512, 16)
-_MOST_PADDING = 64  # at most 1 in 64 elements of a cell is padding, so that windows start at such multiples ...
-_NARROWEST = 2  # ... and always at a multiple of 2: ZeRO-1/2 requires partitions aligned to 4 bytes
+_PADDING_SHARE = 64  # at most 1 in 64 elements of a cell is padding, so that windows start at such multiples ...
+_WIDTH_MULTIPLE = 2  # ... and always at a multiple of 2: ZeRO-1/2 requires partitions aligned to 4 bytes
 
 
 def _stride(width: int, least: int = 1) -> int:
     return next((stride for stride in _STRIDES if stride <= width), least)
 
 
-def windows(span: Span, rows: int, most: int) -> list[Span]:
-    """Return windows over the columns of a span; ``rows`` rows of a window have at most ``most`` elements."""
-    width = max(1, most // rows)
+def windows(span: Span, rows: int, most_numel: int) -> list[Span]:
+    """Return windows over the columns of a span; ``rows`` rows of a window have at most ``most_numel`` elements."""
+    width = max(1, most_numel // rows)
     width -= width % _stride(width)
     return [Span(start, width).common(span) for start in range(span.start, span.stop, width)]
 
@@ -109,7 +109,9 @@ class FlatLayout:
     starts: tuple[int, ...] = (0,)
 
     @classmethod
-    def of(cls, numel: int, placement: Placement, topology: Topology, starts: tuple[int, ...] = (0,)) -> "FlatLayout":
+    def from_placement(
+        cls, numel: int, placement: Placement, topology: Topology, starts: tuple[int, ...] = (0,)
+    ) -> "FlatLayout":
         """Return the layout of a buffer whose optimizer states are in ``placement``."""
         rows = topology.sizes.groups if placement == Placement.G else 1
         return cls(numel, rows, topology.sizes.group_size, starts)
@@ -121,7 +123,7 @@ class FlatLayout:
         for start, end in zip(self.starts, (*self.starts[1:], self.numel), strict=True):
             width = -(-(end - start) // cells)
             if len(self.starts) > 1:
-                width = fill_up(width, _stride(width // _MOST_PADDING, _NARROWEST))
+                width = fill_up(width, _stride(width // _PADDING_SHARE, _WIDTH_MULTIPLE))
             stripes.append(Stripe(Span.between(start, end), column, width))
             column += width
         return tuple(stripes)
@@ -131,11 +133,13 @@ class FlatLayout:
         """Elements of a chunk. The last cells extend beyond the end if ``numel`` is not divisible."""
         return self.stripes[-1].column + self.stripes[-1].width
 
-    def windows(self, rows: int, most: int, number: int | None = None) -> list[Span]:
-        """Return windows over the columns, each in one stripe; ``rows`` rows of a window have at most ``most``
+    def windows(self, rows: int, most_numel: int, number: int | None = None) -> list[Span]:
+        """Return windows over the columns, each in one stripe; ``rows`` rows of a window have at most ``most_numel``
         elements. ``number``: only windows of this stripe."""
         stripes = self.stripes if number is None else self.stripes[number : number + 1]
-        return [window for stripe in stripes for window in windows(Span(stripe.column, stripe.width), rows, most)]
+        return [
+            window for stripe in stripes for window in windows(Span(stripe.column, stripe.width), rows, most_numel)
+        ]
 
     def stripe_of(self, element: int) -> Stripe:
         """Return the stripe of an element of the flat buffer."""
@@ -165,6 +169,7 @@ class FlatLayout:
             cells: (cols, rows, chunk), of any dtype and strides.
         """
         missing = self.rows * self.cols * self.chunk - self.numel
+        # Zeros: norms, scales, and overflow checks include padding.
         padded = torch.nn.functional.pad(flat, (0, missing)) if missing else flat
         cells.copy_(padded.view(self.rows, self.cols, self.chunk).transpose(0, 1))
 
@@ -172,7 +177,7 @@ class FlatLayout:
         """Return the flat buffer (1D) of one stripe from its cells (cols, rows, chunk); a view if possible."""
         return cells.transpose(0, 1).reshape(-1)[: self.numel]
 
-    def place(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
+    def unpack_window(self, flat: Tensor, start: int, cells: Tensor, add: bool = False) -> None:
         """Copy (or add) a window of every cell into the flat buffer.
 
         Args:
@@ -182,7 +187,7 @@ class FlatLayout:
             add: whether to add instead of copying.
         """
         by_rows, parts = cells.transpose(0, 1), list[tuple[Tensor, Tensor]]()
-        for numbers, target_cells in self.held(flat, Span(start, cells.shape[-1])):
+        for numbers, target_cells in self.window_views(flat, Span(start, cells.shape[-1])):
             source = by_rows[..., : target_cells.shape[1]]
             full_rows = numbers.stop // self.cols if not numbers.start else 0  # rows
             if full_rows:
@@ -196,7 +201,7 @@ class FlatLayout:
         for target, part in parts:
             target.add_(part) if add else target.copy_(part)
 
-    def held(self, flat: Tensor, window: Span) -> list[tuple[slice, Tensor]]:
+    def window_views(self, flat: Tensor, window: Span) -> list[tuple[slice, Tensor]]:
         """Return a window of every cell as views of the flat buffer.
 
         Args:
@@ -246,7 +251,7 @@ class Cut(NamedTuple):
     stride: int
 
 
-class Rows(NamedTuple):
+class RowRange(NamedTuple):
     """Neighboring rows of a column of which a bucket has the same elements: ``times`` rows from ``first`` on."""
 
     first: int
@@ -261,18 +266,18 @@ class Rows(NamedTuple):
     def spans(self) -> list[BufferSpan]:
         """Return the contents of each row in its chunks, in order: cuts, with neighbors joined."""
         by_buffer = groupby(self.cuts, key=lambda cut: cut.buffer)
-        return [(buffer, span) for buffer, cuts in by_buffer for span in neighbors_joined(cut.span for cut in cuts)]
+        return [(buffer, span) for buffer, cuts in by_buffer for span in merge_neighbors(cut.span for cut in cuts)]
 
 
 @dataclass(frozen=True, eq=False)
 class BucketPlan:
-    """Maps the parts of a bucket to cells; see Note [Rows that are alike].
+    """Maps the parts of a bucket to cells; see Note [Equal rows].
 
     Attributes:
         columns: for each column, the contents of its part of the packed bucket, row by row.
     """
 
-    columns: tuple[tuple[Rows, ...], ...]
+    columns: tuple[tuple[RowRange, ...], ...]
 
     def splits(self, col: int, rows: int) -> list[int]:
         """Return the elements of a column's part for each group."""
@@ -290,10 +295,10 @@ class BucketPlan:
                 parts[row] = tuple(ShardSpan(buffer, row, *span) for buffer, span in spans)
         return tuple(parts)
 
-    def row(self, col: int, row: int) -> list[Rows]:
+    def row(self, col: int, row: int) -> list[RowRange]:
         """Return the contents of a column's part for one group; possibly none."""
         return [
-            Rows(row, 1, row_range.cuts)
+            RowRange(row, 1, row_range.cuts)
             for row_range in self.columns[col]
             if 0 <= row - row_range.first < row_range.times
         ]
@@ -303,16 +308,16 @@ class BucketPlan:
 def plan_bucket(layouts: tuple[FlatLayout, ...], spans: tuple[BufferSpan, ...]) -> BucketPlan:
     """Divide a bucket of concatenated ``spans`` along the cells of their buffers, which all have the same numbers of
     rows and columns."""
-    columns: list[list[Rows]] = [[] for _ in range(layouts[spans[0][0]].cols)]
+    columns: list[list[RowRange]] = [[] for _ in range(layouts[spans[0][0]].cols)]
     offset = 0
     for buffer, span in spans:
         for col, rows in _cells(layouts[buffer], buffer, span, offset):
             columns[col].append(rows)
         offset += span.numel
-    return BucketPlan(tuple(tuple(_alike(rows)) for rows in columns))
+    return BucketPlan(tuple(tuple(_merge_equal_rows(rows)) for rows in columns))
 
 
-def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator[tuple[int, Rows]]:
+def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator[tuple[int, RowRange]]:
     """Yield the cells that a span of a flat buffer covers, by column: each with one cut.
 
     Args:
@@ -332,29 +337,29 @@ def _cells(layout: FlatLayout, buffer: int, span: Span, offset: int) -> Iterator
                 part = stripe.cell(cell).common(inside)
                 elements = part.shifted(stripe.column - stripe.span.start - cell * width)
                 cut = Cut(buffer, elements, offset + part.start - inside.start, stride)
-                yield cell % layout.cols, Rows(cell // layout.cols, 1, (cut,))
+                yield cell % layout.cols, RowRange(cell // layout.cols, 1, (cut,))
         for col in range(layout.cols):
             rows = [-(-(cell - col) // layout.cols) for cell in full_cells]
             if rows[0] < rows[1]:
                 first_offset = (rows[0] * layout.cols + col) * width - first
                 cut = Cut(buffer, Span(stripe.column, width), offset + first_offset, stride)
-                yield col, Rows(rows[0], rows[1] - rows[0], (cut,))
+                yield col, RowRange(rows[0], rows[1] - rows[0], (cut,))
         span, offset = Span.between(inside.stop, span.stop), offset + inside.numel
 
 
-def _alike(some: Sequence[Rows]) -> Iterator[Rows]:
+def _merge_equal_rows(row_ranges: Sequence[RowRange]) -> Iterator[RowRange]:
     """Yield the rows of a column in order, each with all its cuts; rows with the same cuts are merged."""
-    begins = sorted(some)
-    borders = sorted({border for rows in some for border in (rows.first, rows.first + rows.times)})
-    active: list[Rows] = []
+    sorted_ranges = sorted(row_ranges)
+    borders = sorted({border for rows in row_ranges for border in (rows.first, rows.first + rows.times)})
+    active: list[RowRange] = []
     position = 0
     for first, end in pairwise(borders):
         active = [rows for rows in active if rows.first + rows.times > first]
-        while position < len(begins) and begins[position].first == first:
-            active.append(begins[position])
+        while position < len(sorted_ranges) and sorted_ranges[position].first == first:
+            active.append(sorted_ranges[position])
             position += 1
         cuts = [
             cut._replace(offset=cut.offset + (first - rows.first) * cut.stride) for rows in active for cut in rows.cuts
         ]
         if cuts:
-            yield Rows(first, end - first, tuple(sorted(cuts)))
+            yield RowRange(first, end - first, tuple(sorted(cuts)))

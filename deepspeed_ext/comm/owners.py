@@ -30,17 +30,17 @@ class Job(NamedTuple):
         """Return the ranks that have elements of the span."""
         return range(ranks) if self.stripe is None else self.stripe.cells(self.span)
 
-    def held(self, rank: int) -> "Span":
+    def local_span(self, rank: int) -> "Span":
         """Return the elements of the span on a rank; possibly none."""
         return self.span if self.stripe is None else self.stripe.cell(rank).common(self.span)
 
     @property
-    def stays(self) -> bool:
+    def is_local(self) -> bool:
         """Whether one rank alone has all elements."""
         return self.stripe is not None and len(self.stripe.cells(self.span)) == 1
 
 
-def assign(jobs: Sequence[Job], ranks: int, group_size: int) -> list[int]:
+def assign_owners(jobs: Sequence[Job], ranks: int, group_size: int) -> list[int]:
     """Return the owner of each job: the least loaded of the ranks that have elements of it.
 
     Jobs with all elements on one rank are assigned to that rank; then the costliest come first (longest processing
@@ -58,14 +58,14 @@ def assign(jobs: Sequence[Job], ranks: int, group_size: int) -> list[int]:
     priorities = [rank % group_size * groups + rank // group_size for rank in range(ranks)]
     owners = [0] * len(jobs)
     for number, job in enumerate(jobs):
-        if job.stays:
+        if job.is_local:
             owners[number] = job.holders(ranks)[0]
             loads[owners[number]] += job.cost
     heap = [(loads[rank], priorities[rank], rank) for rank in range(ranks)]
     heapq.heapify(heap)
-    rest = (number for number, job in enumerate(jobs) if not job.stays)
+    remaining = (number for number, job in enumerate(jobs) if not job.is_local)
     # Ties are broken by number and by priority, so all ranks compute the same owners.
-    for number in sorted(rest, key=lambda number: (-jobs[number].cost, number)):
+    for number in sorted(remaining, key=lambda number: (-jobs[number].cost, number)):
         job = jobs[number]
         holders = job.holders(ranks)
         if len(holders) == ranks:
@@ -79,19 +79,19 @@ def assign(jobs: Sequence[Job], ranks: int, group_size: int) -> list[int]:
     return owners
 
 
-def rounds(jobs: Sequence[Job], owners: Sequence[int], most: int) -> list[list[int]]:
-    """Return the numbers of jobs, round by round: in each, an owner has at most ``most`` elements, or one job.
+def rounds(jobs: Sequence[Job], owners: Sequence[int], most_numel: int) -> list[list[int]]:
+    """Return the numbers of jobs, round by round: in each, an owner has at most ``most_numel`` elements, or one job.
 
     The largest come first. Jobs that need no communication are in separate rounds, after all others.
     """
     order = sorted(range(len(jobs)), key=lambda number: (-jobs[number].span.numel, number))
     all_rounds: list[list[int]] = []
-    for stays in (False, True):
+    for is_local in (False, True):
         filled: dict[int, tuple[int, int]] = {}  # owner: (its last round, elements in it)
         rounds_of_kind: list[list[int]] = []
-        for number in (job for job in order if jobs[job].stays == stays):
+        for number in (job for job in order if jobs[job].is_local == is_local):
             last, elements = filled.get(owners[number], (0, 0))
-            if elements and elements + jobs[number].span.numel > most:
+            if elements and elements + jobs[number].span.numel > most_numel:
                 last, elements = last + 1, 0
             if last == len(rounds_of_kind):
                 rounds_of_kind.append([])

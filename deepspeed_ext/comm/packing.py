@@ -34,7 +34,7 @@ def fill_up(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
 
-def joined(pieces: Iterable[Tensor], lengths: Iterable[int]) -> Tensor:
+def concat_padded(pieces: Iterable[Tensor], lengths: Iterable[int]) -> Tensor:
     """Concatenate pieces (1D, of one dtype), each padded with zeros to its length; by one copy."""
     parts: list[Tensor] = []
     for piece, length in zip(pieces, lengths, strict=True):
@@ -44,15 +44,15 @@ def joined(pieces: Iterable[Tensor], lengths: Iterable[int]) -> Tensor:
     return torch.cat(parts)
 
 
-def aligned(flat: Tensor, multiple: int) -> Tensor:
+def align(flat: Tensor, multiple: int) -> Tensor:
     """Return ``flat`` (1D) padded with zeros to a multiple, and starting at one; copies only if needed."""
     length = fill_up(flat.numel(), multiple)
     if length == flat.numel() and not flat.storage_offset() % multiple:
         return flat
-    return joined([flat], [length])
+    return concat_padded([flat], [length])
 
 
-def joined_and_aligned(windows: Sequence[Tensor], multiple: int) -> Tensor:
+def concat_aligned(windows: Sequence[Tensor], multiple: int) -> Tensor:
     """Return windows side by side, row by row, padded with zeros to a multiple at the end: 1D.
 
     Args:
@@ -60,7 +60,7 @@ def joined_and_aligned(windows: Sequence[Tensor], multiple: int) -> Tensor:
         multiple: multiple in elements.
     """
     if len(windows) == 1:
-        return aligned(windows[0].reshape(-1), multiple)
+        return align(windows[0].reshape(-1), multiple)
     rows = windows[0].shape[0]
     numel = rows * sum(window.shape[1] for window in windows)
     padded = windows[0].new_empty(fill_up(numel, multiple))
@@ -70,7 +70,7 @@ def joined_and_aligned(windows: Sequence[Tensor], multiple: int) -> Tensor:
     return padded
 
 
-def aligned_rows(windows: Sequence[Tensor], dtype: torch.dtype, device: object, multiple: int) -> Tensor:
+def align_rows(windows: Sequence[Tensor], dtype: torch.dtype, device: object, multiple: int) -> Tensor:
     """Return windows side by side, each row padded with zeros to a multiple: contiguous, and a view if possible.
 
     Args:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of parameters, or of their gradients, side by side, packed and unpacked by few calls.
 
-Note [Runs of alike parameters]
+Note [Runs of parameters]
     A mixture of experts has hundreds of small parameters, and launching a few tensor operations for each costs more
     than the operations themselves. Their sizes repeat: w1, w2, w3 of expert 0, of expert 1, ... So a bucket is divided
     into *runs*, each a repeated pattern of sizes: one strided copy packs one size of a pattern, in all repetitions.
@@ -19,10 +19,10 @@ from torch import Tensor
 from deepspeed_ext.comm.layout import FlatLayout
 
 _LONGEST_PATTERN = 16  # parameters, for example of an expert
-_STACKED_AT_MOST = 1 << 22  # elements that take an extra copy to be packed by one call
+_MOST_STACKED_NUMEL = 1 << 22  # elements that take an extra copy to be packed by one call
 
 
-class _Repeated(NamedTuple):
+class _Run(NamedTuple):
     """A pattern of layouts that is repeated ``times`` times."""
 
     first: int  # number of the first parameter
@@ -45,20 +45,20 @@ class _Repeated(NamedTuple):
 
 
 class ParameterBucket:
-    """The cells of parameters side by side, (cols, rows, width). See Note [Runs of alike parameters].
+    """The cells of parameters side by side, (cols, rows, width). See Note [Runs of parameters].
 
     Args:
         layouts: layouts of the parameters, in order, with the same numbers of rows and columns.
-        alone: whether unpacked parameters must not share memory, as those of a run do.
+        separate: whether unpacked parameters must not share memory, as those of a run do.
     """
 
-    def __init__(self, layouts: Sequence[FlatLayout], alone: bool = False) -> None:
+    def __init__(self, layouts: Sequence[FlatLayout], separate: bool = False) -> None:
         self.cols, self.rows = layouts[0].cols, layouts[0].rows
         self.width = sum(layout.chunk for layout in layouts)
         self._len = len(layouts)
-        self._runs = list(_runs(layouts, 0 if alone else _LONGEST_PATTERN))
+        self._runs = list(_runs(layouts, 0 if separate else _LONGEST_PATTERN))
 
-    def arrived(self, flat: Tensor, parts: int) -> Tensor:
+    def received_cells(self, flat: Tensor, parts: int) -> Tensor:
         """Return the cells received from all ranks: a view.
 
         Args:
@@ -96,7 +96,7 @@ class ParameterBucket:
 
 def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> None:
     """Copy tensors of one layout into their cells, (cols, rows, times, chunk)."""
-    at_once = max(1, _STACKED_AT_MOST // max(1, layout.numel))
+    at_once = max(1, _MOST_STACKED_NUMEL // max(1, layout.numel))
     for start in range(0, len(flats), at_once):
         batch = flats[start : start + at_once]
         target = cells[:, :, start : start + len(batch)]
@@ -115,7 +115,7 @@ def _pack(flats: Sequence[Tensor | None], layout: FlatLayout, cells: Tensor) -> 
             target.permute(2, 1, 0, 3).copy_(stacked_cells)
 
 
-def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
+def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Run]:
     """Divide a list into runs: from the left, the pattern of at most ``longest`` layouts that covers the most."""
     numels = [layout.numel for layout in layouts]
     first = start = 0
@@ -125,7 +125,7 @@ def _runs(layouts: Sequence[FlatLayout], longest: int) -> Iterator[_Repeated]:
             times = _repetitions(numels, first, longer)
             if times > 1 and times * longer > period * count:
                 period, count = longer, times
-        run = _Repeated(first, start, tuple(layouts[first : first + period]), count)
+        run = _Run(first, start, tuple(layouts[first : first + period]), count)
         yield run
         first += period * count
         start += run.width * count

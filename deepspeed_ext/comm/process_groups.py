@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Number of processes on the node: set by torchrun and Slurm wrappers, and by the DeepSpeed launcher.
 LOCAL_SIZE_VARIABLES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-_SHOWN = 4  # hosts listed in a warning
+_LISTED_HOSTS = 4  # hosts listed in a warning
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -61,14 +61,14 @@ def default_group_size(ranks: Sequence[int], local_size: int | None) -> int:
         counts[rank // local_size] = counts.get(rank // local_size, 0) + 1
     if len(set(counts.values())) > 1:
         raise ValueError(
-            f"paro_strategy groups the data-parallel ranks of a node, but nodes of {local_size} processes hold "
+            f"paro_strategy groups the data-parallel ranks of a node, but nodes of {local_size} processes have "
             f"different numbers of the {len(ranks)} data-parallel ranks: {list(counts.values())}. "
-            f"{_size_for(counts.values(), len(ranks))}"
+            f"{_group_size_advice(counts.values(), len(ranks))}"
         )
     return counts[ranks[0] // local_size]
 
 
-def _size_for(counts: Iterable[int], ranks: int) -> str:
+def _group_size_advice(counts: Iterable[int], ranks: int) -> str:
     """Return advice on the group size if nodes have these numbers of a data-parallel group's ranks."""
     size = math.gcd(*counts)
     if size > 1:
@@ -81,7 +81,7 @@ def _size_for(counts: Iterable[int], ranks: int) -> str:
     )
 
 
-def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
+def placement_warning(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> str:
     """Return a warning about groups that span more hosts than necessary; empty if there are none.
 
     Groups assume that the ranks of a host are consecutive. Groups larger than a host are valid, and may span as many
@@ -99,19 +99,20 @@ def crossings(ranks: Sequence[int], group_size: int, hosts: Sequence[int]) -> st
         needed = group_size // counts[hosts[0]]
     else:
         return ""  # no placement of ranks avoids groups that span hosts
-    firsts = range(0, len(ranks), group_size)
-    spread = [first for first in firsts if len(set(hosts[first : first + group_size])) > needed]
+    first_ranks = range(0, len(ranks), group_size)
+    spread = [first for first in first_ranks if len(set(hosts[first : first + group_size])) > needed]
     if not spread:
         return ""
-    by_host = [
-        [rank for rank, host in zip(ranks, hosts, strict=True) if host == name] for name in list(counts)[:_SHOWN]
+    ranks_by_host = [
+        [rank for rank, host in zip(ranks, hosts, strict=True) if host == name]
+        for name in list(counts)[:_LISTED_HOSTS]
     ]
     return (
-        f"deepspeed_ext: {len(spread)} of {len(firsts)} groups of {group_size} ranks span more hosts than the "
-        f"{needed} that they need, so what is meant to stay close crosses the network: ranks "
-        f"{intra_ranks(ranks, group_size, spread[0])} make a group, and the {len(counts)} hosts hold the ranks "
-        f"{', '.join(map(str, by_host))}{', ...' if len(counts) > _SHOWN else ''}. Have the launcher fill one host "
-        f"after the other (srun --distribution=block, mpirun --map-by slot)."
+        f"deepspeed_ext: {len(spread)} of {len(first_ranks)} groups of {group_size} ranks span more hosts than the "
+        f"{needed} that they need, so traffic inside groups crosses the network: ranks "
+        f"{intra_ranks(ranks, group_size, spread[0])} are a group, and the {len(counts)} hosts have the ranks "
+        f"{', '.join(map(str, ranks_by_host))}{', ...' if len(counts) > _LISTED_HOSTS else ''}. Start ranks so "
+        f"that they fill one host after the other (srun --distribution=block, mpirun --map-by slot)."
     )
 
 
@@ -137,7 +138,7 @@ class Topology:
         intra: this rank's group.
         inter: the ranks of its number in all groups.
         alone: a group of this rank only, over which replicated states are "sharded"; None unless requested.
-        apart_from: the topology of all groups, if this is the topology of one group as a world; see ``apart``.
+        parent: the topology of all groups, if this is the topology of one group as a world; see ``intra_topology``.
     """
 
     sizes: GroupSizes
@@ -146,19 +147,19 @@ class Topology:
     intra: "ProcessGroup"
     inter: "ProcessGroup"
     alone: "ProcessGroup | None" = None
-    apart_from: "Topology | None" = None
+    parent: "Topology | None" = None
 
     @property
-    def whole(self) -> "Topology":
+    def all_groups(self) -> "Topology":
         """Return the topology of all groups, also from that of one group."""
-        return self.apart_from or self
+        return self.parent or self
 
-    def apart(self) -> "Topology":
+    def intra_topology(self) -> "Topology":
         """Return the topology of this rank's group as a separate world; requires ``alone``."""
         m = self.sizes.group_size
         assert self.alone is not None
         return replace(
-            self, sizes=GroupSizes(m, m), rank=self.rank % m, world=self.intra, inter=self.alone, apart_from=self
+            self, sizes=GroupSizes(m, m), rank=self.rank % m, world=self.intra, inter=self.alone, parent=self
         )
 
     def shard_group(self, placement: Placement) -> "ProcessGroup | None":
@@ -179,13 +180,13 @@ def data_parallel_ranks(group: "ProcessGroup | None") -> list[int]:
 
 # Two engines over one data-parallel group share its groups. Weak keys: destroying a group removes its entry, and with
 # it the threads and sockets of the groups inside. So an entry must not reference its key, as a Topology does.
-_Made = dict[tuple[int | None, bool], tuple[GroupSizes, "ProcessGroup", "ProcessGroup"]]
-_made: "weakref.WeakKeyDictionary[ProcessGroup, _Made]" = weakref.WeakKeyDictionary()
-_made_alone: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
+_CachedGroups = dict[tuple[int | None, bool], tuple[GroupSizes, "ProcessGroup", "ProcessGroup"]]
+_cached_groups: "weakref.WeakKeyDictionary[ProcessGroup, _CachedGroups]" = weakref.WeakKeyDictionary()
+_self_groups: "weakref.WeakKeyDictionary[ProcessGroup, ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 def get_topology(
-    group: "ProcessGroup | None", group_size: int | None = None, alone: bool = False, second: bool = False
+    group: "ProcessGroup | None", group_size: int | None = None, alone: bool = False, separate: bool = False
 ) -> Topology:
     """Return the topology of a data-parallel group; its process groups are created once, and shared.
 
@@ -195,7 +196,7 @@ def get_topology(
         group: a process group, or None for all ranks.
         group_size: m; None means the data-parallel ranks per node.
         alone: whether to create a group of this rank alone, too.
-        second: whether to return separate groups of the same ranks, for communications whose order relative to those
+        separate: whether to return separate groups of the same ranks, for communications whose order relative to those
             of the first groups differs between ranks.
 
     Raises:
@@ -206,19 +207,19 @@ def get_topology(
     from deepspeed_ext.comm.disjoint_groups import make_group_of_one, make_groups
 
     group = dist.get_world_group() if group is None else group
-    cached = _made.setdefault(group, {})
-    key = group_size, second
+    cached = _cached_groups.setdefault(group, {})
+    key = group_size, separate
     if key not in cached:
-        ranks_and_sizes = _agree_on_group_sizes(data_parallel_ranks(group), group_size)
+        ranks_and_sizes = _gather_group_sizes(data_parallel_ranks(group), group_size)
         sizes = GroupSizes(*next((len(ranks), m) for ranks, m in ranks_and_sizes if dist.get_rank() in ranks))
         intra = [intra_ranks(ranks, m, first) for ranks, m in ranks_and_sizes for first in range(0, len(ranks), m)]
         inter = [inter_ranks(ranks, m, first) for ranks, m in ranks_and_sizes for first in range(m)]
         groups = [make_groups(lists, group) for lists in (intra, inter)]  # they cover all ranks
         cached[key] = (sizes, cast("ProcessGroup", groups[0]), cast("ProcessGroup", groups[1]))
     sizes, intra_group, inter_group = cached[key]
-    if alone and group not in _made_alone:
-        _made_alone[group] = make_group_of_one(intra_group)
-    alone_group = _made_alone[group] if alone else None
+    if alone and group not in _self_groups:
+        _self_groups[group] = make_group_of_one(intra_group)
+    alone_group = _self_groups[group] if alone else None
     return Topology(sizes, dist.get_rank(group=group), group, intra=intra_group, inter=inter_group, alone=alone_group)
 
 
@@ -227,8 +228,8 @@ def destroy_topologies(group: "ProcessGroup") -> None:
 
     Called when the only engine that uses the group is destroyed; no communication may use them from then on.
     """
-    subgroups = [subgroup for _, *groups in _made.pop(group, {}).values() for subgroup in groups]
-    alone = _made_alone.pop(group, None)
+    subgroups = [subgroup for _, *groups in _cached_groups.pop(group, {}).values() for subgroup in groups]
+    alone = _self_groups.pop(group, None)
     destroy_groups([*subgroups, *([] if alone is None else [alone])])
 
 
@@ -241,7 +242,7 @@ def destroy_groups(groups: "Iterable[ProcessGroup]") -> None:
             distributed.destroy_process_group(group)
 
 
-def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False) -> Topology:
+def get_subtopology(group: "ProcessGroup", parent: Topology, alone: bool = False) -> Topology:
     """Return the topology of a subset of a data-parallel group's ranks: each of its groups is part of a group there.
 
     An example is the ranks that have the same experts: a node of 8 ranks has 8 / (expert-parallel size) of them.
@@ -249,30 +250,30 @@ def get_subtopology(group: "ProcessGroup", within: Topology, alone: bool = False
     Collective over all ranks.
 
     Args:
-        group: a process group; it and others like it divide the ranks of ``within``.
-        within: the topology of all of these ranks.
+        group: a process group; it and others like it divide the ranks of ``parent``.
+        parent: the topology of all of these ranks.
         alone: as for ``get_topology``.
 
     Raises:
-        ValueError: on all ranks, unless all of these groups have the same number of ranks in groups of ``within``.
+        ValueError: on all ranks, unless all of these groups have the same number of ranks in groups of ``parent``.
     """
     from deepspeed_ext.comm.agreement import bounds
 
-    ranks, all_ranks = data_parallel_ranks(group), data_parallel_ranks(within.world)
-    n, size = len(all_ranks), within.sizes.group_size
+    ranks, all_ranks = data_parallel_ranks(group), data_parallel_ranks(parent.world)
+    n, size = len(all_ranks), parent.sizes.group_size
     counts = list(Counter(all_ranks.index(rank) // size for rank in ranks).values())
     ((least, most),) = bounds([counts[0] if len(set(counts)) == 1 else 0])
     if not 0 < least == most:
         raise ValueError(
-            f"paro_strategy groups {n} data-parallel ranks by {size}, over which ranks that hold the same experts are "
-            f"spread unevenly: of the ranks {ranks} groups have {counts}, and of others perhaps other numbers. Set "
-            f"zero_optimization.paro_group_size to a multiple or to a divisor of the expert-parallel size, "
-            f"{n // len(ranks)}, where its ranks are neighbors; 1 and {n} always do."
+            f"paro_strategy divides {n} data-parallel ranks into groups of {size}, over which ranks with the same "
+            f"experts are spread unevenly: groups have {counts} of the ranks {ranks}. Set "
+            f"zero_optimization.paro_group_size to a multiple or a divisor of the expert-parallel size, "
+            f"{n // len(ranks)}, if its ranks are neighbors; 1 and {n} are always valid."
         )
     return get_topology(group, most, alone)
 
 
-def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
+def _gather_group_sizes(ranks: list[int], group_size: int | None) -> list[tuple[list[int], int]]:
     """Return the ranks and the group size of every data-parallel group, ascending; the same on all ranks.
 
     Raises:
@@ -296,15 +297,18 @@ def _agree_on_group_sizes(ranks: list[int], group_size: int | None) -> list[tupl
         candidate_sizes.setdefault(first, set()).add(size)
     for first, sizes in candidate_sizes.items():
         if len(sizes) > 1 or 0 in sizes:
-            on_hosts = Counter(rows[rank][2] for rank in members[first]).values()
+            ranks_per_host = Counter(rows[rank][2] for rank in members[first]).values()
             raise ValueError(
                 problem
-                or f"paro_strategy groups the data-parallel ranks of a node, but the launcher tells the ranks "
-                f"{members[first]} of node sizes that make different groups: {sorted(sizes)} (0: none). "
-                f"{_size_for([*sizes, *on_hosts], len(members[first]))}"
+                or f"paro_strategy groups the data-parallel ranks of a node, but the launcher reports node "
+                f"sizes to the ranks {members[first]} that give different group sizes: {sorted(sizes)} (0: unknown). "
+                f"{_group_size_advice([*sizes, *ranks_per_host], len(members[first]))}"
             )
     ranks_and_sizes = [(members[first], max(candidate_sizes[first])) for first in sorted(members)]
-    warnings = [crossings(of, size, [rows[rank][2] for rank in of]) for of, size in ranks_and_sizes]
+    warnings = [
+        placement_warning(group_ranks, size, [rows[rank][2] for rank in group_ranks])
+        for group_ranks, size in ranks_and_sizes
+    ]
     _warn_once(next(filter(None, warnings), ""))  # only the first: placement is the same for all groups
     return ranks_and_sizes
 

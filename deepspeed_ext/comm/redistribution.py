@@ -22,14 +22,14 @@ from deepspeed_ext.comm.hops import (
     Update,
     all_gather,
 )
-from deepspeed_ext.comm.layout import BucketPlan, Rows
-from deepspeed_ext.comm.packing import aligned, aligned_rows, fill_up, record_on_current_stream
+from deepspeed_ext.comm.layout import BucketPlan, RowRange
+from deepspeed_ext.comm.packing import align, align_rows, fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import Contents, ShardSpan, Span
 from deepspeed_ext.strategy import Placement
 
 # A bucket with more than this many pieces per strided copy is packed by strided copies. With fewer, one ``cat`` of all
 # pieces takes less time than several kernels; with more, listing the pieces on the host takes longer.
-_MORE_PIECES = 4
+_PIECES_PER_COPY = 4
 
 
 class _Redistribution:
@@ -80,13 +80,13 @@ class ParameterRedistribution(_Redistribution):
             shard = yield from self.intra.all_gather(shard, out)
         return shard
 
-    def hops(self, source: Placement, target: Placement) -> int:
+    def count_hops(self, source: Placement, target: Placement) -> int:
         """Return the number of communications of that gather."""
         between = source == Placement.G > target and self.rows > 1
         within = source > target == Placement.N and self.cols > 1
         return int(between) + int(within)
 
-    def complete_rows(self, rows: Tensor) -> Transfer:
+    def gather_g_to_i_in_place(self, rows: Tensor) -> Transfer:
         """Redistribute G -> I in place, unencoded: each group has written its own row.
 
         Args:
@@ -100,7 +100,7 @@ class ParameterRedistribution(_Redistribution):
             rows[other_rows].copy_(gathered[other_rows])
         return rows
 
-    def update_rows(self, code: Tensor, rows: Tensor) -> Transfer:
+    def gather_encoded_g_to_i(self, code: Tensor, rows: Tensor) -> Transfer:
         """Redistribute G -> I in place, encoded: each group sends the code of its own row.
 
         Args:
@@ -113,7 +113,7 @@ class ParameterRedistribution(_Redistribution):
         return rows
 
     def encode(self, updates: Sequence[Update], target: Placement) -> list[Tensor]:
-        """Return codes of updated parameters, for ``gather`` or ``update_rows``; see ``Differences.encode``.
+        """Return codes of updated parameters, for ``gather`` or ``gather_encoded_g_to_i``; see ``Differences.encode``.
 
         Args:
             target: placement of the parameters; N or I.
@@ -123,17 +123,17 @@ class ParameterRedistribution(_Redistribution):
         groups = [hop.collectives.group for hop in hops]
         return self.differences.encode(updates, lambda numbers: functools.reduce(all_reduce_max, groups, numbers))
 
-    def write(self, arrived: Tensor, held: Tensor) -> None:
+    def write(self, codes: Tensor, replica: Tensor) -> None:
         """Apply codes that ``gather`` has received; see ``Differences.write``."""
         assert self.differences is not None
-        self.differences.write(arrived, held)
+        self.differences.write(codes, replica)
 
     def finish_step(self) -> None:
         """Called at the end of each step."""
         if self.differences is not None:
             self.differences.finish_step()
 
-    def gather_rows(self, shard: Tensor) -> Transfer:
+    def gather_g_to_i(self, shard: Tensor) -> Transfer:
         """Redistribute G -> I, always unencoded, for parameters that no step updates: initial and frozen ones.
 
         Args:
@@ -154,7 +154,7 @@ class _BucketParts(NamedTuple):
         rows: elements of this rank's part for each group; None if it is not sent between groups.
     """
 
-    blocks: list[tuple[int, int, Rows]]
+    blocks: list[tuple[int, int, RowRange]]
     splits: list[int]
     rows: list[int] | None
 
@@ -184,6 +184,7 @@ class GradientRedistribution(_Redistribution):
         super().__init__(intra, inter)
         self.intra = intra
         self.inter = inter
+        # Weak keys: ``plan_bucket`` keeps a limited number of plans.
         self._parts: WeakKeyDictionary[BucketPlan, dict[Placement, _BucketParts]] = WeakKeyDictionary()
 
     def pack_bucket(self, tensors: Sequence[Tensor], plan: BucketPlan, target: Placement) -> Tensor:
@@ -197,8 +198,8 @@ class GradientRedistribution(_Redistribution):
         parts = self._bucket_parts(plan, target)
         starts = [0, *accumulate(tensor.numel() for tensor in tensors)]
         copies = sum(len(rows.cuts) for *_, rows in parts.blocks)
-        if parts.pieces > _MORE_PIECES * copies:
-            return _packed_by_rows(tensors, starts, parts)
+        if parts.pieces > _PIECES_PER_COPY * copies:
+            return _pack_by_rows(tensors, starts, parts)
         zero, packed, end = tensors[0].new_zeros(1), list[Tensor](), 0
         for packed_offset, offset, numel in parts.row_by_row():
             if packed_offset > end:
@@ -222,10 +223,11 @@ class GradientRedistribution(_Redistribution):
             1D: the sums of this rank's ``bucket_rows(plan, target)``, followed by padding.
         """
         _, splits, rows = self._bucket_parts(plan, target)
+        # Listing contents takes host time for each row, so only hops with errors get them.
         needs_contents = rows is not None and self.inter.keeps_errors
         return self._reduce(packed, splits, rows, plan.rows_of(self.col, self.rows) if needs_contents else ())
 
-    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[Rows]:
+    def bucket_rows(self, plan: BucketPlan, target: Placement) -> Sequence[RowRange]:
         """Return the contents of ``reduce_bucket``'s result on this rank, row by row."""
         return plan.columns[self.col] if target == Placement.I else plan.row(self.col, self.row)
 
@@ -247,7 +249,7 @@ class GradientRedistribution(_Redistribution):
         contents = self._contents(rows, spans, buffer) if target == Placement.G else ()
         return self._reduce(cells.view(-1), [rows * width] * cols, splits, contents)
 
-    def reduce_rows(self, window: Tensor, spans: Sequence[Span], buffer: int = 0) -> Transfer:
+    def reduce_i_to_g(self, window: Tensor, spans: Sequence[Span], buffer: int = 0) -> Transfer:
         """Redistribute a part of a slice: I -> G.
 
         Args:
@@ -297,15 +299,15 @@ class GradientRedistribution(_Redistribution):
             (parts, width), the windows side by side: for G this rank's row, for I the sums of every row.
         """
         width = sum(span.numel for span in spans)
-        filled = aligned_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
+        padded = align_rows(windows, dtype, get_accelerator().current_device_name(), self.multiple)
         if target == Placement.G:
-            total = yield from self.reduce_rows(filled, spans, buffer)
+            total = yield from self.reduce_i_to_g(padded, spans, buffer)
         else:
             contents = self._contents(1, spans, buffer)  # contents of one row
-            total = yield from self.inter.all_reduce(filled.view(-1), *contents)
-        return total.view(-1, filled.shape[1])[:, :width]
+            total = yield from self.inter.all_reduce(padded.view(-1), *contents)
+        return total.view(-1, padded.shape[1])[:, :width]
 
-    def gather_slice(self, sums: Tensor) -> Transfer:
+    def gather_i_to_n(self, sums: Tensor) -> Transfer:
         """Redistribute a window of sums that all groups have: I -> N.
 
         Args:
@@ -314,7 +316,7 @@ class GradientRedistribution(_Redistribution):
         Returns:
             (cols, numel of ``sums``).
         """
-        gathered = yield from self.intra.gather_sums(aligned(sums, self.multiple))
+        gathered = yield from self.intra.gather_sums(align(sums, self.multiple))
         return gathered.view(self.cols, -1)[:, : sums.numel()]
 
     def _reduce(
@@ -353,25 +355,25 @@ class GradientRedistribution(_Redistribution):
         return parts_by_target[target]
 
     def _lay_out(self, plan: BucketPlan, target: Placement) -> _BucketParts:
-        def filled(numel: int) -> int:
+        def padded(numel: int) -> int:
             return fill_up(numel, self.multiple) if target == Placement.G else numel
 
         lengths = self.intra.lengths(
             [
-                fill_up(sum(rows.times * filled(rows.numel) for rows in column), self.multiple)
+                fill_up(sum(rows.times * padded(rows.numel) for rows in column), self.multiple)
                 for column in plan.columns
             ]
         )
-        blocks: list[tuple[int, int, Rows]] = []
+        blocks: list[tuple[int, int, RowRange]] = []
         for start, column in zip(accumulate(lengths, initial=0), plan.columns, strict=False):
             for rows in column:
-                blocks.append((start, filled(rows.numel), rows))
-                start += rows.times * filled(rows.numel)
-        own_splits = [filled(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
+                blocks.append((start, padded(rows.numel), rows))
+                start += rows.times * padded(rows.numel)
+        own_splits = [padded(split) for split in plan.splits(self.col, self.rows)] if target == Placement.G else None
         return _BucketParts(blocks, lengths, own_splits)
 
 
-def _packed_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
+def _pack_by_rows(tensors: Sequence[Tensor], starts: Sequence[int], parts: _BucketParts) -> Tensor:
     """Pack a bucket by one strided copy for each cut, over all rows that have it."""
     packed = tensors[0].new_zeros(sum(parts.splits))
     for start, pitch, rows in parts.blocks:

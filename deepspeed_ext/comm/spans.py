@@ -57,9 +57,9 @@ class ShardSpan(NamedTuple):
         """Return the intersection with a span of the same row; possibly empty."""
         return ShardSpan(self.buffer, self.row, *self.elements.common(other.elements))
 
-    def without(self, taken: "ShardSpan") -> list["ShardSpan"]:
-        """Return the remainder without ``taken``, a part of this span: none, one, or two spans."""
-        elements, other = self.elements, taken.elements
+    def without(self, removed: "ShardSpan") -> list["ShardSpan"]:
+        """Return the remainder without ``removed``, a part of this span: none, one, or two spans."""
+        elements, other = self.elements, removed.elements
         remainders = Span.between(elements.start, other.start), Span.between(other.stop, elements.stop)
         return [ShardSpan(self.buffer, self.row, *span) for span in remainders if span.numel]
 
@@ -68,7 +68,7 @@ Spans = tuple[ShardSpan, ...]  # contents of a rank's part of a bucket, in order
 Contents = tuple[Spans, ...]  # contents of a bucket: the spans for each rank that receives a part of it
 
 
-def neighbors_joined(spans: Iterable[Span]) -> list[Span]:
+def merge_neighbors(spans: Iterable[Span]) -> list[Span]:
     """Return the same elements in the same order, by as few spans as possible."""
     merged: list[Span] = []
     for span in spans:
@@ -92,10 +92,10 @@ def split_spans(spans: Spans, lengths: Sequence[int]) -> Contents:
         part = []
         while length and remaining:
             span = remaining.pop()
-            taken = min(length, span.numel)
-            part.append(span._replace(numel=taken))
-            length -= taken
-            if taken < span.numel:
-                remaining.append(span._replace(start=span.start + taken, numel=span.numel - taken))
+            taken_numel = min(length, span.numel)
+            part.append(span._replace(numel=taken_numel))
+            length -= taken_numel
+            if taken_numel < span.numel:
+                remaining.append(span._replace(start=span.start + taken_numel, numel=span.numel - taken_numel))
         parts.append(tuple(part))
     return tuple(parts)

@@ -241,9 +241,9 @@ def choose_leaves(
     if not is_coordinating():
         choose(self, module, zero_module_granularity_threshold)
         return
-    from deepspeed_ext.leaf.setup import by_granularity
+    from deepspeed_ext.leaf.setup import choose_by_granularity
 
-    by_granularity(self, module, zero_module_granularity_threshold)
+    choose_by_granularity(self, module, zero_module_granularity_threshold)
 
 
 def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
@@ -258,17 +258,17 @@ def call_without_detour(wrapped: Callable[..., Any]) -> Callable[..., Any]:
 
 @_seam
 def watch_our_leaves(create: Callable[..., None], self: "LeafOptimizer") -> None:
-    from deepspeed_ext.leaf.gradients import LateGradients
+    from deepspeed_ext.leaf.gradients import DelayedGradients
 
     create(self)
-    LateGradients(self)  # only for plain stage 3: a strategy's optimizer replaces these hooks
+    DelayedGradients(self)  # only for plain stage 3: a strategy's optimizer replaces these hooks
 
 
 @_seam
 def reduce_what_waits(epilogue: Callable[..., None], self: "LeafOptimizer") -> None:
-    from deepspeed_ext.leaf.gradients import reduce_late_gradients
+    from deepspeed_ext.leaf.gradients import reduce_delayed_gradients
 
-    reduce_late_gradients(self)
+    reduce_delayed_gradients(self)
     epilogue(self)
 
 
@@ -276,16 +276,16 @@ def reduce_what_waits(epilogue: Callable[..., None], self: "LeafOptimizer") -> N
 def complete_transfers_first(destroy: Callable[..., None], group: Any = None) -> None:
     from torch.distributed import GroupMember
 
-    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.background" not in sys.modules:
+    if group not in (None, GroupMember.WORLD) or "deepspeed_ext.comm.worker_thread" not in sys.modules:
         destroy(group)
         return
-    from deepspeed_ext.comm import background
+    from deepspeed_ext.comm import worker_thread
 
     # Transfers in flight need the groups, and other ranks wait for their data: complete them before destroying.
-    failure = background.complete(after_an_error=sys.exc_info()[0] is not None)
+    failure = worker_thread.complete_before_exit(after_an_error=sys.exc_info()[0] is not None)
     destroy(group)
     if failure is not None:
-        raise RuntimeError(background.failed(failure)) from failure
+        raise RuntimeError(worker_thread.failure_message(failure)) from failure
 
 
 # Checkpoints ######################################################################################

@@ -21,7 +21,7 @@ from torch import nn
 
 _CHUNKS = "paro_chunks"  # attribute of a block: its ``ChunkedModule``
 # Numbers in the sets of modules that use a parameter; DeepSpeed numbers modules from 0.
-WAITS = -1  # a module with incomplete gradients; keeps its parameters gathered
+INCOMPLETE = -1  # a module with incomplete gradients; keeps its parameters gathered
 _FIRST_ID = -2  # number of the first chunk
 
 
@@ -57,14 +57,15 @@ class Chunk(nn.Module):
 class _Pass:
     """One forward or backward of a block.
 
-    ``at`` is the number of windows opened so far, in the pass's order. ``last`` is whether the running backward
-    will not enter the block again.
+    Attributes:
+        is_last: whether the running backward will not enter the block again.
+        opened_count: number of windows opened so far, in the pass's order.
     """
 
     def __init__(self, forward: bool, last: bool) -> None:
         self.forward = forward
-        self.last = last
-        self.at = 0
+        self.is_last = last
+        self.opened_count = 0
 
 
 class ChunkFetcher(Protocol):
@@ -84,9 +85,9 @@ class ChunkReducer(Protocol):
         """Return whether the running backward, which has just entered a block, will not enter it again."""
 
     def reduce_chunk(self, chunk: Chunk, last: bool) -> None:
-        """Reduce a window's gradients; ``last`` if the running backward will not enter its block again."""
+        """Reduce a window's gradients; ``is_last`` if the running backward will not enter its block again."""
 
-    def forget_chunks(self) -> None:
+    def drop_chunk_gradients(self) -> None:
         """Drop gradients of an interrupted backward."""
 
 
@@ -113,17 +114,17 @@ class ChunkedModule:
     def __deepcopy__(self, memo: object) -> "ChunkedModule":
         return self
 
-    def abandon(self) -> None:
+    def drop_passes(self) -> None:
         """Drop passes that an exception has interrupted. Called when a new forward of the model begins."""
-        backward = any(not dropped.forward for dropped in self._passes)
+        had_backward = any(not interrupted.forward for interrupted in self._passes)
         self._passes.clear()
-        if backward and self.reducer is not None:
-            self.reducer.forget_chunks()
+        if had_backward and self.reducer is not None:
+            self.reducer.drop_chunk_gradients()
 
     def begin(self, forward: bool) -> None:
         """Called when a pass of the module begins."""
         while self._passes and (self._passes[-1].forward or not forward):
-            self._finish()  # never ended: a checkpoint's recomputation stops after its last needed tensor
+            self._finish_pass()  # never ended: a checkpoint's recomputation stops after its last needed tensor
         self._passes.append(_Pass(forward, forward or self._is_last()))
 
     def enter(self, number: int, forward: bool) -> None:
@@ -133,62 +134,70 @@ class ChunkedModule:
             RuntimeError: a later window has been entered already.
         """
         while self._passes and self._passes[-1].forward and not forward:
-            self._finish()
-        top = self._passes[-1] if self._passes else None
-        if forward and top and not top.forward and self._number(top, top.at - 1) == number:
+            self._finish_pass()
+        innermost = self._passes[-1] if self._passes else None
+        if (
+            forward
+            and innermost
+            and not innermost.forward
+            and self._window_number(innermost, innermost.opened_count - 1) == number
+        ):
             return  # an expert under a checkpoint of its own is recomputed in its backward
-        if top is None or top.forward != forward:
+        if innermost is None or innermost.forward != forward:
             self._passes.append(_Pass(forward, forward or self._is_last()))
-        self._go(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
+        self._open_windows(self._passes[-1], number if forward else len(self.chunks) - 1 - number)
 
     def end(self, forward: bool) -> None:
         """Called when a pass of the module ends."""
         while self._passes and self._passes[-1].forward != forward:
-            self._finish()
+            self._finish_pass()
         if self._passes:
-            self._finish()
+            self._finish_pass()
 
     def finish(self) -> None:
         """Called at the end of the model's backward."""
         while self._passes:
-            self._finish()
+            self._finish_pass()
 
     def _is_last(self) -> bool:
         return self.reducer is None or self.reducer.is_last_pass(self)
 
-    def _finish(self) -> None:
+    def _finish_pass(self) -> None:
         current = self._passes[-1]
-        self._go(current, len(self.chunks) - 1)
-        self._close(current)
+        self._open_windows(current, len(self.chunks) - 1)
+        self._close_window(current)
         self._passes.pop()
 
-    def _go(self, current: _Pass, place: int) -> None:
+    def _open_windows(self, current: _Pass, position: int) -> None:
         """Fetch the windows up to this position in the pass's order, and close those before it."""
-        if place < current.at - 1:
+        if position < current.opened_count - 1:
             raise RuntimeError(
-                f"{type(self.module).__name__} enters its experts in another order than theirs, "
-                f"{'forward' if current.forward else 'backward'}: window {self._number(current, place)} of "
-                f"{len(self.chunks)} after window {self._number(current, current.at - 1)}. Windows are gathered in "
-                f"one order on all ranks: raise zero_optimization.stage3_leaf_bytes until the module is one unit."
+                f"{type(self.module).__name__} does not run its experts in their order, "
+                f"{'forward' if current.forward else 'backward'}: window {self._window_number(current, position)} "
+                f"of {len(self.chunks)} after window {self._window_number(current, current.opened_count - 1)}. "
+                f"Windows are gathered in one order on all ranks: raise zero_optimization.stage3_leaf_bytes until the "
+                f"module is one unit."
             )
-        while current.at <= place:
-            if current.at:
-                self._close(current)
-            self.fetcher.fetch_chunk(self.chunks[self._number(current, current.at)], current.forward)
-            current.at += 1
+        while current.opened_count <= position:
+            if current.opened_count:
+                self._close_window(current)
+            self.fetcher.fetch_chunk(self.chunks[self._window_number(current, current.opened_count)], current.forward)
+            current.opened_count += 1
 
-    def _close(self, current: _Pass) -> None:
-        number = self._number(current, current.at - 1)
+    def _close_window(self, current: _Pass) -> None:
+        number = self._window_number(current, current.opened_count - 1)
         chunk = self.chunks[number]
         if not current.forward and self.reducer is not None:
-            self.reducer.reduce_chunk(chunk, current.last)
+            self.reducer.reduce_chunk(chunk, current.is_last)
         outer = self._passes[:-1]
         # An outer pass may still use the window: a recomputation runs inside a backward.
-        if not any(other.at and self._number(other, other.at - 1) == number for other in outer):
+        if not any(
+            other.opened_count and self._window_number(other, other.opened_count - 1) == number for other in outer
+        ):
             self.fetcher.release_chunk(chunk, current.forward)
 
-    def _number(self, current: _Pass, place: int) -> int:
-        return place if current.forward else len(self.chunks) - 1 - place
+    def _window_number(self, current: _Pass, position: int) -> int:
+        return position if current.forward else len(self.chunks) - 1 - position
 
 
 def set_chunks(module: nn.Module, chunks: Sequence[Sequence[nn.Module]]) -> None:

@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from deepspeed_ext.deepspeed_types import LeafOptimizer, ZeroParameter
-from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule, chunked_modules
+from deepspeed_ext.leaf.chunks import INCOMPLETE, Chunk, ChunkedModule, chunked_modules
 from deepspeed_ext.leaf.windows import WindowedModule, WindowReducer, windowed_modules
 
-_LATE = "paro_late_gradients"  # attribute of DeepSpeed's own optimizer: its ``LateGradients``
+_DELAYED = "paro_late_gradients"  # attribute of DeepSpeed's own optimizer: its ``DelayedGradients``
 
 
 class LeafReducer(Protocol):
-    """Reduces all gradients of a leaf module in one call. DeepSpeed reduces them one by one; see ``LateGradients``."""
+    """Reduces all gradients of a leaf module in one call; for DeepSpeed's optimizer, see ``DelayedGradients``."""
 
     @property
     def windows(self) -> WindowReducer:
@@ -54,7 +54,7 @@ class _Call:
     def __init__(self, calls: "_Calls", node: Node) -> None:
         self.calls = calls
         self.node = weakref.ref(node)
-        self.over = False
+        self.is_done = False
 
 
 class _Context(torch.autograd.function.FunctionCtx):
@@ -69,12 +69,12 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _Context, calls: "_Calls", *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call = calls.begin(cast(Node, ctx))  # at run time the context is the node
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        ctx.set_materialize_grads(False)  # inputs without a gradient get None, not zeros
+        return tuple(tensor.detach() for tensor in tensors)  # new tensors, whose node is this call
 
     @staticmethod
     def backward(ctx: _Context, *gradients: Any) -> Any:
-        ctx.call.over = True
+        ctx.call.is_done = True
         ctx.call.calls.end_call()
         return (None, *gradients)
 
@@ -84,7 +84,7 @@ class _Calls:
 
     def __init__(self, module: nn.Module, leaf: "_Leaf | None" = None) -> None:
         self._leaf = leaf
-        self.found = False  # whether the latest call is one of them
+        self.latest_has_node = False  # whether the latest call is one of them
         self._calls: weakref.WeakSet[_Call] = weakref.WeakSet()
         self.hook = module.register_forward_pre_hook(self._before)
 
@@ -102,24 +102,24 @@ class _Calls:
         if self._leaf is not None:
             self._leaf.end_positional_call()
 
-    def to_come(self) -> int:
+    def count_remaining_calls(self) -> int:
         """Return the number of these calls that the running backward has not reached yet."""
         if torch._C._current_graph_task_id() == -1:
             return 0
-        nodes = [call.node() for call in self._calls if not call.over]
+        nodes = [call.node() for call in self._calls if not call.is_done]
         return sum(1 for node in nodes if node is not None and torch._C._will_engine_execute_node(node))
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
-        self.found = False
+        self.latest_has_node = False
         if not torch.is_grad_enabled():
             return None
         tensors: list[Tensor] = []
         apply_to_tensors_only(lambda tensor: tensors.append(tensor) if tensor.requires_grad else None, args)
         if not tensors:
             return None
-        self.found = True
-        watched = iter(_Inputs.apply(self, *tensors))
-        return apply_to_tensors_only(lambda tensor: next(watched) if tensor.requires_grad else tensor, args)
+        self.latest_has_node = True
+        outputs = iter(_Inputs.apply(self, *tensors))
+        return apply_to_tensors_only(lambda tensor: next(outputs) if tensor.requires_grad else tensor, args)
 
 
 class _Leaf:
@@ -129,7 +129,7 @@ class _Leaf:
         self.owner = owner
         self.module = module
         self.params = list(params)
-        self.waiting = False  # whether it is reduced at the end of the backward
+        self.is_delayed = False  # whether it is reduced at the end of the backward
         self._calls = _Calls(module, self)
         self.hooks = [self._calls.hook, module.register_forward_hook(self._after, with_kwargs=True)]
 
@@ -138,16 +138,16 @@ class _Leaf:
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
         """If no positional input of a call needs a gradient, hook its outputs and keyword inputs instead."""
-        if self._calls.found or not torch.is_grad_enabled():
+        if self._calls.latest_has_node or not torch.is_grad_enabled():
             return
 
         def begin(_: Tensor) -> None:
-            self.waiting = True
+            self.is_delayed = True
             self.owner.begin_backward()
 
         def end(_: Tensor) -> None:
-            if self.waiting and not self._to_come():
-                self.waiting = False
+            if self.is_delayed and not self._awaits_gradients():
+                self.is_delayed = False
                 self.owner.reduce(self.params)
                 self.owner.release(self.module)  # DeepSpeed's hook handles positional inputs only
 
@@ -158,18 +158,18 @@ class _Leaf:
 
     def end_positional_call(self) -> None:
         """Reduce the gradients, or keep the parameters gathered until missing gradients exist."""
-        if self._calls.to_come():
+        if self._calls.count_remaining_calls():
             return
-        if not self._to_come():
+        if not self._awaits_gradients():
             self.owner.reduce(self.params)
             return
-        self.waiting = True
+        self.is_delayed = True
         for entry in self.owner.entries(self.module):
-            entry.ds_active_sub_modules.add(WAITS)  # or the coordinator would release it now
+            entry.ds_active_sub_modules.add(INCOMPLETE)  # or the coordinator would release it now
 
-    def _to_come(self) -> bool:
+    def _awaits_gradients(self) -> bool:
         """Return whether the running backward will still compute a missing gradient."""
-        return any(_comes_later(param) for param in self.params if param.grad is None)
+        return any(_awaits_gradient(param) for param in self.params if param.grad is None)
 
     def end_of_backward(self, in_buckets: set[int]) -> None:
         """Reduce delayed gradients, and those of parameters that were used without a call of the module.
@@ -178,13 +178,13 @@ class _Leaf:
             in_buckets: ds_ids of parameters with gradients that are in a bucket already.
         """
         params = [param for param in self.params if param.ds_id not in in_buckets]
-        if not self.waiting and all(param.grad is None for param in params):
+        if not self.is_delayed and all(param.grad is None for param in params):
             return
-        self.waiting = False
+        self.is_delayed = False
         self.owner.reduce(params)
-        waiting = [entry for entry in self.owner.entries(self.module) if WAITS in entry.ds_active_sub_modules]
-        for entry in waiting:
-            entry.ds_active_sub_modules.discard(WAITS)
+        incomplete = [entry for entry in self.owner.entries(self.module) if INCOMPLETE in entry.ds_active_sub_modules]
+        for entry in incomplete:
+            entry.ds_active_sub_modules.discard(INCOMPLETE)
             if not entry.ds_persist and not entry.ds_active_sub_modules:
                 entry.partition()
 
@@ -215,15 +215,15 @@ class LeafGradients:
         for hook in optimizer._leaf_module_hooks:
             hook.remove()
         self._blocks = {block: _Calls(block.module) for block in chunked_modules(optimizer.module)}
-        self._waiting: list[Chunk] = []  # reduced at the end of the backward
+        self._delayed_chunks: list[Chunk] = []  # reduced at the end of the backward
         experts: set[int] = set()
-        self._trained: dict[Chunk, list[ZeroParameter]] = {}
+        self._trained_params: dict[Chunk, list[ZeroParameter]] = {}
         for block in self._blocks:
             block.reducer = self
             experts.update(id(expert) for chunk in block.chunks for expert in chunk.experts)
             for chunk in block.chunks:
                 groups = (optimizer.leaf_parameters.get(expert, ()) for expert in chunk.experts)
-                self._trained[chunk] = [param for params in groups for param in params]
+                self._trained_params[chunk] = [param for params in groups for param in params]
         self._windowed = windowed_modules(optimizer.module)
         experts.update(id(windowed.module) for windowed in self._windowed)
         for windowed in self._windowed:
@@ -232,7 +232,7 @@ class LeafGradients:
         self._leaves = [_Leaf(self, module, params) for module, params in leaves.items()]
         optimizer._leaf_module_hooks = [hook for leaf in self._leaves for hook in leaf.hooks]
         optimizer._leaf_module_hooks += [calls.hook for calls in self._blocks.values()]
-        self._others = [
+        self._other_params = [
             param
             for group in optimizer.fp16_groups
             for param in group
@@ -266,7 +266,7 @@ class LeafGradients:
     def _end_hook(self, refresh: bool) -> None:
         expected = self._optimizer._max_expected_hooks_seen
         if refresh and torch._C._current_graph_task_id() != -1:
-            expected = count_used_parameters_in_backward(self._others) + len(self._leaves)
+            expected = count_used_parameters_in_backward(self._other_params) + len(self._leaves)
         self._optimizer.update_hook_state_and_maybe_run_epilogue(expected)
 
     def begin_backward(self) -> None:
@@ -276,7 +276,7 @@ class LeafGradients:
 
     def is_last_pass(self, block: ChunkedModule) -> bool:
         """Return whether the running backward, which has just entered a block, will not enter it again."""
-        return self._blocks[block].to_come() <= 1
+        return self._blocks[block].count_remaining_calls() <= 1
 
     def release(self, module: nn.Module) -> None:
         """Release a module that DeepSpeed would keep, because its hook handles positional inputs only."""
@@ -284,31 +284,31 @@ class LeafGradients:
 
     def reduce_chunk(self, chunk: Chunk, last: bool) -> None:
         """Reduce a window's experts: now in the last pass of their module, otherwise at the end of the backward."""
-        params = self._trained[chunk]
+        params = self._trained_params[chunk]
         if not last:
-            self._waiting.append(chunk)
-        elif any(_comes_later(param) for param in params if param.grad is None):
+            self._delayed_chunks.append(chunk)
+        elif any(_awaits_gradient(param) for param in params if param.grad is None):
             raise RuntimeError(
-                "Experts of a module that is fetched in windows are still to run backward when their window is left: "
-                "autograd does not run them last to first. Raise zero_optimization.stage3_leaf_bytes until the module "
-                "is one unit."
+                "Autograd does not run the experts of a module that is fetched in windows from last to first: some of "
+                "them will run backward after their window has ended. Raise zero_optimization.stage3_leaf_bytes until "
+                "the module is one unit."
             )
         elif params:
             self.reduce(params)
 
-    def forget_chunks(self) -> None:
+    def drop_chunk_gradients(self) -> None:
         """Drop gradients of listed experts after an interrupted backward.
 
         Gradients that are in a bucket already are kept; then the next backward fails, as in ZeRO-3 with leaf modules.
         """
-        self._waiting.clear()
+        self._delayed_chunks.clear()
         in_buckets = _in_buckets(self._optimizer)
-        for params in self._trained.values():
+        for params in self._trained_params.values():
             for param in params:
                 if param.ds_id not in in_buckets:
                     param.grad = None
 
-    def leave_modules(self) -> None:
+    def end_open_passes(self) -> None:
         """End module passes that are still open, because the inputs need no gradient.
 
         Called before DeepSpeed clears its list of active modules. ``end_of_backward`` does not suffice: in
@@ -321,20 +321,20 @@ class LeafGradients:
 
     def end_of_backward(self) -> None:
         """Reduce all delayed gradients, in the same order on all ranks."""
-        self.leave_modules()
-        if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._waiting):
+        self.end_open_passes()
+        if self._optimizer._coalesce_grad_reduction or not (self._leaves or self._delayed_chunks):
             return
         in_buckets = _in_buckets(self._optimizer)
-        chunks = {chunk: None for chunk in self._waiting}
-        self._waiting.clear()
+        chunks = {chunk: None for chunk in self._delayed_chunks}
+        self._delayed_chunks.clear()
         for chunk in chunks:
             # Gradients in a bucket would be reduced twice.
-            self.reduce([param for param in self._trained[chunk] if param.ds_id not in in_buckets])
+            self.reduce([param for param in self._trained_params[chunk] if param.ds_id not in in_buckets])
         for leaf in self._leaves:
             leaf.end_of_backward(in_buckets)
 
 
-class LateGradients:
+class DelayedGradients:
     """Delays the reduction of leaf modules whose gradients DeepSpeed's own stage 3 would reduce before they exist.
 
     Such a module is reduced at the end of the backward; DeepSpeed alone would crash. All other modules keep
@@ -346,8 +346,8 @@ class LateGradients:
 
     def __init__(self, optimizer: LeafOptimizer) -> None:
         self._optimizer = optimizer
-        self._late: dict[nn.Module, list[ZeroParameter]] = {}
-        self._reduced: dict[nn.Module, int] = {}  # backward in which DeepSpeed's hook has reduced it
+        self._delayed: dict[nn.Module, list[ZeroParameter]] = {}
+        self._reducing_backward: dict[nn.Module, int] = {}  # backward in which DeepSpeed's hook has reduced it
         leaves = optimizer.leaf_parameters.items()
         for hook, (_, params) in zip(optimizer._leaf_module_hooks, leaves, strict=True):
             hooks = hook.hooks_dict_ref()
@@ -357,8 +357,8 @@ class LateGradients:
         """Return a hook that reduces, or delays that if no positional input needs a gradient."""
 
         # A function: copies of the model share it. They would copy an object, and the parameters in it.
-        def after_backward(module: nn.Module, into: Sequence[Tensor | None], gradients: object) -> None:
-            self._after_backward(reduce, params, module, into, gradients)
+        def after_backward(module: nn.Module, input_gradients: Sequence[Tensor | None], gradients: object) -> None:
+            self._after_backward(reduce, params, module, input_gradients, gradients)
 
         return after_backward
 
@@ -367,27 +367,27 @@ class LateGradients:
         reduce: Callable[..., None],
         params: Sequence[ZeroParameter],
         module: nn.Module,
-        into: Sequence[Tensor | None],
+        input_gradients: Sequence[Tensor | None],
         gradients: object,
     ) -> None:
         """Reduce or delay. Called before the module's backward if no positional input needs a gradient."""
         optimizer, backward = self._optimizer, torch._C._current_graph_task_id()
-        if optimizer._coalesce_grad_reduction or any(gradient is not None for gradient in into):
-            self._reduced[module] = backward
-            reduce(module, into, gradients)
+        if optimizer._coalesce_grad_reduction or any(gradient is not None for gradient in input_gradients):
+            self._reducing_backward[module] = backward
+            reduce(module, input_gradients, gradients)
             return
-        twice = self._reduced.get(module) == backward
-        self._late[module] = [param for param in params if not twice or param.grad is not None]
-        setattr(optimizer, _LATE, self)
+        was_reduced = self._reducing_backward.get(module) == backward
+        self._delayed[module] = [param for param in params if not was_reduced or param.grad is not None]
+        setattr(optimizer, _DELAYED, self)
         optimizer.reenter_backward_if_needed()
         optimizer._backward_hook_state.queue_post_backward_callback()
 
     def end_of_backward(self) -> None:
         """Reduce the delayed modules, in the order of their backwards."""
         in_buckets = _in_buckets(self._optimizer)
-        late = [param for params in self._late.values() for param in params if param.ds_id not in in_buckets]
-        self._late.clear()
-        for param in zero_gradients(late):
+        delayed = [param for params in self._delayed.values() for param in params if param.ds_id not in in_buckets]
+        self._delayed.clear()
+        for param in zero_gradients(delayed):
             self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
 
@@ -396,11 +396,11 @@ def _in_buckets(optimizer: LeafOptimizer) -> set[int]:
     return {param.ds_id for bucket in optimizer.ipg_buckets.values() for param in bucket.params}
 
 
-def reduce_late_gradients(optimizer: LeafOptimizer) -> None:
-    """Reduce leaf modules that ``LateGradients`` has delayed. Called before the epilogue of DeepSpeed's stage 3."""
-    late = getattr(optimizer, _LATE, None)
-    if late is not None:
-        late.end_of_backward()
+def reduce_delayed_gradients(optimizer: LeafOptimizer) -> None:
+    """Reduce leaf modules that ``DelayedGradients`` has delayed. Called before the epilogue of DeepSpeed's stage 3."""
+    delayed = getattr(optimizer, _DELAYED, None)
+    if delayed is not None:
+        delayed.end_of_backward()
 
 
 def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
@@ -419,10 +419,10 @@ def zero_gradients(params: Sequence[ZeroParameter]) -> Iterator[ZeroParameter]:
         yield param
 
 
-def _comes_later(param: nn.Parameter) -> bool:
+def _awaits_gradient(param: nn.Parameter) -> bool:
     """Return whether the running backward will compute a gradient of the parameter."""
     if not param.requires_grad or torch._C._current_graph_task_id() == -1:
         return False
-    with torch.enable_grad():
+    with torch.enable_grad():  # otherwise the parameter has no edge
         node = torch.autograd.graph.get_gradient_edge(param).node
     return bool(torch._C._will_engine_execute_node(node))

@@ -32,11 +32,11 @@ from deepspeed_ext.leaf.chunks import set_chunks, unset_chunks
 from deepspeed_ext.leaf.windows import experts_in, set_windows, unset_windows, why_no_windows, windows_of
 
 _LEAF = "_z3_leaf"  # DeepSpeed's flag on a module
-_OURS = "paro_leaf"  # marks flags that this package, not the user, has set
+_SET_BY_CHOICE = "paro_leaf"  # marks flags that this package, not the user, has set
 _EXPERTS = re.compile("expert", re.IGNORECASE)
 _ROUTER = re.compile("router|^gate$|gating|TopKGate", re.IGNORECASE)
 _CONTAINERS = tuple(getattr(nn, name) for name in torch.nn.modules.container.__all__)
-HOOKS = 4  # number of hooks that DeepSpeed registers on each module
+HOOKS_PER_MODULE = 4  # number of hooks that DeepSpeed registers on each module
 
 
 class LeafKind(Enum):
@@ -96,17 +96,17 @@ def default_budget(model: nn.Module, most_live: int) -> int:
     return most_live * 3 * nbytes // numel if numel else most_live * 3 * 4
 
 
-class _Tree:
+class _ModelTree:
     """A model with data for the choice: names, users of parameters, and stacks of layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.places: dict[int, list[str]] = {}  # id of a module: its names in the model
-        self.users: dict[int, set[int]] = {}  # id of a parameter: ids of the modules that hold it
+        self.names_by_id: dict[int, list[str]] = {}  # id of a module: its names in the model
+        self.users_by_id: dict[int, set[int]] = {}  # id of a parameter: ids of the modules that hold it
         for name, module in model.named_modules(remove_duplicate=False):
-            self.places.setdefault(id(module), []).append(name)
+            self.names_by_id.setdefault(id(module), []).append(name)
             for param in module.parameters(recurse=False):
-                self.users.setdefault(id(param), set()).add(id(module))
+                self.users_by_id.setdefault(id(param), set()).add(id(module))
         self.stacks = {id(module) for module in model.modules() if self._is_stack(module)}
 
     def granularity(self, module: nn.Module) -> tuple[int, int, int | None]:
@@ -119,35 +119,35 @@ class _Tree:
             return numel, 1, None
         counted = 0
         for child in children:
-            more, inside, _ = self.granularity(child)
-            numel, counted = numel + more, counted + inside
+            child_numel, inside, _ = self.granularity(child)
+            numel, counted = numel + child_numel, counted + inside
         if isinstance(module, _CONTAINERS):
             return numel, counted, None
         return numel, counted + 1, numel // (counted + 1)
 
-    def unsafe(self, module: nn.Module) -> str:
+    def why_unsafe(self, module: nn.Module) -> str:
         """Return why a module cannot be a unit at any size; empty if it can. See Note [Safe leaf modules]."""
         if module is self.model:
             return "it is the model"
         if module.__dict__.get(_LEAF) is False:
             return "it has been unset as a leaf module"
         if isinstance(module, _CONTAINERS) or not _has_forward(module):
-            return "a list, or a sequence, may be entered item by item"
+            return "a list or a sequence may be entered item by item"
         if not any(next(child.parameters(), None) is not None for child in module.children()):
-            return "nothing with parameters is inside"
+            return "it has no submodules with parameters"
         for m in module.modules():
             if m is not module and getattr(m, _LEAF, False):
-                return f"{self.places[id(m)][0]} has been set as a leaf module"
-        return self.entered_elsewhere(module)
+                return f"{self.names_by_id[id(m)][0]} has been set as a leaf module"
+        return self.why_entered_elsewhere(module)
 
-    def entered_elsewhere(self, module: nn.Module) -> str:
+    def why_entered_elsewhere(self, module: nn.Module) -> str:
         """Return the reason why contents of a module may be used from outside it; empty if there is none."""
         inside = {id(m) for m in module.modules()}
-        path = self.places[id(module)][0]
+        path = self.names_by_id[id(module)][0]
         for m in module.modules():
-            if any(name != path and not name.startswith(f"{path}.") for name in self.places[id(m)]):
-                return f"{self.places[id(m)][0]} is in several places of the model"
-        if any(self.users[id(p)] - inside for p in module.parameters()):
+            if any(name != path and not name.startswith(f"{path}.") for name in self.names_by_id[id(m)]):
+                return f"{self.names_by_id[id(m)][0]} is in several places of the model"
+        if any(self.users_by_id[id(p)] - inside for p in module.parameters()):
             return "it shares parameters with other modules"
         return ""
 
@@ -159,8 +159,8 @@ class _Tree:
     def _is_stack(module: nn.Module) -> bool:
         """Return whether a module is a list of several modules of one class that have submodules."""
         children = [child for child in module.children() if next(child.parameters(), None) is not None]
-        alike = len(children) > 1 and len({type(child) for child in children}) == 1
-        layers = alike and not isinstance(children[0], _CONTAINERS) and any(True for _ in children[0].children())
+        same_class = len(children) > 1 and len({type(child) for child in children}) == 1
+        layers = same_class and not isinstance(children[0], _CONTAINERS) and any(True for _ in children[0].children())
         return isinstance(module, _CONTAINERS) and layers
 
 
@@ -188,9 +188,11 @@ def experts_of(module: nn.Module) -> list[nn.Module]:
     )
     for name, child in module.named_children():
         experts = [expert for expert in child.children() if next(expert.parameters(), None) is not None]
-        alike = isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len({type(expert) for expert in experts}) == 1
+        same_class = (
+            isinstance(child, (nn.ModuleList, nn.ModuleDict)) and len({type(expert) for expert in experts}) == 1
+        )
         named = experts and (_EXPERTS.search(name) or _EXPERTS.search(type(experts[0]).__name__))
-        if alike and len(experts) > 1 and (named or routed):
+        if same_class and len(experts) > 1 and (named or routed):
             return experts
     return []
 
@@ -205,120 +207,123 @@ def _outside_mixtures(module: nn.Module) -> Iterator[nn.Module]:
 
 def choose(model: nn.Module, settings: Settings) -> list[ModuleChoice]:
     """Choose the way to fetch each module with parameters, parents first. Changes nothing."""
-    tree = _Tree(model)
+    tree = _ModelTree(model)
     choices: list[ModuleChoice] = []
-    seen: set[int] = set()
+    visited: set[int] = set()
 
     def visit(name: str, module: nn.Module, inside: bool) -> None:
         numel, _, granularity = tree.granularity(module)
         params = list(module.parameters())
-        if not params or id(module) in seen:
+        if not params or id(module) in visited:
             return
-        seen.add(id(module))
+        visited.add(id(module))
         kind = LeafKind.INSIDE if inside else LeafKind.FINE
-        row = ModuleChoice(name, module, numel, granularity, unit_bytes(params), kind=kind)
-        choices.append(row)
+        choice = ModuleChoice(name, module, numel, granularity, unit_bytes(params), kind=kind)
+        choices.append(choice)
         if not inside:
-            row.why = _why_not(tree, row, settings)
-            row.kind = LeafKind.FINE if row.why else LeafKind.UNIT
-            if row.kind == LeafKind.FINE and settings.budget is not None and is_mixture(module):
-                row.chunks = _chunks(tree, module, settings.budget)
-                row.kind = LeafKind.CHUNKED if row.chunks else row.kind
-            if row.kind == LeafKind.FINE and settings.budget is not None:
-                row.windows, why = _windows(tree, row, settings.budget)
-                row.kind, row.why = (LeafKind.WINDOWED if row.windows else row.kind), why or row.why
-        experts = {id(expert) for chunk in row.chunks for expert in chunk}
+            choice.why = _why_not(tree, choice, settings)
+            choice.kind = LeafKind.FINE if choice.why else LeafKind.UNIT
+            if choice.kind == LeafKind.FINE and settings.budget is not None and is_mixture(module):
+                choice.chunks = _chunks(tree, module, settings.budget)
+                choice.kind = LeafKind.CHUNKED if choice.chunks else choice.kind
+            if choice.kind == LeafKind.FINE and settings.budget is not None:
+                choice.windows, why = _windows(tree, choice, settings.budget)
+                choice.kind, choice.why = (LeafKind.WINDOWED if choice.windows else choice.kind), why or choice.why
+        experts = {id(expert) for chunk in choice.chunks for expert in chunk}
         for child_name, child in module.named_children():
-            into = row.kind in (LeafKind.UNIT, LeafKind.INSIDE) or any(id(m) in experts for m in child.children())
-            visit(f"{name}.{child_name}" if name else child_name, child, into)
+            child_is_inside = choice.kind in (LeafKind.UNIT, LeafKind.INSIDE) or any(
+                id(m) in experts for m in child.children()
+            )
+            visit(f"{name}.{child_name}" if name else child_name, child, child_is_inside)
 
     visit("", model, False)
     return choices
 
 
-def _why_not(tree: _Tree, row: ModuleChoice, settings: Settings) -> str:
+def _why_not(tree: _ModelTree, choice: ModuleChoice, settings: Settings) -> str:
     """Return the reason why a module outside of units is not a unit itself; empty if it is."""
-    if getattr(row.module, _LEAF, False):
+    if getattr(choice.module, _LEAF, False):
         return ""  # the user has set it
-    unsafe = tree.unsafe(row.module)
-    if unsafe:
-        return unsafe
+    why_unsafe = tree.why_unsafe(choice.module)
+    if why_unsafe:
+        return why_unsafe
     if settings.budget is None:
-        if row.numel > settings.most_live:
-            return f"{row.numel:,} parameters are more than stage3_max_live_parameters"
-        if row.granularity is None or row.granularity > settings.threshold:
+        if choice.numel > settings.most_live:
+            return f"{choice.numel:,} parameters are more than stage3_max_live_parameters"
+        if choice.granularity is None or choice.granularity > settings.threshold:
             return "above the threshold"
         return ""
-    if tree.holds_stack(row.module):
-        return "it holds a stack of layers"
-    return f"{row.bytes:,} bytes are more than the budget" if row.bytes > settings.budget else ""
+    if tree.holds_stack(choice.module):
+        return "it contains a stack of layers"
+    return f"{choice.bytes:,} bytes are more than the budget" if choice.bytes > settings.budget else ""
 
 
-def _chunks(tree: _Tree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
+def _chunks(tree: _ModelTree, module: nn.Module, budget: int) -> list[list[nn.Module]]:
     """Return windows of a mixture's listed experts that fit the budget; none if there is no such list."""
     experts = experts_of(module)
     bytes_each = [unit_bytes(expert.parameters()) for expert in experts]
-    if max(bytes_each, default=0) > budget or any(tree.entered_elsewhere(expert) for expert in experts):
+    if max(bytes_each, default=0) > budget or any(tree.why_entered_elsewhere(expert) for expert in experts):
         return []
     chunks: list[list[nn.Module]] = []
-    room = 0
-    for expert, needed in zip(experts, bytes_each, strict=True):
-        if needed > room:
+    remaining_bytes = 0
+    for expert, needed_bytes in zip(experts, bytes_each, strict=True):
+        if needed_bytes > remaining_bytes:
             chunks.append([])
-            room = budget
+            remaining_bytes = budget
         chunks[-1].append(expert)
-        room -= needed
+        remaining_bytes -= needed_bytes
     return chunks
 
 
 def expert_bytes(module: nn.Module) -> int:
     """Return the bytes of one packed expert of a module, as a unit; 0 if experts cannot be separated."""
-    return unit_bytes(module.parameters(recurse=False)) // experts_in(module) if can_have_windows(module) else 0
+    return unit_bytes(module.parameters(recurse=False)) // experts_in(module) if has_window_experts(module) else 0
 
 
-def can_have_windows(module: nn.Module) -> bool:
+def has_window_experts(module: nn.Module) -> bool:
     """Return whether a module's experts are packed, and can be fetched in windows."""
     return bool(_EXPERTS.search(type(module).__name__)) and why_no_windows(module) == ""
 
 
-def _windows(tree: _Tree, row: ModuleChoice, budget: int) -> tuple[list[list[int]], str]:
+def _windows(tree: _ModelTree, choice: ModuleChoice, budget: int) -> tuple[list[list[int]], str]:
     """Return windows of a module's packed experts, and the reason for them.
 
     There are none without such experts, or if the module fits the budget. There are none either if its experts look
     packed but must stay together; then the reason explains that.
     """
-    why = why_no_windows(row.module)
-    if why is None or row.bytes <= budget:
+    why = why_no_windows(choice.module)
+    if why is None or choice.bytes <= budget:
         return [], ""
-    why = why or tree.entered_elsewhere(row.module)
-    if why or not can_have_windows(row.module):
-        return [], f"its packed experts stay together: {why or 'it is not named as experts'}"
-    return windows_of(experts_in(row.module), expert_bytes(row.module), budget), (
-        f"{row.bytes:,} bytes are more than the budget"
+    why = why or tree.why_entered_elsewhere(choice.module)
+    if why or not has_window_experts(choice.module):
+        return [], f"its packed experts stay together: {why or 'its class is not named as experts'}"
+    return windows_of(experts_in(choice.module), expert_bytes(choice.module), budget), (
+        f"{choice.bytes:,} bytes are more than the budget"
     )
 
 
-def set_leaves(found: Iterable[ModuleChoice]) -> list[nn.Module]:
+def set_leaves(choices: Iterable[ModuleChoice]) -> list[nn.Module]:
     """Flag units, and experts in windows, as leaf modules for DeepSpeed; return the units."""
-    found = list(found)
-    units = [row.module for row in found if row.kind == LeafKind.UNIT]
-    experts = [expert for row in found for chunk in row.chunks for expert in chunk]
-    windowed = [row for row in found if row.windows]
-    for module in (*units, *experts, *(row.module for row in windowed)):
+    choices = list(choices)
+    units = [choice.module for choice in choices if choice.kind == LeafKind.UNIT]
+    experts = [expert for choice in choices for chunk in choice.chunks for expert in chunk]
+    windowed = [choice for choice in choices if choice.windows]
+    for module in (*units, *experts, *(choice.module for choice in windowed)):
         if not getattr(module, _LEAF, False):
             setattr(module, _LEAF, True)
-            setattr(module, _OURS, True)
-    for row in found:
-        if row.chunks:
-            set_chunks(row.module, row.chunks)
-    for row in windowed:
-        set_windows(row.module, row.windows)
+            setattr(module, _SET_BY_CHOICE, True)
+    for choice in choices:
+        if choice.chunks:
+            set_chunks(choice.module, choice.chunks)
+    for choice in windowed:
+        set_windows(choice.module, choice.windows)
     return units
 
 
 def _unset(module: nn.Module) -> bool:
     """Undo all settings on one module, and return whether there were any."""
-    return unset_chunks(module) | unset_windows(module) | bool(module.__dict__.pop(_OURS, False))
+    # No ``or``: all of them must be undone.
+    return unset_chunks(module) | unset_windows(module) | bool(module.__dict__.pop(_SET_BY_CHOICE, False))
 
 
 def unset_leaves(model: nn.Module) -> None:

@@ -16,15 +16,15 @@ from torch import nn
 from deepspeed_ext.config.keys import LEAF_BYTES, MOST_LIVE, SECTION, THRESHOLD
 from deepspeed_ext.deepspeed_types import ZeroConfig
 from deepspeed_ext.leaf.modules import (
-    HOOKS,
+    HOOKS_PER_MODULE,
     LeafKind,
     ModuleChoice,
     Settings,
-    can_have_windows,
     choose,
     default_budget,
     expert_bytes,
     experts_of,
+    has_window_experts,
     numel_of,
     set_leaves,
     unit_bytes,
@@ -54,13 +54,13 @@ class ClassSummary(NamedTuple):
 class LiveLimits:
     """ZeRO-3's limits of the parameters that are gathered at a time, all in elements."""
 
-    most: int  # stage3_max_live_parameters
+    most_live: int  # stage3_max_live_parameters
     prefetch: int  # stage3_prefetch_bucket_size
     reuse: int  # stage3_max_reuse_distance
     persistence: int  # stage3_param_persistence_threshold
 
 
-def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] | None:
+def choose_by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] | None:
     """Choose and flag leaf modules by the configured budget, and log them on rank 0.
 
     Returns None if the parsed ``zero_optimization`` has no budget.
@@ -72,7 +72,7 @@ def by_budget(zero_config: ZeroConfig, model: nn.Module) -> list[ModuleChoice] |
         return None
     settings, live = settings_and_live(zero_config, model)
     _drop_defaults(zero_config, model)
-    return _set_up(model, settings, live)
+    return _choose_and_flag(model, settings, live)
 
 
 def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settings, LiveLimits]:
@@ -97,7 +97,7 @@ def settings_and_live(zero_config: ZeroConfig, model: nn.Module) -> tuple[Settin
     return Settings(budget, int(zero_config.module_granularity_threshold), most_live), live
 
 
-def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[ModuleChoice]:
+def choose_by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: int) -> list[ModuleChoice]:
     """Choose and flag leaf modules by a threshold, while a ``DeepSpeedZeRoOffload`` is made, as DeepSpeed does."""
     live = LiveLimits(
         offload._max_available_parameters_in_numel,
@@ -106,16 +106,16 @@ def by_granularity(offload: DeepSpeedZeRoOffload, model: nn.Module, threshold: i
         offload.param_numel_persistence_threshold,
     )
     # Printed, not logged: DeepSpeed printed its table, too, until it made that depend on a flag that nothing sets.
-    return _set_up(model, Settings(None, int(threshold), live.most), live, print_dist)
+    return _choose_and_flag(model, Settings(None, int(threshold), live.most_live), live, print_dist)
 
 
-def _set_up(
-    model: nn.Module, settings: Settings, live: LiveLimits, show: Callable[..., None] = log_dist
+def _choose_and_flag(
+    model: nn.Module, settings: Settings, live: LiveLimits, log: Callable[..., None] = log_dist
 ) -> list[ModuleChoice]:
     choices = choose(model, settings)
     set_leaves(choices)
-    show(f"deepspeed_ext: {choice_table(choices, model, settings, live)}", ranks=[0])
-    _warn(choices, settings)
+    log(f"deepspeed_ext: {choice_table(choices, model, settings, live)}", ranks=[0])
+    _warn_about_choices(choices, settings)
     return choices
 
 
@@ -126,7 +126,7 @@ def _refuse_too_small(budget: int, model: nn.Module, most_live: int) -> None:
     needed = _least_bytes(module)
     if budget >= needed:
         return
-    if can_have_windows(module):
+    if has_window_experts(module):
         raise ValueError(
             f"{SECTION}.{LEAF_BYTES} must be at least the bytes of one expert, gathered and with its gradient: one of "
             f"the {module.num_experts} packed experts of {name} needs {needed:,}, got {budget:,}. Raise it, or set it "
@@ -154,55 +154,55 @@ def _drop_defaults(zero_config: ZeroConfig, model: nn.Module) -> None:
                 module.__dict__.pop("_z3_leaf", None)
 
 
-def _warn(found: list[ModuleChoice], settings: Settings) -> None:
+def _warn_about_choices(choices: list[ModuleChoice], settings: Settings) -> None:
     """Warn on rank 0 if a threshold has no effect, a module exceeds the budget, or experts are fetched one by one."""
     from deepspeed import comm as dist
 
     if dist.is_initialized() and dist.get_rank() != 0:
         return
-    if settings.budget is None and not any(choice.kind == LeafKind.UNIT for choice in found):
+    if settings.budget is None and not any(choice.kind == LeafKind.UNIT for choice in choices):
         candidates = [
-            choice for choice in found if choice.granularity is not None and choice.why == "above the threshold"
+            choice for choice in choices if choice.granularity is not None and choice.why == "above the threshold"
         ]
-        least = min(candidates, key=lambda one: one.granularity or 0, default=None)
+        smallest = min(candidates, key=lambda choice: choice.granularity or 0, default=None)
         hint = (
-            f"the smallest granularity is {least.granularity:,} ({type(least.module).__name__} {least.name})"
-            if least
+            f"the smallest granularity is {smallest.granularity:,} ({type(smallest.module).__name__} {smallest.name})"
+            if smallest
             else "no module of this model can be one"
         )
         logger.warning(
-            f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. "
-            f"{SECTION}.{LEAF_BYTES} true chooses without a number."
+            f"deepspeed_ext: {SECTION}.{THRESHOLD} {settings.threshold:,} makes no module a unit: {hint}. Set "
+            f"{SECTION}.{LEAF_BYTES} to true to choose units without a number."
         )
     budget = settings.budget
-    alone = [choice for choice in found if choice.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]
-    oversized = [choice for choice in alone if budget and _own_bytes(choice) > budget]
+    fetched_apart = [choice for choice in choices if choice.kind not in (LeafKind.INSIDE, LeafKind.WINDOWED)]
+    oversized = [choice for choice in fetched_apart if budget and _own_bytes(choice) > budget]
     if oversized and budget:
-        first = max(oversized, key=_own_bytes)
+        example = max(oversized, key=_own_bytes)
         logger.warning(
-            f"deepspeed_ext: {len(oversized)} module(s) hold more parameters themselves than a unit may, for example "
-            f"{type(first.module).__name__} {first.name} ({_own_bytes(first):,} bytes, budget {budget:,}): "
-            f"they are fetched at once anyway ({first.why})."
+            f"deepspeed_ext: the own parameters of {len(oversized)} module(s) are larger than a unit may be, for "
+            f"example {type(example.module).__name__} {example.name} ({_own_bytes(example):,} bytes, budget "
+            f"{budget:,}): they are fetched at once anyway ({example.why})."
         )
-    split = [choice for choice in found if choice.kind == LeafKind.FINE and experts_of(choice.module)]
-    if split:
-        first = split[0]
+    mixtures = [choice for choice in choices if choice.kind == LeafKind.FINE and experts_of(choice.module)]
+    if mixtures:
+        example = mixtures[0]
         logger.warning(
-            f"deepspeed_ext: {len(split)} module(s) that look like mixtures of experts are not fetched as one, for "
-            f"example {type(first.module).__name__} {first.name} ({first.why}): ranks that use different experts "
-            f"would wait for one another. Raise the budget or the threshold, or set it as a leaf module."
+            f"deepspeed_ext: {len(mixtures)} module(s) that look like mixtures of experts are not fetched as a unit, "
+            f"for example {type(example.module).__name__} {example.name} ({example.why}): ranks that use different "
+            f"experts would wait for one another. Raise the budget or the threshold, or set it as a leaf module."
         )
 
 
-def _own_bytes(one: ModuleChoice) -> int:
+def _own_bytes(choice: ModuleChoice) -> int:
     """Return the bytes, as a unit, of a module's own parameters."""
-    return unit_bytes(one.module.parameters(recurse=False))
+    return unit_bytes(choice.module.parameters(recurse=False))
 
 
-def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
+def summaries(choices: Sequence[ModuleChoice]) -> list[ClassSummary]:
     """Return one summary for each class, kind and reason, in the order of the model, without modules inside units."""
     groups: dict[tuple[str, str, str], list[ModuleChoice]] = {}
-    for choice in found:
+    for choice in choices:
         if choice.kind != LeafKind.INSIDE:
             why = "" if choice.kind == LeafKind.UNIT else choice.why
             if choice.chunks:
@@ -212,8 +212,10 @@ def summaries(found: Sequence[ModuleChoice]) -> list[ClassSummary]:
             groups.setdefault((type(choice.module).__name__, choice.kind.value, _general(why)), []).append(choice)
     table = []
     for (cls, kind, why), members in groups.items():
-        most = max(members, key=lambda one: one.numel)
-        table.append(ClassSummary(cls, len(members), most.numel, most.granularity, most.bytes, kind=kind, why=why))
+        largest = max(members, key=lambda choice: choice.numel)
+        table.append(
+            ClassSummary(cls, len(members), largest.numel, largest.granularity, largest.bytes, kind=kind, why=why)
+        )
     return table
 
 
@@ -222,29 +224,31 @@ def _general(why: str) -> str:
     return why if " " not in why or why.split(" ", 1)[0].count(".") == 0 else f"a module in it {why.split(' ', 1)[1]}"
 
 
-def hooks(found: Sequence[ModuleChoice], model: nn.Module) -> tuple[int, int]:
+def hooks(choices: Sequence[ModuleChoice], model: nn.Module) -> tuple[int, int]:
     """Return the number of hooks on modules before and after the choice.
 
     DeepSpeed has four on each module that is not inside a leaf module.
     """
     modules = sum(1 for _ in model.modules())
-    coarse = [choice.module for choice in found if choice.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
-    coarse += [expert for choice in found for chunk in choice.chunks for expert in chunk]
+    coarse = [choice.module for choice in choices if choice.kind in (LeafKind.UNIT, LeafKind.WINDOWED)]
+    coarse += [expert for choice in choices for chunk in choice.chunks for expert in chunk]
     inside = sum(sum(1 for _ in module.modules()) - 1 for module in coarse)
-    return HOOKS * modules, HOOKS * (modules - inside)
+    return HOOKS_PER_MODULE * modules, HOOKS_PER_MODULE * (modules - inside)
 
 
-def predicted_live(found: Sequence[ModuleChoice], model: nn.Module, live: LiveLimits) -> int:
+def predicted_live(choices: Sequence[ModuleChoice], model: nn.Module, live: LiveLimits) -> int:
     """Return an upper bound of the elements that are gathered at a time.
 
     These are persistent parameters, parameters in use, prefetched ones (full units that begin within the prefetch
     bucket), and those kept because they are used again within the reuse distance (full units, too).
     """
     total = sum(numel_of(p) for p in model.parameters())
-    packed = {id(p) for choice in found if choice.windows for p in choice.module.parameters()}  # they do not persist
-    small = sum(numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence and id(p) not in packed)
-    fetched = [choice.numel for choice in found if choice.kind == LeafKind.UNIT]
-    for choice in found:
+    packed = {id(p) for choice in choices if choice.windows for p in choice.module.parameters()}  # they do not persist
+    persistent = sum(
+        numel_of(p) for p in model.parameters() if numel_of(p) <= live.persistence and id(p) not in packed
+    )
+    fetched = [choice.numel for choice in choices if choice.kind == LeafKind.UNIT]
+    for choice in choices:
         if choice.kind == LeafKind.FINE:
             fetched.append(sum(map(numel_of, choice.module.parameters(recurse=False))))
         elif choice.kind == LeafKind.CHUNKED:  # a window stays while other parameters are fetched
@@ -254,12 +258,12 @@ def predicted_live(found: Sequence[ModuleChoice], model: nn.Module, live: LiveLi
             window = choice.numel // sum(map(len, choice.windows)) * len(choice.windows[0])
             fetched.append(min(choice.numel, 2 * window))
     largest = max(fetched, default=0)
-    ahead = min(live.prefetch, live.most) + largest if live.prefetch else 0
-    kept = live.reuse + largest if live.reuse else 0
-    return min(total, small + largest + ahead + kept)
+    prefetched = min(live.prefetch, live.most_live) + largest if live.prefetch else 0
+    reused = live.reuse + largest if live.reuse else 0
+    return min(total, persistent + largest + prefetched + reused)
 
 
-def choice_table(found: Sequence[ModuleChoice], model: nn.Module, settings: Settings, live: LiveLimits) -> str:
+def choice_table(choices: Sequence[ModuleChoice], model: nn.Module, settings: Settings, live: LiveLimits) -> str:
     """Return the choice of leaf modules as text: a row for each class, hooks, and the parameters live at a time."""
     criterion = (
         f"granularity up to {settings.threshold:,}, at most {settings.most_live:,} parameters"
@@ -270,14 +274,14 @@ def choice_table(found: Sequence[ModuleChoice], model: nn.Module, settings: Sett
         f"leaf modules of {type(model).__name__}: {criterion}",
         f"  {'class':<32} {'count':>6} {'parameters':>15} {'granularity':>13} {'bytes as unit':>17}  fetched",
     ]
-    for row in summaries(found):
+    for row in summaries(choices):
         granularity = "" if row.granularity is None else f"{row.granularity:,}"
         fetched = _FETCHED[row.kind].format(row.why)
         lines.append(
             f"  {row.cls:<32.32} {row.modules:>6} {row.numel:>15,} {granularity:>13} {row.bytes:>17,}  {fetched}"
         )
-    before, after = hooks(found, model)
+    before, after = hooks(choices, model)
     fewer = f" ({1 - after / before:.1%} fewer)" if before else ""
     lines.append(f"  hooks on modules: {before:,} before, {after:,} after{fewer}")
-    lines.append(f"  parameters gathered at a time: at most {predicted_live(found, model, live):,} predicted")
+    lines.append(f"  parameters gathered at a time: at most {predicted_live(choices, model, live):,} predicted")
     return "\n".join(lines)

@@ -37,13 +37,13 @@ class LiveElements:
     """Counts the elements of gathered parameters: current number, and maximum."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0
+        self.current = self.peak = 0
 
     def add(self, numel: int) -> None:
         """Count gathered elements; a negative number counts released ones."""
-        self.now += numel
+        self.current += numel
         if numel > 0:
-            self.most = max(self.most, self.now)
+            self.peak = max(self.peak, self.current)
 
 
 class UnitOwner(Protocol):
@@ -165,23 +165,23 @@ def make_units(leaves: Iterable[nn.Module], owner: UnitOwner) -> list[Unit]:
     units: list[Unit] = []
     for leaf in leaves:
         kinds: dict[Hashable, list[ZeroParameter]] = {}
-        alone: list[ZeroParameter] = []
+        separate: list[ZeroParameter] = []
         for param in cast(Iterable[ZeroParameter], leaf.parameters()):
             kind = None if hasattr(param, UNIT) else owner.unit_kind(param)
-            (alone if kind is None else kinds.setdefault(kind, [])).append(param)
+            (separate if kind is None else kinds.setdefault(kind, [])).append(param)
         new_units = [Unit(params, owner) for params in kinds.values() if len(params) > 1]
-        alone += [params[0] for params in kinds.values() if len(params) == 1]
+        separate += [params[0] for params in kinds.values() if len(params) == 1]
         units += new_units
-        leaf.__dict__[_ENTRIES] = (*new_units, *alone)
+        leaf.__dict__[_ENTRIES] = (*new_units, *separate)
     return units
 
 
-def fetch_nothing(module: nn.Module) -> None:
+def exclude_from_fetches(module: nn.Module) -> None:
     """Keep the coordinator from fetching parameters of a leaf module that fetches them itself."""
     module.__dict__[_ENTRIES] = ()
 
 
-def forget_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
+def remove_units(leaves: Iterable[nn.Module], units: Iterable[Unit]) -> None:
     """Undo ``make_units``."""
     for unit in units:
         for param in unit.params:

@@ -69,7 +69,7 @@ class WindowReducer(Protocol):
     def end_windows(self, module: "WindowedModule") -> None:
         """Reduce, at the end of a backward, gradients of windows that wait for a further pass of the module."""
 
-    def forget_windows(self, module: "WindowedModule") -> None:
+    def drop_window_gradients(self, module: "WindowedModule") -> None:
         """Drop gradients of an interrupted backward."""
 
 
@@ -88,15 +88,15 @@ class WindowHooks(Protocol):
 
 
 @dataclass(eq=False)
-class _Part:
+class _WindowState:
     """The data of a window that a pass keeps for its backward."""
 
     tokens: Tensor  # 1D, int64: index of the token of each assignment to an expert
-    places: Tensor  # 1D, int64: flat index of each assignment in (tokens, k)
+    assignments: Tensor  # 1D, int64: flat index of each assignment in (tokens, k)
     experts: Tensor  # (assignments, 1), int64: the expert's number in the window
     weights: list[Tensor] = field(default_factory=list)  # without their storage between fetches
     hidden: Tensor | None = None
-    shares: Tensor | None = None
+    routing_weights: Tensor | None = None
     output: Tensor | None = None  # with its graph; None if no token chose these experts, or nothing is kept
 
 
@@ -104,8 +104,8 @@ class _Context(torch.autograd.function.FunctionCtx):
     """Data of a pass in the autograd graph."""
 
     windows: "WindowedModule"
-    parts: list[_Part] | None
-    over: bool
+    states: list[_WindowState] | None
+    is_done: bool
     cast: tuple[str, bool, torch.dtype]
     saved_tensors: tuple[Tensor, ...]
     needs_input_grad: tuple[bool, ...]
@@ -116,28 +116,35 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, windows: "WindowedModule", anchor: Tensor, hidden: Tensor, index: Tensor, shares: Tensor
+        ctx: Any,
+        windows: "WindowedModule",
+        dummy: Tensor,
+        hidden: Tensor,
+        expert_index: Tensor,
+        routing_weights: Tensor,
     ) -> Tensor:
-        ctx.windows, ctx.over = windows, False
-        ctx.save_for_backward(hidden, index, shares)
+        ctx.windows, ctx.is_done = windows, False
+        ctx.save_for_backward(hidden, expert_index, routing_weights)
         device = hidden.device.type
         ctx.cast = device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         # With hooks for saved tensors, as under a non-reentrant checkpoint, only inputs are saved.
-        keep = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
-        out, parts = windows.run(hidden, index, shares, keep)
-        ctx.parts = parts if keep else None
+        keeps_graphs = torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+        output_sum, states = windows.run(hidden, expert_index, routing_weights, keeps_graphs)
+        ctx.states = states if keeps_graphs else None
         windows.passes.add(ctx)
-        return out
+        return output_sum
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        hidden, index, shares = ctx.saved_tensors
-        ctx.over = True
+        hidden, expert_index, routing_weights = ctx.saved_tensors
+        ctx.is_done = True
         with torch.autocast(ctx.cast[0], ctx.cast[2], ctx.cast[1], cache_enabled=False):
-            parts, ctx.parts = ctx.parts, None
+            states, ctx.states = ctx.states, None
             needed = ctx.needs_input_grad[2], ctx.needs_input_grad[4]
-            input_grads = ctx.windows.run_backward(gradient, hidden, index, shares, parts, wanted=needed)
+            input_grads = ctx.windows.run_backward(
+                gradient, hidden, expert_index, routing_weights, states, needs_grads=needed
+            )
         return None, None, input_grads[0], None, input_grads[1]
 
 
@@ -146,7 +153,7 @@ class WindowedModule:
 
     Args:
         module: its own parameters are the packed experts. Its forward takes hidden states (tokens, width), the experts
-            of each token (tokens, k), and their routing weights (tokens, k), named shares.
+            of each token (tokens, k), and their routing weights (tokens, k).
         windows: the experts of each window, in order; together all experts.
 
     Attributes:
@@ -166,168 +173,186 @@ class WindowedModule:
         self.params: list[Any] = list(module.parameters(recurse=False))
         self.passes: weakref.WeakSet[Any] = weakref.WeakSet()
         experts = sum(len(window) for window in self.windows)
-        pairs = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
+        position_of_expert = {e: (w, at) for w, window in enumerate(self.windows) for at, e in enumerate(window)}
         # One column per expert, and a last one for assignments to no expert of this module.
-        self._table = torch.tensor([pairs.get(e, (len(self.windows), 0)) for e in range(experts + 1)]).T.contiguous()
+        self._table = torch.tensor(
+            [position_of_expert.get(e, (len(self.windows), 0)) for e in range(experts + 1)]
+        ).T.contiguous()
 
     def __deepcopy__(self, memo: object) -> "WindowedModule":
         return self  # belongs to the engine, as hooks do
 
-    def __call__(self, hidden_states: Tensor, index: Tensor, shares: Tensor) -> Tensor:
+    def __call__(self, hidden_states: Tensor, expert_index: Tensor, routing_weights: Tensor) -> Tensor:
         """Run the module.
 
         Raises:
             ValueError: an argument has an unexpected shape.
         """
-        if hidden_states.dim() != 2 or index.dim() != 2 or index.shape != shares.shape:
+        if hidden_states.dim() != 2 or expert_index.dim() != 2 or expert_index.shape != routing_weights.shape:
             raise ValueError(
                 f"{type(self.module).__name__} is fetched in windows of experts, which needs hidden states of shape "
-                f"(tokens, width), and experts and their shares of shape (tokens, k); got "
-                f"{tuple(hidden_states.shape)}, {tuple(index.shape)} and {tuple(shares.shape)}. Raise "
+                f"(tokens, width), and expert indices and routing weights of shape (tokens, k); got "
+                f"{tuple(hidden_states.shape)}, {tuple(expert_index.shape)} and {tuple(routing_weights.shape)}. Raise "
                 f"zero_optimization.stage3_leaf_bytes until the module fits."
             )
         trained = any(param.requires_grad for param in self.params)
-        if not torch.is_grad_enabled() or not (trained or hidden_states.requires_grad or shares.requires_grad):
+        if not torch.is_grad_enabled() or not (
+            trained or hidden_states.requires_grad or routing_weights.requires_grad
+        ):
             with torch.no_grad():
-                return self.run(hidden_states, index, shares, False)[0]
-        anchor = torch.empty(0, requires_grad=trained)  # makes autograd call the backward if only weights need it
-        return cast(Tensor, _Pass.apply(self, anchor, hidden_states, index, shares))
+                return self.run(hidden_states, expert_index, routing_weights, False)[0]
+        dummy = torch.empty(0, requires_grad=trained)  # makes autograd call the backward if only weights need it
+        return cast(Tensor, _Pass.apply(self, dummy, hidden_states, expert_index, routing_weights))
 
-    def run(self, hidden: Tensor, index: Tensor, shares: Tensor, keep: bool) -> tuple[Tensor, list[_Part]]:
-        """Return the module's output, and the windows; with ``keep``, with their graphs for the backward."""
-        out = torch.zeros_like(hidden, requires_grad=False)
-        parts = self._parts(index)
-        for _, part in self._in_order(parts, forward=True):
-            if len(part.tokens):
-                with torch.set_grad_enabled(keep):
-                    output = self._compute(part, hidden, shares, keep)
-                out.index_add_(0, part.tokens, output.detach().to(out.dtype))
-            self._drop(part)
-        return out, parts
+    def run(
+        self, hidden: Tensor, expert_index: Tensor, routing_weights: Tensor, keeps_graphs: bool
+    ) -> tuple[Tensor, list[_WindowState]]:
+        """Return the module's output, and the windows; with ``keeps_graphs``, with their graphs for the backward."""
+        output_sum = torch.zeros_like(hidden, requires_grad=False)
+        states = self._make_states(expert_index)
+        for _, state in self._in_order(states, forward=True):
+            if len(state.tokens):
+                with torch.set_grad_enabled(keeps_graphs):
+                    output = self._compute(state, hidden, routing_weights, keeps_graphs)
+                output_sum.index_add_(0, state.tokens, output.detach().to(output_sum.dtype))
+            self._free_weights(state)
+        return output_sum, states
 
     def run_backward(
         self,
         gradient: Tensor,
         hidden: Tensor,
-        index: Tensor,
-        shares: Tensor,
-        parts: list[_Part] | None,
+        expert_index: Tensor,
+        routing_weights: Tensor,
+        states: list[_WindowState] | None,
         *,
-        wanted: tuple[bool, bool],
+        needs_grads: tuple[bool, bool],
     ) -> list[Tensor | None]:
         """Run the windows backward and reduce their gradients; return the gradients of hidden states and shares."""
         assert self.hooks is not None
         self.hooks.begin_backward()
-        recompute = parts is None
-        parts = self._parts(index) if parts is None else parts
+        recompute = states is None
+        states = self._make_states(expert_index) if states is None else states
         input_grads = [
             torch.zeros_like(tensor) if needed else None
-            for tensor, needed in zip((hidden, shares), wanted, strict=True)
+            for tensor, needed in zip((hidden, routing_weights), needs_grads, strict=True)
         ]
-        last = not self._to_come()
-        for number, part in self._in_order(parts, forward=False):
-            gradients: list[Tensor | None] = [None] * len(part.weights)
-            if len(part.tokens):
+        last = not self._runs_again()
+        for number, state in self._in_order(states, forward=False):
+            gradients: list[Tensor | None] = [None] * len(state.weights)
+            if len(state.tokens):
                 if recompute:
                     with torch.enable_grad():
-                        self._compute(part, hidden.requires_grad_(wanted[0]), shares.requires_grad_(wanted[1]), True)
-                gradients = self._differentiate(part, gradient, input_grads)
-            self._drop(part)
-            part.weights.clear()
+                        self._compute(
+                            state,
+                            hidden.requires_grad_(needs_grads[0]),
+                            routing_weights.requires_grad_(needs_grads[1]),
+                            True,
+                        )
+                gradients = self._differentiate(state, gradient, input_grads)
+            self._free_weights(state)
+            state.weights.clear()
             if any(param.requires_grad for param in self.params):
                 self.hooks.reduce_window(self, number, gradients, last)
         return input_grads
 
-    def forget(self) -> None:
+    def drop_gradients(self) -> None:
         """Drop gradients of an interrupted backward. Called when a new forward of the model begins."""
         if self.hooks is not None:
-            self.hooks.windows.forget_windows(self)
+            self.hooks.windows.drop_window_gradients(self)
 
-    def _differentiate(self, part: _Part, gradient: Tensor, into: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the gradients of a window's weights; add the gradients of its inputs to ``into``."""
-        assert part.output is not None and part.hidden is not None and part.shares is not None
-        inputs = [part.hidden, part.shares, *part.weights]
+    def _differentiate(
+        self, state: _WindowState, gradient: Tensor, input_grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Return the gradients of a window's weights; add the gradients of its inputs to ``input_grads``."""
+        assert state.output is not None and state.hidden is not None and state.routing_weights is not None
+        inputs = [state.hidden, state.routing_weights, *state.weights]
         differentiable = [tensor for tensor in inputs if tensor.requires_grad]
-        grads = iter(torch.autograd.grad(part.output, differentiable, gradient[part.tokens], allow_unused=True))
-        part.output = None
+        grads = iter(torch.autograd.grad(state.output, differentiable, gradient[state.tokens], allow_unused=True))
+        state.output = None  # frees the window's graph
         results = [next(grads) if tensor.requires_grad else None for tensor in inputs]
-        if into[0] is not None and results[0] is not None:
-            into[0].index_add_(0, part.tokens, results[0])
-        if into[1] is not None and results[1] is not None:
-            into[1].view(-1)[part.places] = results[1].view(-1)
-        part.hidden = part.shares = None
+        if input_grads[0] is not None and results[0] is not None:
+            input_grads[0].index_add_(0, state.tokens, results[0])
+        if input_grads[1] is not None and results[1] is not None:
+            input_grads[1].view(-1)[state.assignments] = results[1].view(-1)
+        state.hidden = state.routing_weights = None
         return results[2:]
 
-    def _compute(self, part: _Part, hidden: Tensor, shares: Tensor, keep: bool) -> Tensor:
+    def _compute(self, state: _WindowState, hidden: Tensor, routing_weights: Tensor, keeps_graphs: bool) -> Tensor:
         """Run the module's forward on the tokens of a window."""
-        part.hidden = hidden.detach()[part.tokens].requires_grad_(keep and hidden.requires_grad)
-        part.shares = shares.detach().reshape(-1)[part.places, None].requires_grad_(keep and shares.requires_grad)
+        state.hidden = hidden.detach()[state.tokens].requires_grad_(keeps_graphs and hidden.requires_grad)
+        state.routing_weights = (
+            routing_weights.detach()
+            .reshape(-1)[state.assignments, None]
+            .requires_grad_(keeps_graphs and routing_weights.requires_grad)
+        )
         substitute = object.__new__(type(self.module))
         substitute.__dict__.update(self.module.__dict__)
         for attribute in ("forward", _WINDOWS):
             substitute.__dict__.pop(attribute, None)
-        substitute.__dict__["_parameters"] = dict(zip(self.names, part.weights, strict=True))
-        substitute.__dict__["num_experts"] = len(part.weights[0])
+        substitute.__dict__["_parameters"] = dict(zip(self.names, state.weights, strict=True))
+        substitute.__dict__["num_experts"] = len(state.weights[0])
         if _PARALLEL in substitute.__dict__:
             substitute.__dict__[_PARALLEL] = False  # assignments to no expert here have been removed already
         # Disable outer hooks: tensors that they save cannot be restored window by window.
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            output: Tensor = type(self.module).forward(substitute, part.hidden, part.experts, part.shares)
-        if keep and output.requires_grad:
-            part.output = output
+            output: Tensor = type(self.module).forward(substitute, state.hidden, state.experts, state.routing_weights)
+        if keeps_graphs and output.requires_grad:
+            state.output = output
         return output
 
-    def _in_order(self, parts: Sequence[_Part], forward: bool) -> Any:
+    def _in_order(self, states: Sequence[_WindowState], forward: bool) -> Any:
         """Yield each window with its weights, while the next one is gathered."""
-        numbers = list(range(len(parts)))[:: 1 if forward else -1]
+        numbers = list(range(len(states)))[:: 1 if forward else -1]
         self.fetcher.begin_pass(self)
         try:
-            ahead: Fetch | None = self.fetcher.fetch(self, numbers[0])
+            next_fetch: Fetch | None = self.fetcher.fetch(self, numbers[0])
             for position, number in enumerate(numbers):
-                current, ahead = cast(Fetch, ahead), None
+                current_fetch, next_fetch = cast(Fetch, next_fetch), None
                 if position + 1 < len(numbers):
-                    ahead = self.fetcher.fetch(self, numbers[position + 1])
-                self._fill(parts[number], number)
-                current.wait([weight.data for weight in parts[number].weights])
-                yield number, parts[number]
-                current.release()
+                    next_fetch = self.fetcher.fetch(self, numbers[position + 1])
+                self._allocate_weights(states[number], number)
+                current_fetch.wait([weight.data for weight in states[number].weights])
+                yield number, states[number]
+                current_fetch.release()
         finally:
             self.fetcher.end_pass(self)
 
-    def _fill(self, part: _Part, number: int) -> None:
+    def _allocate_weights(self, state: _WindowState, number: int) -> None:
         """Allocate storage for a window's weights."""
-        if part.weights:
-            for weight in part.weights:
+        if state.weights:  # the same tensors, because the forward's graph references them
+            for weight in state.weights:
                 weight.untyped_storage().resize_(weight.numel() * weight.element_size())
             return
         for param in self.params:
             shape = (len(self.windows[number]), *getattr(param, "ds_shape", param.shape)[1:])
-            weight = torch.empty(shape, dtype=param.dtype, device=part.tokens.device)
-            part.weights.append(weight.requires_grad_(param.requires_grad))
+            weight = torch.empty(shape, dtype=param.dtype, device=state.tokens.device)
+            state.weights.append(weight.requires_grad_(param.requires_grad))
 
     @staticmethod
-    def _drop(part: _Part) -> None:
-        for weight in part.weights:
+    def _free_weights(state: _WindowState) -> None:
+        # Only the storage: the graph references the tensors until its backward.
+        for weight in state.weights:
             weight.untyped_storage().resize_(0)
 
-    def _parts(self, index: Tensor) -> list[_Part]:
+    def _make_states(self, expert_index: Tensor) -> list[_WindowState]:
         """Return the windows, each with the tokens of its experts."""
-        if self._table.device != index.device:
-            self._table = self._table.to(index.device)
-        flat = index.reshape(-1).clamp(0, self._table.shape[1] - 1)
+        if self._table.device != expert_index.device:
+            self._table = self._table.to(expert_index.device)
+        flat = expert_index.reshape(-1).clamp(0, self._table.shape[1] - 1)
         window, expert = self._table[:, flat]
         order = torch.argsort(window, stable=True)
         counts = torch.bincount(window, minlength=len(self.windows) + 1).tolist()[: len(self.windows)]
-        parts, start = [], 0
+        states, start = [], 0
         for count in counts:
             assigned = order[start : start + count]
-            parts.append(_Part(assigned // index.shape[1], assigned, expert[assigned, None]))
+            states.append(_WindowState(assigned // expert_index.shape[1], assigned, expert[assigned, None]))
             start += count
-        return parts
+        return states
 
-    def _to_come(self) -> bool:
+    def _runs_again(self) -> bool:
         """Return whether the running backward will enter the module again."""
-        nodes = [cast(Node, context) for context in self.passes if not context.over]
+        nodes = [cast(Node, context) for context in self.passes if not context.is_done]
         return any(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
@@ -343,8 +368,8 @@ class _Forward:
         return self._windowed(*(arguments[name] for name in self._names))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Tensor]:
-        copied = memo.get(id(self._windowed.module))  # a module's attributes are copied after it is in the memo
-        return self if copied is None else functools.partial(type(copied).forward, copied)
+        copied_module = memo.get(id(self._windowed.module))  # a module's attributes are copied after it is in the memo
+        return self if copied_module is None else functools.partial(type(copied_module).forward, copied_module)
 
 
 def experts_in(module: nn.Module) -> int:
@@ -361,18 +386,18 @@ def why_no_windows(module: nn.Module) -> str | None:
     if experts < 2 or not any(len(s) == 3 and s[0] == experts for s in shapes):
         return None
     if any(len(shape) not in (2, 3) or shape[0] != experts for shape in shapes):
-        return f"not every parameter is of its {experts} experts"
+        return f"not every parameter has a first dimension of its {experts} experts"
     if len({(param.dtype, param.device) for param in params}) > 1:
         return "its parameters have several dtypes or devices"
     if not all(getattr(param, "allreduce", True) for param in params):
-        return "its experts are divided among ranks already"
+        return "its experts are already sharded over ranks"
     if any(True for child in module.children() for _ in child.parameters()):
-        return "modules inside have parameters, too"
+        return "its submodules have parameters, too"
     if "forward" in module.__dict__:
         return "its forward has been replaced"
     names = list(inspect.signature(type(module).forward).parameters)[1:]
-    known = len(names) == 3 and names[0] == "hidden_states" and "ind" in names[1] and "weight" in names[2]
-    if not known:
+    is_supported = len(names) == 3 and names[0] == "hidden_states" and "ind" in names[1] and "weight" in names[2]
+    if not is_supported:
         return f"its forward takes ({', '.join(names)}), not hidden states, indices of experts and their weights"
     return ""
 
@@ -382,8 +407,8 @@ def windows_of(experts: int, bytes_each: int, budget: int) -> list[list[int]]:
 
     Windows are strided, so that each has experts in the chunks of all ranks.
     """
-    most = budget // bytes_each
-    count = -(-experts // most) if most else 0
+    most_experts = budget // bytes_each
+    count = -(-experts // most_experts) if most_experts else 0
     return [list(range(number, experts, count)) for number in range(count)]
 
 

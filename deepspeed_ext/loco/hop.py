@@ -25,7 +25,7 @@ from deepspeed_ext.loco import ops
 from deepspeed_ext.loco.feedback import ErrorFeedback, split_rows
 from deepspeed_ext.loco.ops import require_kernels
 from deepspeed_ext.loco.reference import Packing
-from deepspeed_ext.loco.sampling import Sampling, compensated
+from deepspeed_ext.loco.sampling import Sampling, compensate
 
 COMPRESS_TIMER, DECOMPRESS_TIMER = "loco_compress", "loco_decompress"
 
@@ -57,7 +57,7 @@ class LocoHop(ReduceHop):
         self.packing = Packing(settings.bits, settings.block_size)
         self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
         self.keeps_zeros = not settings.hadamard  # a rotation spreads values over their neighbors
-        self.sent = Sampling()
+        self.sampling = Sampling()
         self.timers: Timers = NoopTimer()
         require_kernels(get_accelerator().device_name(), self.collectives.group, LocoSettings.key)
 
@@ -65,6 +65,7 @@ class LocoHop(ReduceHop):
         if self.size == 1 or not flat.numel():
             return flat
         sizes = [self.packing.row_bytes(split) for split in splits]
+        # Uninitialized: the operator writes every byte, padding included.
         wire = torch.empty(sum(sizes), dtype=torch.uint8, device=flat.device)
         self.timers(COMPRESS_TIMER).start()
         with self.collectives.labeled("loco_compress"):
@@ -85,29 +86,31 @@ class LocoHop(ReduceHop):
     def _compress(
         self, flat: Tensor, wire: Tensor, splits: Sequence[int], sizes: Sequence[int], contents: Contents
     ) -> None:
-        self.sent.count(flat.nbytes, wire.nbytes)
+        self.sampling.count(flat.nbytes, wire.nbytes)
         options: dict[str, Any] = {"hadamard": self.settings.hadamard}
         rows = list(zip(split_rows(flat, splits, splits), split_rows(wire, splits, sizes), strict=True))
-        before: list[Tensor | None] = [None] * len(rows)
-        after = before
+        old_rows: list[Tensor | None] = [None] * len(rows)
+        new_rows = old_rows  # without feedback, neither is used
         if self.settings.error_feedback and contents:
             options |= {"beta": self.settings.err_beta, "unit": self.scale.value()}
-            old, new = self.errors.buffers(contents, splits, flat.device)
+            old_buffer, new_buffer = self.errors.buffers(contents, splits, flat.device)
             error_sizes = self.errors.sizes(splits)
-            after = list(split_rows(new, splits, error_sizes))
-            before = before if old is None else list(split_rows(old, splits, error_sizes))
-        for (gradient, packed), error, new_error in zip(rows, before, after, strict=True):
+            new_rows = list(split_rows(new_buffer, splits, error_sizes))
+            old_rows = old_rows if old_buffer is None else list(split_rows(old_buffer, splits, error_sizes))
+        for (gradient, packed), error, new_error in zip(rows, old_rows, new_rows, strict=True):
             width = gradient.shape[1]
             unit, hadamard = options.get("unit", 1.0), self.settings.hadamard
             sample = None
-            if (blocks := self.sent.blocks(width, self.packing)) is not None:  # before the error is overwritten
+            if (blocks := self.sampling.blocks(width, self.packing)) is not None:  # before the error is overwritten
                 block_size = self.packing.block_size
-                sample = compensated(gradient, error, blocks, unit=unit, block_size=block_size, hadamard=hadamard)
+                sample = compensate(gradient, error, blocks, unit=unit, block_size=block_size, hadamard=hadamard)
             ops.compress(gradient, packed, self.packing, error=error, new_error=new_error, **options)
             if sample is not None:
-                self.sent.note(sample, packed[:1], width, self.packing, hadamard)
+                self.sampling.record_error(sample, packed[:1], width, self.packing, hadamard)
         if options.get("beta") is not None:
-            self.errors.keep(contents, new)  # not applied until ``finish_step``: a skipped step keeps the old error
+            self.errors.store(
+                contents, new_buffer
+            )  # not applied until ``finish_step``: a skipped step keeps the old error
 
 
 class QuantizedSums(SumsGather):
@@ -125,7 +128,7 @@ class QuantizedSums(SumsGather):
         self.settings = settings
         self.packing = Packing(settings.bits, settings.block_size)
         self.errors: ErrorFeedback = ErrorFeedback(settings, device, pinned)
-        self.sent = Sampling()
+        self.sampling = Sampling()
 
     def gather(self, hop: ReduceHop, sums: Tensor, spans: Spans) -> Transfer:
         width = sums.numel()
@@ -133,24 +136,27 @@ class QuantizedSums(SumsGather):
         with hop.collectives.labeled("loco_compress"):
             self._compress(hop, sums, wire, spans)
         codes = yield from all_gather(hop.collectives, wire.view(-1), operation="sums_all_gather")
-        gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)
+        gathered = torch.zeros(hop.size, width, dtype=sums.dtype, device=sums.device)  # ``apply`` adds to it
         with hop.collectives.labeled("loco_decompress"):
             ops.apply(codes.view(hop.size, -1), gathered, self.packing)
         return gathered.view(-1)
 
     def _compress(self, hop: ReduceHop, sums: Tensor, wire: Tensor, spans: Spans) -> None:
-        self.sent.count(sums.nbytes, wire.nbytes)
+        self.sampling.count(sums.nbytes, wire.nbytes)
         contents, splits = (spans,), [sums.numel()]
         if not spans:
             ops.compress(sums.view(1, -1), wire, self.packing)
             return
-        unit, (old, new) = hop.scale.value(), self.errors.buffers(contents, splits, sums.device)
-        error = None if old is None else old.view(1, -1)
+        unit, (old_buffer, new_buffer) = (
+            hop.scale.value(),
+            self.errors.buffers(contents, splits, sums.device),
+        )
+        error = None if old_buffer is None else old_buffer.view(1, -1)
         sample = None
-        if (blocks := self.sent.blocks(sums.numel(), self.packing)) is not None:
-            sample = compensated(sums.view(1, -1), error, blocks, unit=unit, block_size=self.packing.block_size)
-        beta, new_error = self.settings.err_beta, new.view(1, -1)
+        if (blocks := self.sampling.blocks(sums.numel(), self.packing)) is not None:
+            sample = compensate(sums.view(1, -1), error, blocks, unit=unit, block_size=self.packing.block_size)
+        beta, new_error = self.settings.err_beta, new_buffer.view(1, -1)
         ops.compress(sums.view(1, -1), wire, self.packing, error=error, new_error=new_error, beta=beta, unit=unit)
         if sample is not None:
-            self.sent.note(sample, wire, sums.numel(), self.packing)
-        self.errors.keep(contents, new)
+            self.sampling.record_error(sample, wire, sums.numel(), self.packing)
+        self.errors.store(contents, new_buffer)

@@ -7,7 +7,7 @@ Note [Lossless updates]
     grows with the number they stand for:
 
         o(b) = b where the sign is clear, else b ^ 0x7fff               a bijection that is its own inverse
-        d = o(updated) - o(held) modulo 2^16, signed
+        d = o(updated) - o(replica) modulo 2^16, signed
 
     -0 and +0 are two numbers, and so are all NaNs: every bit pattern is restored exactly. A row of ``width`` elements
     is split into t tiles of 1024, the last one padded with d = 0. On the wire it is, little-endian,
@@ -52,15 +52,16 @@ def tiles_of(width: int) -> int:
     return -(-width // TILE)
 
 
-def measure(updated: Tensor, held: Tensor, tiles: Tensor) -> None:
+def measure(updated: Tensor, replica: Tensor, tiles: Tensor) -> None:
     """See ``ops.measure``."""
     for tile_range in _pieces(len(tiles), 1):
-        difference = _differences(updated, held, tile_range)
+        difference = _differences(updated, replica, tile_range)
         small = _count(difference, -8, 7)
         bitmap = _section(_BITMAP_UNITS, _count(difference, 0, 0), small)
         pairs = _section(_PAIRS_UNITS, _count(difference, -1, 1), _count(difference, -8, 9))
         same = torch.where(difference.any(-1), _NEVER, 0)
         sizes = torch.stack((same, bitmap, pairs, torch.full_like(same, _PLAIN_UNITS)), dim=-1)
+        # The lowest mode of equal sizes: kernels must choose the same.
         best = (sizes * 4 + torch.arange(4, device=sizes.device)).amin(-1).int()
         tiles[tile_range.start : tile_range.stop] = ((best & 3) << 30) | (best >> 2)
 
@@ -72,24 +73,25 @@ def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return (tiles & ~_SIZE) | (ends - sizes).int(), 4 * len(tiles) + 2 * sizes.sum()
 
 
-def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
+def pack(updated: Tensor, replica: Tensor, header: Tensor, wire: Tensor) -> None:
     """See ``ops.pack``."""
-    units = wire.zero_().view(torch.int16)[0]
+    units = wire.zero_().view(torch.int16)[0]  # sections are added to zeros
     begin = 2 * len(header)
     units[:begin].copy_(header.view(torch.int16))
     column = torch.arange(TILE, device=wire.device)
     for tile_range in _pieces(len(header), 1):
         words = header[tile_range.start : tile_range.stop].unsqueeze(-1)
         mode, first = (words >> 30) & 3, begin + (words & _SIZE).long()
-        sections, sizes = _encode(_differences(updated, held, tile_range), _tiles(updated, tile_range), mode)
+        sections, sizes = _encode(_differences(updated, replica, tile_range), _tiles(updated, tile_range), mode)
+        # A section that would end beyond the wire is omitted.
         fits = (column < sizes) & (first + sizes <= len(units))
         positions = (first + column).clamp(max=len(units) - 1)  # beyond the section, zeros are added
         units.index_add_(0, positions.view(-1), torch.where(fits, sections, 0).to(torch.int16).view(-1))
 
 
-def apply(wire: Tensor, held: Tensor) -> None:
+def apply(wire: Tensor, replica: Tensor) -> None:
     """See ``ops.apply_lossless``."""
-    units, (rows, width) = wire.view(torch.int16), held.shape
+    units, (rows, width) = wire.view(torch.int16), replica.shape
     tiles = tiles_of(width)
     words = units[:, : 2 * tiles].int() & 0xFFFF  # undo the sign extension
     low, high = words[:, 0::2], words[:, 1::2]
@@ -101,10 +103,10 @@ def apply(wire: Tensor, held: Tensor) -> None:
         sections = units.gather(1, positions.view(rows, -1)).view(positions.shape).int() & 0xFFFF
         mode = modes[:, tile_range.start : tile_range.stop, None]
         difference, sizes = _decode(sections, mode)
-        old = _tiles(held, tile_range).view(positions.shape)
+        old = _tiles(replica, tile_range).view(positions.shape)
         new = torch.where(mode == PLAIN, sections.to(torch.int16), _ordinal(_ordinal(old) + difference))
-        new = torch.where(first + sizes <= units.shape[1], new, old)
-        part = _elements(held, tile_range)
+        new = torch.where(first + sizes <= units.shape[1], new, old)  # a tile that does not fit is not applied
+        part = _elements(replica, tile_range)
         part.copy_(new.view(rows, -1)[:, : part.shape[1]])
 
 
@@ -114,15 +116,15 @@ def _pieces(tiles: int, rows: int) -> list[range]:
     return [range(first, min(first + length, tiles)) for first in range(0, tiles, length)]
 
 
-def _elements(numbers: Tensor, some: range) -> Tensor:
+def _elements(numbers: Tensor, tile_range: range) -> Tensor:
     """Return the bits of a range of tiles: (rows, at most their elements), int16, a view."""
-    return numbers.view(torch.int16)[:, some.start * TILE : some.stop * TILE]
+    return numbers.view(torch.int16)[:, tile_range.start * TILE : tile_range.stop * TILE]
 
 
-def _tiles(numbers: Tensor, some: range) -> Tensor:
+def _tiles(numbers: Tensor, tile_range: range) -> Tensor:
     """Return the bits of a range of tiles, padded with zeros: (rows * tiles, TILE), int16."""
-    bits = _elements(numbers, some)
-    return torch.nn.functional.pad(bits, (0, len(some) * TILE - bits.shape[1])).reshape(-1, TILE)
+    bits = _elements(numbers, tile_range)
+    return torch.nn.functional.pad(bits, (0, len(tile_range) * TILE - bits.shape[1])).reshape(-1, TILE)
 
 
 def _ordinal(bits: Tensor) -> Tensor:
@@ -130,9 +132,9 @@ def _ordinal(bits: Tensor) -> Tensor:
     return bits ^ ((bits >> 15) & 0x7FFF)
 
 
-def _differences(updated: Tensor, held: Tensor, some: range) -> Tensor:
+def _differences(updated: Tensor, replica: Tensor, tile_range: range) -> Tensor:
     """Return d of a range of tiles: (tiles, TILE), int16."""
-    return _ordinal(_tiles(updated, some)) - _ordinal(_tiles(held, some))
+    return _ordinal(_tiles(updated, tile_range)) - _ordinal(_tiles(replica, tile_range))
 
 
 def _count(difference: Tensor, low: int, high: int) -> Tensor:
@@ -149,19 +151,19 @@ def _encode(difference: Tensor, plain: Tensor, mode: Tensor) -> tuple[Tensor, Te
     """Return sections (tiles, TILE), int32 of which the lower half counts, and their sizes (tiles, 1), in units."""
     d, pairs = difference.int(), mode == PAIRS
     near = (d >= -1) & (d <= 1)
-    picked = torch.where(pairs, ~near, d != 0)
+    has_nibble = torch.where(pairs, ~near, d != 0)
     nibble = torch.where(pairs, torch.where(d >= 8, d - 8, d & 15), torch.where(d == -1, 0, d & 15))
-    escape = picked & ((d < -8) | (d > torch.where(pairs, 9, 7)))
+    escape = has_nibble & ((d < -8) | (d > torch.where(pairs, 9, 7)))
     nibble = torch.where(escape, _ESCAPE, nibble)
-    codes = _joined(torch.where(near, d & 3, 2), 2)
-    bitmap = torch.nn.functional.pad(_joined((d != 0).int(), 1), (0, _PAIRS_UNITS - _BITMAP_UNITS))
+    codes = _pack_codes(torch.where(near, d & 3, 2), 2)
+    bitmap = torch.nn.functional.pad(_pack_codes((d != 0).int(), 1), (0, _PAIRS_UNITS - _BITMAP_UNITS))
     sections = torch.zeros_like(d)
     sections[:, :_PAIRS_UNITS] = torch.where(pairs, codes, bitmap)
     base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
-    rank = (picked.cumsum(-1) - 1).clamp(min=0)
+    rank = (has_nibble.cumsum(-1) - 1).clamp(min=0)
     position = (base + rank // 4).clamp(max=TILE - 1)  # exceeded only if another mode is used
-    sections.scatter_add_(-1, position, torch.where(picked, nibble << (rank % 4 * 4).int(), 0))
-    escapes_start = base + (picked.sum(-1, keepdim=True) + 3) // 4
+    sections.scatter_add_(-1, position, torch.where(has_nibble, nibble << (rank % 4 * 4).int(), 0))
+    escapes_start = base + (has_nibble.sum(-1, keepdim=True) + 3) // 4
     position = (escapes_start + escape.cumsum(-1) - 1).clamp(max=TILE - 1)
     sections.scatter_add_(-1, position, torch.where(escape, d & 0xFFFF, 0))
     sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, escapes_start + escape.sum(-1, keepdim=True))
@@ -171,30 +173,30 @@ def _encode(difference: Tensor, plain: Tensor, mode: Tensor) -> tuple[Tensor, Te
 def _decode(sections: Tensor, mode: Tensor) -> tuple[Tensor, Tensor]:
     """Return d (rows, tiles, TILE), int16, and sizes in units; sections: units as int32, mode: (rows, tiles, 1)."""
     pairs = mode == PAIRS
-    codes, bitmap = _split(sections[..., :_PAIRS_UNITS], 2), _split(sections[..., :_BITMAP_UNITS], 1)
-    picked = torch.where(pairs, codes == 2, bitmap == 1)
+    codes, bitmap = _unpack_codes(sections[..., :_PAIRS_UNITS], 2), _unpack_codes(sections[..., :_BITMAP_UNITS], 1)
+    has_nibble = torch.where(pairs, codes == 2, bitmap == 1)
     base = torch.where(pairs, _PAIRS_UNITS, _BITMAP_UNITS)
-    rank = (picked.cumsum(-1) - 1).clamp(min=0)
+    rank = (has_nibble.cumsum(-1) - 1).clamp(min=0)
     units = sections.gather(-1, (base + rank // 4).clamp(max=TILE - 1))
     nibble = (units >> (rank % 4 * 4).int()) & 15
-    escape = picked & (nibble == _ESCAPE)
-    escapes_start = base + (picked.sum(-1, keepdim=True) + 3) // 4
+    escape = has_nibble & (nibble == _ESCAPE)
+    escapes_start = base + (has_nibble.sum(-1, keepdim=True) + 3) // 4
     large = sections.gather(-1, (escapes_start + escape.cumsum(-1) - 1).clamp(max=TILE - 1))
     signed = torch.where(nibble >= 8, nibble - 16, nibble)
     signed = torch.where(pairs & (nibble < 2), nibble + 8, torch.where(nibble == 0, -1, signed))
     near = torch.where(pairs, torch.where(codes == 3, -1, codes), 0)
-    d = torch.where(escape, large, torch.where(picked, signed, near))
+    d = torch.where(escape, large, torch.where(has_nibble, signed, near))
     sizes = torch.where(mode == PLAIN, _PLAIN_UNITS, escapes_start + escape.sum(-1, keepdim=True))
     return torch.where(mode == SAME, 0, d).to(torch.int16), torch.where(mode == SAME, 0, sizes)
 
 
-def _joined(codes: Tensor, bits: int) -> Tensor:
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes of ``bits`` bits, int32, into units of 2 bytes, the first one lowest."""
     codes = codes.view(*codes.shape[:-1], -1, 16 // bits)
     return (codes << torch.arange(0, 16, bits, dtype=torch.int32, device=codes.device)).sum(-1, dtype=torch.int32)
 
 
-def _split(units: Tensor, bits: int) -> Tensor:
+def _unpack_codes(units: Tensor, bits: int) -> Tensor:
     """Unpack units of 2 bytes into codes of ``bits`` bits."""
     shifts = torch.arange(0, 16, bits, dtype=torch.int32, device=units.device)
     return ((units.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)

@@ -14,7 +14,7 @@ from deepspeed_ext.loco import lossless, reference
 from deepspeed_ext.loco.reference import Packing
 
 NAMESPACE = "deepspeed_paro"
-BUILD_THEM = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
+BUILD_ADVICE = "Build them where nvcc is found: remove the built ones, or reinstall with DS_BUILD_LOCO=1."
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LOSSLESS_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -26,11 +26,11 @@ _library.define(
 _library.define(
     "loco_decompress(Tensor wire, Tensor(a!) out, int bits, int block_size, float factor, bool hadamard) -> ()"
 )
-_library.define("loco_difference(Tensor updated, Tensor held, Tensor(a!) wire, int bits, int block_size) -> ()")
-_library.define("loco_apply(Tensor wire, Tensor(a!) held, int bits, int block_size) -> ()")
-_library.define("lossless_measure(Tensor updated, Tensor held, Tensor(a!) tiles) -> ()")
-_library.define("lossless_pack(Tensor updated, Tensor held, Tensor header, Tensor(a!) wire) -> ()")
-_library.define("lossless_apply(Tensor wire, Tensor(a!) held) -> ()")
+_library.define("loco_difference(Tensor updated, Tensor replica, Tensor(a!) wire, int bits, int block_size) -> ()")
+_library.define("loco_apply(Tensor wire, Tensor(a!) replica, int bits, int block_size) -> ()")
+_library.define("lossless_measure(Tensor updated, Tensor replica, Tensor(a!) tiles) -> ()")
+_library.define("lossless_pack(Tensor updated, Tensor replica, Tensor header, Tensor(a!) wire) -> ()")
+_library.define("lossless_apply(Tensor wire, Tensor(a!) replica) -> ()")
 _library.impl("loco_compress", reference.compress, "CompositeExplicitAutograd")
 _library.impl("loco_decompress", reference.decompress, "CompositeExplicitAutograd")
 _library.impl("loco_difference", reference.difference, "CompositeExplicitAutograd")
@@ -105,14 +105,14 @@ def decompress(wire: Tensor, out: Tensor, packing: Packing, factor: float = 1.0,
     torch.ops.deepspeed_paro.loco_decompress(wire, out, packing.bits, packing.block_size, factor, hadamard)
 
 
-def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) -> None:
+def difference(updated: Tensor, replica: Tensor, wire: Tensor, packing: Packing) -> None:
     """Quantize and pack the difference of updated parameters to the receivers' values, in one pass.
 
     See Note [Differences] in ``reference.py``.
 
     Args:
         updated: (rows, width), fp32, bf16 or fp16; rows without gaps, of any alignment.
-        held: the receivers' values, likewise.
+        replica: the receivers' values, likewise.
         wire: (rows, row bytes of ``packing``), uint8; written.
         packing: bits and block size.
 
@@ -121,32 +121,32 @@ def difference(updated: Tensor, held: Tensor, wire: Tensor, packing: Packing) ->
     """
     _check(updated, "updated parameters", "paro_quantized_updates")
     if updated.numel():
-        torch.ops.deepspeed_paro.loco_difference(updated, held, wire, packing.bits, packing.block_size)
+        torch.ops.deepspeed_paro.loco_difference(updated, replica, wire, packing.bits, packing.block_size)
 
 
-def apply(wire: Tensor, held: Tensor, packing: Packing) -> None:
-    """Add received differences to the held parameters, in one pass.
+def apply(wire: Tensor, replica: Tensor, packing: Packing) -> None:
+    """Add received differences to the replica, in one pass.
 
     Args:
-        wire: (rows, row bytes of ``packing`` for the width of ``held``), uint8.
-        held: (rows, width), fp32, bf16 or fp16; rows without gaps; written.
+        wire: (rows, row bytes of ``packing`` for the width of ``replica``), uint8.
+        replica: (rows, width), fp32, bf16 or fp16; rows without gaps; written.
 
     Raises:
         TypeError, RuntimeError: as ``compress``.
     """
-    _check(held, "parameters", "paro_quantized_updates")
-    if held.numel():
-        torch.ops.deepspeed_paro.loco_apply(wire, held, packing.bits, packing.block_size)
+    _check(replica, "parameters", "paro_quantized_updates")
+    if replica.numel():
+        torch.ops.deepspeed_paro.loco_apply(wire, replica, packing.bits, packing.block_size)
 
 
-def measure(updated: Tensor, held: Tensor) -> Tensor:
+def measure(updated: Tensor, replica: Tensor) -> Tensor:
     """Return the lossless packing mode of each tile of updated parameters, and its size.
 
     See Note [Lossless updates] in ``lossless.py``.
 
     Args:
         updated: (1, width), bf16 or fp16; without gaps, of any alignment; at most 2^30 elements.
-        held: the receivers' values, likewise.
+        replica: the receivers' values, likewise.
 
     Returns:
         (tiles,), int32: ``mode << 30 | size in steps of 2 bytes``, as bits.
@@ -158,7 +158,7 @@ def measure(updated: Tensor, held: Tensor) -> Tensor:
     _check_lossless(updated)
     tiles = torch.empty(lossless.tiles_of(updated.shape[-1]), dtype=torch.int32, device=updated.device)
     if updated.numel():
-        torch.ops.deepspeed_paro.lossless_measure(updated, held, tiles)
+        torch.ops.deepspeed_paro.lossless_measure(updated, replica, tiles)
     return tiles
 
 
@@ -167,12 +167,12 @@ def header_of(tiles: Tensor) -> tuple[Tensor, Tensor]:
     return lossless.header_of(tiles)
 
 
-def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
+def pack(updated: Tensor, replica: Tensor, header: Tensor, wire: Tensor) -> None:
     """Pack the difference of updated parameters to the receivers' values, without loss.
 
     Args:
         updated: as in ``measure``.
-        held: likewise.
+        replica: likewise.
         header: from ``header_of`` for their tiles.
         wire: (1, bytes), uint8, an even number of bytes at an even address; at least the bytes from ``header_of``,
             because tiles that do not fit are omitted. Written up to its end, with zeros after the last tile.
@@ -182,45 +182,45 @@ def pack(updated: Tensor, held: Tensor, header: Tensor, wire: Tensor) -> None:
     """
     _check_lossless(updated)
     if updated.numel():
-        torch.ops.deepspeed_paro.lossless_pack(updated, held, header, wire)
+        torch.ops.deepspeed_paro.lossless_pack(updated, replica, header, wire)
 
 
-def apply_lossless(wire: Tensor, held: Tensor) -> None:
-    """Update the held parameters to the sent ones, bit for bit. Tiles that did not fit the wire stay unchanged.
+def apply_lossless(wire: Tensor, replica: Tensor) -> None:
+    """Update the replica to the sent parameters, bit for bit. Tiles that did not fit the wire stay unchanged.
 
     Args:
         wire: (rows, bytes), uint8, as ``pack`` wrote each row.
-        held: (rows, width), bf16 or fp16, unchanged since the rows were packed; rows without gaps; written.
+        replica: (rows, width), bf16 or fp16, unchanged since the rows were packed; rows without gaps; written.
 
     Raises:
         TypeError, RuntimeError: as ``measure``.
     """
-    _check_lossless(held)
-    if held.numel():
-        torch.ops.deepspeed_paro.lossless_apply(wire, held)
+    _check_lossless(replica)
+    if replica.numel():
+        torch.ops.deepspeed_paro.lossless_apply(wire, replica)
 
 
 def _check_lossless(tensor: Tensor) -> None:
     if tensor.dtype not in LOSSLESS_DTYPES:
         raise TypeError(
             f"Lossless updates take parameters in {' or '.join(str(dtype) for dtype in LOSSLESS_DTYPES)}, got "
-            f"{tensor.dtype}. Train in bf16 or fp16, or let updates travel in 4 or 8 bits."
+            f"{tensor.dtype}. Train in bf16 or fp16, or send updates in 4 or 8 bits."
         )
     _check_kernels(tensor)
 
 
-def _check(tensor: Tensor, what: str, key: str = "") -> None:
+def _check(tensor: Tensor, name: str, key: str = "") -> None:
     if tensor.dtype not in DTYPES:
         advice = f"Remove {key}." if key else "Set communication_data_type, or remove zeropp_loco_param."
         raise TypeError(
-            f"LoCo takes {what} in {', '.join(str(dtype) for dtype in DTYPES)}, got {tensor.dtype}. {advice}"
+            f"LoCo takes {name} in {', '.join(str(dtype) for dtype in DTYPES)}, got {tensor.dtype}. {advice}"
         )
     _check_kernels(tensor)
 
 
 def _check_kernels(tensor: Tensor) -> None:
     if lacks_kernels(tensor.device.type):
-        raise RuntimeError(f"The kernels of LoCo were built for the CPU only, got a CUDA tensor. {BUILD_THEM}")
+        raise RuntimeError(f"The kernels of LoCo were built for the CPU only, got a CUDA tensor. {BUILD_ADVICE}")
 
 
 @functools.cache
@@ -233,7 +233,7 @@ def _kernels(loaded: bool) -> frozenset[str]:
 
 
 _loaded = False
-_failed: list[Exception] = []  # so that a failed build is not tried again
+_build_errors: list[Exception] = []  # so that a failed build is not tried again
 
 
 def has_kernels(device: str) -> bool:
@@ -249,13 +249,13 @@ def lacks_kernels(device: str) -> bool:
 def load_kernels() -> bool:
     """Load the kernels, or build them; return whether there are any. Warn once if both fail."""
     global _loaded
-    if not _loaded and not _failed:
+    if not _loaded and not _build_errors:
         try:
             from deepspeed_ext.op_builder import LocoBuilder
 
             LocoBuilder().load(verbose=False)
         except Exception as error:  # no compiler, no ninja, no headers: in any case, the reference works
-            _failed.append(error)
+            _build_errors.append(error)
             _warn(str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__)
         else:
             _loaded = True
@@ -280,7 +280,7 @@ def require_kernels(device: str, group: ProcessGroup | None, key: str) -> None:
     if any_rank(lacking, group):
         raise RuntimeError(
             f"The kernels of LoCo were built for the CPU only{'' if lacking else ' on another rank'}, but the model "
-            f"is on {device}. {BUILD_THEM} Or remove {key}."
+            f"is on {device}. {BUILD_ADVICE} Or remove {key}."
         )
 
 

@@ -102,9 +102,9 @@ class Packing:
         """Return the padding after the scales of packed rows: (rows, bytes), a view."""
         return packed[:, self.payload_bytes(width) + 2 * self.blocks(width) :]
 
-    def empty(self, rows: int, width: int, like: Tensor) -> Tensor:
-        """Return an uninitialized tensor for packed rows: (rows, row bytes), uint8, on the device of ``like``."""
-        return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device=like.device)
+    def empty(self, rows: int, width: int, example: Tensor) -> Tensor:
+        """Return an uninitialized tensor for packed rows: (rows, row bytes), uint8, on the device of ``example``."""
+        return torch.empty(rows, self.row_bytes(width), dtype=torch.uint8, device=example.device)
 
 
 _ERROR = Packing(8, CHUNK)
@@ -129,20 +129,20 @@ def compress(
         h = _blocks(piece, block_size)
         if hadamard:
             h = transform(h)
-        old, step = _read(error, h, width, blocks)
+        old, step = _read_error(error, h, width, blocks)  # before the write: ``new_error`` may be ``error``
         h = h + (unit * step) * old
         q, scales = quantize(h, packing.largest)
         pack(q, scales, wire, packing, width=width, blocks=blocks)
         if new_error is None:
             continue
-        lost = h - q * scales.float().unsqueeze(-1)
-        numbers = (beta * step) * old + ((1 - beta) / unit) * lost
-        finite = ~scales.isnan().unsqueeze(-1)
+        quantization_error = h - q * scales.float().unsqueeze(-1)
+        numbers = (beta * step) * old + ((1 - beta) / unit) * quantization_error
+        finite = ~scales.isnan().unsqueeze(-1)  # a block that is not finite keeps its old error
         if new_error.dtype != torch.uint8:
             _numbers(new_error, block_size)[:, blocks.start : blocks.stop] = torch.where(finite, numbers, old)
             continue
-        q, fresh_scales = quantize(numbers, error_packing.largest)
-        scales = torch.where(finite, fresh_scales.unsqueeze(-1), _stored(step)).squeeze(-1)
+        q, new_scales = quantize(numbers, error_packing.largest)
+        scales = torch.where(finite, new_scales.unsqueeze(-1), _to_stored_scale(step)).squeeze(-1)
         pack(torch.where(finite, q, old), scales, new_error, error_packing, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
     if new_error is not None and new_error.dtype == torch.uint8:
@@ -165,22 +165,22 @@ def decompress(wire: Tensor, out: Tensor, bits: int, block_size: int, factor: fl
         part.copy_((total * factor).view(-1)[: part.numel()])
 
 
-def difference(updated: Tensor, held: Tensor, wire: Tensor, bits: int, block_size: int) -> None:
+def difference(updated: Tensor, replica: Tensor, wire: Tensor, bits: int, block_size: int) -> None:
     """See ``ops.difference``."""
     packing, (rows, width) = Packing(bits, block_size), updated.shape
     for blocks in pieces(packing.blocks(width), rows * block_size):
         columns = slice(blocks.start * block_size, blocks.stop * block_size)
-        h = _blocks(updated[:, columns].float() - held[:, columns].float(), block_size)
+        h = _blocks(updated[:, columns].float() - replica[:, columns].float(), block_size)
         pack(*quantize(h, packing.largest), wire, packing, width=width, blocks=blocks)
     packing.padding(wire, width).zero_()
 
 
-def apply(wire: Tensor, held: Tensor, bits: int, block_size: int) -> None:
+def apply(wire: Tensor, replica: Tensor, bits: int, block_size: int) -> None:
     """See ``ops.apply``."""
-    packing, (rows, width) = Packing(bits, block_size), held.shape
+    packing, (rows, width) = Packing(bits, block_size), replica.shape
     for blocks in pieces(packing.blocks(width), rows * block_size):
         q, step = unpack(wire, width, packing, blocks)
-        part = held[:, blocks.start * block_size : blocks.stop * block_size]
+        part = replica[:, blocks.start * block_size : blocks.stop * block_size]
         part.copy_(part.float() + (q * step).view(rows, -1)[:, : part.shape[1]])
 
 
@@ -193,7 +193,7 @@ def pieces(blocks: int, size: int) -> list[range]:
 def transform(h: Tensor) -> Tensor:
     """Return the normalized Hadamard transform of each 32 elements; h: (rows, blocks, block_size), fp32."""
     chunks = h.reshape(-1, CHUNK)
-    stride = 1
+    stride = 1  # the kernels add in the same order of strides
     while stride < CHUNK:
         pairs = chunks.view(-1, CHUNK // (2 * stride), 2, stride)
         low, high = pairs[:, :, 0], pairs[:, :, 1]
@@ -205,16 +205,17 @@ def transform(h: Tensor) -> Tensor:
 def quantize(h: Tensor, largest: int) -> tuple[Tensor, Tensor]:
     """Return integers (as fp32) and scales (bfloat16) of blocks; h: (rows, blocks, block_size), fp32."""
     # Compared as bits of |h|, NaN is larger than infinity, and both are larger than all finite numbers.
-    most = (h.view(torch.int32) & 0x7FFFFFFF).amax(-1)
-    scale = most.view(torch.float32) / largest
-    flushed = scale < _SMALLEST_SCALE
+    largest_bits = (h.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+    scale = largest_bits.view(torch.float32) / largest
+    is_subnormal = scale < _SMALLEST_SCALE
+    # Rounded up to bfloat16: with a smaller scale, the largest element would be clipped.
     rounded_up = ((scale.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
-    visible = (most < _INFINITY) & (rounded_up * largest).isfinite()
-    scale = torch.where(flushed, 0.0, rounded_up)
-    inverse = torch.where(visible & ~flushed, 1.0 / rounded_up, 0.0)
+    is_finite = (largest_bits < _INFINITY) & (rounded_up * largest).isfinite()
+    scale = torch.where(is_subnormal, 0.0, rounded_up)
+    inverse = torch.where(is_finite & ~is_subnormal, 1.0 / rounded_up, 0.0)
     q = torch.round(h * inverse.unsqueeze(-1))  # rounding cannot exceed ``largest``: no clamp is needed
-    q = torch.where(visible.unsqueeze(-1), q, 0.0)
-    return q, _stored(torch.where(visible, scale, torch.nan))
+    q = torch.where(is_finite.unsqueeze(-1), q, 0.0)
+    return q, _to_stored_scale(torch.where(is_finite, scale, torch.nan))
 
 
 def pack(q: Tensor, scales: Tensor, packed: Tensor, packing: Packing, *, width: int, blocks: range) -> None:
@@ -275,7 +276,7 @@ def encode_error(numbers: Tensor, error: Tensor, block_size: int, hadamard: bool
 
 def _blocks(numbers: Tensor, block_size: int) -> Tensor:
     """Return (rows, width) as (rows, blocks, block_size), padded with zeros."""
-    missing = -numbers.shape[1] % block_size
+    missing = -numbers.shape[1] % block_size  # zeros do not change the scale of the last block
     padded = torch.nn.functional.pad(numbers, (0, missing)) if missing else numbers
     return padded.reshape(numbers.shape[0], -1, block_size)
 
@@ -285,18 +286,18 @@ def _numbers(error: Tensor, block_size: int) -> Tensor:
     return error.view(error.shape[0], -1, block_size)
 
 
-def _stored(step: Tensor) -> Tensor:
+def _to_stored_scale(step: Tensor) -> Tensor:
     """Return steps as scales are stored: torch has several NaNs, a scale has one."""
     bits = torch.where(step.isnan(), _NOT_FINITE, step.to(torch.bfloat16).view(torch.int16))
     return bits.view(torch.bfloat16)
 
 
-def _read(error: Tensor | None, like: Tensor, width: int, blocks: range) -> tuple[Tensor, Tensor]:
+def _read_error(error: Tensor | None, example: Tensor, width: int, blocks: range) -> tuple[Tensor, Tensor]:
     """Return the kept error of some blocks as numbers and steps to multiply; like: (rows, blocks, block_size)."""
-    rows, number, block_size = like.shape
+    rows, number, block_size = example.shape
     if error is None:
-        return torch.zeros_like(like), like.new_zeros(rows, number, 1)
+        return torch.zeros_like(example), example.new_zeros(rows, number, 1)
     if error.dtype == torch.uint8:
         return unpack(error, width, Packing(_ERROR.bits, block_size), blocks)
     old = _numbers(error, block_size)[:, blocks.start : blocks.stop].float()
-    return old, like.new_ones(rows, number, 1)
+    return old, example.new_ones(rows, number, 1)

@@ -23,9 +23,9 @@ EVENTS, UPDATE_EVENTS = "Train/LoCo", "Train/Updates"
 _DENSE = "inter"  # name of the hop between groups for dense parameters; experts have others, with a prefix
 
 
-def _events(kind: str, name: str) -> str:
+def _events(label: str, name: str) -> str:
     """Return the label of a hop's events; hops of experts have their own."""
-    return kind if name == _DENSE else f"{kind}/{name.removesuffix(f'_{_DENSE}')}"
+    return label if name == _DENSE else f"{label}/{name.removesuffix(f'_{_DENSE}')}"
 
 
 class ConfiguredHops:
@@ -40,10 +40,10 @@ class ConfiguredHops:
         self._engine = engine
         config = engine._config.zero_config
         self._loco: LocoSettings | None = config.zeropp_loco_param
-        compressed: UpdateSettings | None = config.paro_quantized_updates
+        updates: UpdateSettings | None = config.paro_quantized_updates
         # If optimizer states are not sharded over all ranks, sums of gradients are gathered instead of parameters.
-        self._updates = compressed if strategy.os == Placement.G else None
-        self._sums = compressed if strategy.os != Placement.G else None
+        self._updates = updates if strategy.os == Placement.G else None
+        self._sums = updates if strategy.os != Placement.G else None
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Create a hop of gradients between groups: a LocoHop if configured, else an exact one."""
@@ -51,37 +51,37 @@ class ConfiguredHops:
         if self._sums is None:
             return hop
         require_kernels(get_accelerator().device_name(), hop.collectives.group, UpdateSettings.key)
-        hop.sums = sums = QuantizedSums(self._sums.sums, *_place_of_errors(self._engine))
-        sums.errors.report = StepReport(self._engine, sums.sent, _events(UPDATE_EVENTS, name))
+        hop.sums = sums = QuantizedSums(self._sums.sums, *_error_device(self._engine))
+        sums.errors.report = StepReport(self._engine, sums.sampling, _events(UPDATE_EVENTS, name))
         if name == _DENSE:
-            description, action = "sums of gradients come back", "what they lack is forgotten"
-            announce_updates(self._sums, self._sums.sums.block_size, hop.size, description, action)
+            description, action = "gradient sums are gathered", "their quantization errors are reset"
+            log_update_settings(self._sums, self._sums.sums.block_size, hop.size, description, action)
         return hop
 
     def _loco_hop(self, group: ProcessGroup | None, name: str) -> LocoHop:
         assert self._loco is not None
-        hop = LocoHop(group, name, self._loco, *_place_of_errors(self._engine))
+        hop = LocoHop(group, name, self._loco, *_error_device(self._engine))
         if name == _DENSE:
-            announce(self._loco, hop.size)
-        timed = self._engine.wall_clock_breakdown()
-        hop.timers = self._engine.timers if timed else hop.timers
-        timers = [COMPRESS_TIMER, DECOMPRESS_TIMER] if timed else []
-        hop.errors.report = StepReport(self._engine, hop.sent, _events(EVENTS, name), timers)
+            log_loco_settings(self._loco, hop.size)
+        has_timers = self._engine.wall_clock_breakdown()
+        hop.timers = self._engine.timers if has_timers else hop.timers
+        timers = [COMPRESS_TIMER, DECOMPRESS_TIMER] if has_timers else []
+        hop.errors.report = StepReport(self._engine, hop.sampling, _events(EVENTS, name), timers)
         return hop
 
     def gather(self, group: ProcessGroup | None, name: str) -> GatherHop:
         """Create a hop of parameters between groups: of differences if configured, else unencoded."""
-        plain = GatherHop(group, name)
+        exact_hop = GatherHop(group, name)
         if self._updates is None:
-            return plain
+            return exact_hop
         if name == _DENSE:
-            description, action = "updated parameters cross as differences", "they cross as they are"
-            announce_updates(self._updates, self._updates.difference_block, plain.size, description, action)
-        if plain.size == 1:
-            return plain
-        kind = LosslessDifferences if self._updates.bits == EXACT else QuantizedDifferences
-        differences = kind(plain.collectives, self._updates)
-        differences.report = StepReport(self._engine, differences.sent, _events(UPDATE_EVENTS, name))
+            description, action = "updated parameters are sent as differences", "they are sent unencoded"
+            log_update_settings(self._updates, self._updates.difference_block, exact_hop.size, description, action)
+        if exact_hop.size == 1:  # no receivers, so no differences
+            return exact_hop
+        difference_class = LosslessDifferences if self._updates.bits == EXACT else QuantizedDifferences
+        differences = difference_class(exact_hop.collectives, self._updates)
+        differences.report = StepReport(self._engine, differences.sampling, _events(UPDATE_EVENTS, name))
         return GatherHop(group, name, differences)
 
     def outer(self, bits: int) -> "OuterHops":
@@ -95,7 +95,7 @@ class OuterHops:
     def __init__(self, engine: Engine, bits: int) -> None:
         self._bits = bits
         self._settings = None if bits in (32, 16) else of_outer_steps(bits)
-        self._errors = _place_of_errors(engine)
+        self._errors = _error_device(engine)
 
     def reduce(self, group: ProcessGroup | None, name: str, reduce_scatter: bool = True) -> ReduceHop:
         """Create the hop of weight changes."""
@@ -111,32 +111,32 @@ class OuterHops:
         return GatherHop(group, name, HalfDifferences() if self._bits == 16 else None)
 
 
-def _place_of_errors(engine: Engine) -> tuple[str | None, bool]:
+def _error_device(engine: Engine) -> tuple[str | None, bool]:
     """Return (device of the error feedback, None for that of gradients; whether it is in pinned memory)."""
     section: Any = engine._config.zero_config.offload_optimizer
     return ("cpu", section.pin_memory) if offloads(section) else (None, False)
 
 
-def announce_updates(settings: UpdateSettings, block_size: int, groups: int, what: str, then: str) -> None:
+def log_update_settings(settings: UpdateSettings, block_size: int, groups: int, description: str, action: str) -> None:
     """Log on rank 0 the data that groups exchange in few bits, and the action every ``resync_T`` steps."""
     encoding = f"in {settings.bits} bits, blocks of {block_size}"
     if settings.bits == EXACT:
-        encoding = "in as few bits as lose nothing"
-    message = f"{what} between {groups} groups {encoding}; every {settings.resync_T} steps {then}"
+        encoding = "without loss"
+    message = f"{description} between {groups} groups {encoding}; every {settings.resync_T} steps {action}"
     if groups == 1:
         message = (
-            "there is one group, so nothing crosses between groups. Set zero_optimization.paro_group_size to make "
+            "there is one group, so nothing is sent between groups. Set zero_optimization.paro_group_size to use "
             "more groups."
         )
     log_dist(f"deepspeed_ext: {UpdateSettings.key}: {message}", ranks=[0])
 
 
-def announce(settings: LocoSettings, groups: int) -> None:
+def log_loco_settings(settings: LocoSettings, groups: int) -> None:
     """Log LoCo's settings on rank 0."""
     if groups == 1:
         log_dist(
-            f"deepspeed_ext: {LocoSettings.key}: there is one group, so nothing crosses between groups, and nothing "
-            f"is compressed. Set zero_optimization.paro_group_size to make more groups.",
+            f"deepspeed_ext: {LocoSettings.key}: there is one group, so nothing is sent between groups, and nothing "
+            f"is compressed. Set zero_optimization.paro_group_size to use more groups.",
             ranks=[0],
         )
         return
@@ -147,7 +147,7 @@ def announce(settings: LocoSettings, groups: int) -> None:
             f"{settings.reset_T})"
         )
     log_dist(
-        f"deepspeed_ext: LoCo: gradients cross between {groups} groups in {settings.bits} bits, blocks of "
+        f"deepspeed_ext: LoCo: gradients are reduced between {groups} groups in {settings.bits} bits, blocks of "
         f"{settings.block_size}{', rotated' if settings.hadamard else ''}, {feedback}",
         ranks=[0],
     )

@@ -9,7 +9,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
-from deepspeed_ext.comm.agreement import all_reduced
+from deepspeed_ext.comm.agreement import all_reduce
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, as_given
 from deepspeed_ext.config.section import offloads
@@ -90,7 +90,7 @@ def same_everywhere(model: Model) -> Model:
 
 def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Reduce integers over all ranks, and return the result."""
-    result = all_reduced(torch.tensor([int(number) for number in numbers]), op)
+    result = all_reduce(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in result.tolist()]
 
 

@@ -21,7 +21,7 @@ from deepspeed_ext.comm.agreement import all_reduce_max
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
 from deepspeed_ext.progress import followed
 
@@ -103,10 +103,10 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
     device = get_accelerator().current_device_name()
     if isinstance(hop, GatherHop):
         shard = torch.zeros(share, dtype=dtype, device=device)
-        return lambda: Started(hop.all_gather(shard)).finish()
+        return lambda: ActiveTransfer(hop.all_gather(shard)).finish()
     assert isinstance(hop, ReduceHop)
     flat = torch.zeros(share * hop.size, dtype=dtype, device=device)
-    return lambda: Started(hop.reduce_scatter(flat, [share] * hop.size)).finish()
+    return lambda: ActiveTransfer(hop.reduce_scatter(flat, [share] * hop.size)).finish()
 
 
 def _seconds(run: Callable[[], Any]) -> float:

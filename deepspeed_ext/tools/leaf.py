@@ -66,7 +66,7 @@ def _measure(model: nn.Module, make_batch: Callable[..., Any], section: Mapping[
     offload = engine.optimizer.parameter_offload
     measured = {"hooks": len(offload.forward_hooks) + len(offload.backward_hooks)}
     measured["parameters gathered at a time at most"] = sum(
-        gathers.live.most for gathers in engine.optimizer.gathers.values()
+        gathers.live.peak for gathers in engine.optimizer.gathers.values()
     )
     engine.destroy()
     return measured

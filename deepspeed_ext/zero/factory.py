@@ -23,7 +23,7 @@ from deepspeed_ext.config.keys import SECTION, STRATEGY, as_given
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
-from deepspeed_ext.leaf.setup import by_budget
+from deepspeed_ext.leaf.setup import choose_by_budget
 from deepspeed_ext.overrides import bypassed, replaced
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero import native_experts
@@ -100,10 +100,10 @@ def configure_with(
     topologies = topologies_of(engine, topology, alone=alone)
     changed = use_streams(engine._config, strategy)
     announce(strategy, topologies, engine, changed=changed, outer=outer)
-    by_budget(engine._config.zero_config, engine.module)
+    choose_by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
     if outer is not None:
-        topologies = {DENSE: topology.apart()}
+        topologies = {DENSE: topology.intra_topology()}
     call = _capture_call(configure, engine, optimizer, strategy)
     builders = {"DeepSpeedZeroOptimizer": _make_stage12, "DeepSpeedZeroOptimizer_Stage3": _make_stage3}
     result = builders.get(call.called, _make_inference)(call, strategy, topologies, hops, engine._config.zero_config)
@@ -170,7 +170,7 @@ def add_outer_optimizer(
         hops: creates the outer optimizer's hops between groups.
     """
     # Separate process groups, so that transfers during inner steps do not delay others.
-    between = get_topology(topology.world, topology.sizes.group_size, second=True).inter
+    between = get_topology(topology.world, topology.sizes.group_size, separate=True).inter
     outer = OuterOptimizer(
         optimizer.context,
         settings=settings,
@@ -217,7 +217,7 @@ def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config
     during_gathers = strategy.p == Placement.G or strategy.g == Placement.N
     if not (at_any_time and during_gathers) or is_pairwise(topologies[DENSE].world):
         return topologies
-    return {name: get_topology(base.world, base.sizes.group_size, second=True) for name, base in topologies.items()}
+    return {name: get_topology(base.world, base.sizes.group_size, separate=True) for name, base in topologies.items()}
 
 
 def _context(call: _Call, config: ZeroConfig, strategy: Strategy, families: Families) -> Context:

@@ -37,7 +37,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from deepspeed_ext.comm.backends import MakeGather, MakeReduce, make_reduce
-from deepspeed_ext.comm.hops import ErrorState, GatherHop, JointErrorState
+from deepspeed_ext.comm.hops import CombinedErrorState, ErrorState, GatherHop
 from deepspeed_ext.comm.process_groups import Topology, get_subtopology
 from deepspeed_ext.comm.redistribution import GradientRedistribution, ParameterRedistribution
 from deepspeed_ext.deepspeed_types import Engine
@@ -92,7 +92,7 @@ def error_state_of(families: Families, family_of_buffer: Callable[[int], str]) -
     """
     several = len(families) > 1
 
-    def place_of(buffer: int) -> tuple[str, ...]:
+    def path_of(buffer: int) -> tuple[str, ...]:
         return ("families", family_of_buffer(buffer)) if several else ()
 
     states = {
@@ -100,7 +100,7 @@ def error_state_of(families: Families, family_of_buffer: Callable[[int], str]) -
         for name, family in families.items()
         for place, state in family.reduce.inter.error_states().items()
     }
-    return states[()] if states.keys() == {()} else JointErrorState(states, place_of)
+    return states[()] if states.keys() == {()} else CombinedErrorState(states, path_of)
 
 
 def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:

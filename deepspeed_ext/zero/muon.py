@@ -53,8 +53,8 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.collectives import Collectives
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.owners import ROUNDS, Job, assign, rounds
-from deepspeed_ext.comm.spans import Span, neighbors_joined
+from deepspeed_ext.comm.owners import ROUNDS, Job, assign_owners, rounds
+from deepspeed_ext.comm.spans import Span, merge_neighbors
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
@@ -254,7 +254,7 @@ class Muon:
     def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
         """Replace each matrix in received data (1D) by its update."""
         for owned in one.owned:
-            pieces = [span.of(flat) for span in neighbors_joined(owned.spans)]
+            pieces = [span.of(flat) for span in merge_neighbors(owned.spans)]
             update = self._update(owned, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
             for piece, part in zip(pieces, update.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(part)
@@ -311,7 +311,7 @@ class Muon:
         ranks = collectives.size
         entries = list(self._all_matrices(shards, ranks))
         jobs = [Job(matrices.span, member.stripe, matrices.flops) for _, member, matrices in entries]
-        owners = assign(jobs, ranks, min(ranks, topology.sizes.group_size))
+        owners = assign_owners(jobs, ranks, min(ranks, topology.sizes.group_size))
         elements = [0] * ranks
         for owner, job in zip(owners, jobs, strict=True):
             elements[owner] += job.span.numel
@@ -347,7 +347,7 @@ class Muon:
         rank, ranks = collectives.rank, collectives.size
         sent, received, parts = [0] * ranks, [0] * ranks, []
         for shard, member, _, job, owner in some:
-            own_span = job.held(rank)
+            own_span = job.local_span(rank)
             if own_span.numel:
                 parts.append((shard, own_span.shifted(member.offset - member.span.start)))
                 sent[owner] += own_span.numel
@@ -357,7 +357,7 @@ class Muon:
         for _, _, _, job, _ in own:
             incoming.append([])
             for holder in job.holders(ranks):
-                numel = job.held(holder).numel
+                numel = job.local_span(holder).numel
                 if numel:
                     incoming[-1].append((holder, Span(received[holder], numel)))
                     received[holder] += numel
@@ -366,7 +366,7 @@ class Muon:
             _Owned(shard, member.param, matrices, [span.shifted(begins[holder]) for holder, span in spans])
             for (shard, member, matrices, _, _), spans in zip(own, incoming, strict=True)
         ]
-        return _Round(parts, collectives, sent, received, owned, stays=all(job.stays for _, _, _, job, _ in some))
+        return _Round(parts, collectives, sent, received, owned, stays=all(job.is_local for _, _, _, job, _ in some))
 
     def _gathers(self, collectives: Collectives, some: Sequence[_Assigned]) -> _Round:
         """Return a round in which every rank has all elements, and receives all updates."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.comm.relayout import SendsLater
+from deepspeed_ext.comm.relayout import DeferredExchange
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import override, replaced
 from deepspeed_ext.strategy import Strategy
@@ -67,7 +67,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     writers: CheckpointWriters  # ranks that write files of optimizer states
     unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
     # scale; None with optimizer offload
-    sends_later: SendsLater | None = None  # sends other ranks' parts of ``state_dict`` later; None: at once
+    deferred_exchange: DeferredExchange | None = None  # sends parts of ``state_dict`` later; None: at once
     is_saved = False  # whether a checkpoint is being saved, which changes no model state
     _begun = False  # whether ``finalize_gradient_accumulation_boundary`` has already begun the next step
 
@@ -120,13 +120,13 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """
 
     @contextmanager
-    def being_saved(self, sends_later: SendsLater | None) -> Iterator[None]:
+    def being_saved(self, deferred_exchange: DeferredExchange | None) -> Iterator[None]:
         """Mark calls of ``state_dict`` in this context as part of a save."""
-        self.is_saved, self.sends_later = True, sends_later
+        self.is_saved, self.deferred_exchange = True, deferred_exchange
         try:
             yield
         finally:
-            self.is_saved, self.sends_later = False, None
+            self.is_saved, self.deferred_exchange = False, None
 
     # The accumulation boundary ########################################################################
 

@@ -36,11 +36,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.agreement import all_reduced
+from deepspeed_ext.comm.agreement import all_reduce
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import ShardSpan, Span
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
@@ -130,7 +130,7 @@ class Fragment:
     anchor: Tensor
     weights: Tensor
     momentum: Tensor
-    started: Started | None = None
+    started: ActiveTransfer | None = None
     stepped: tuple[Tensor, Tensor] | None = None
     due: int = 0
 
@@ -173,14 +173,16 @@ class OuterOptimizer(InnerStepsOnly):
         shards: OuterShards,
         report: Callable[[Mapping[str, float]], None] | None = None,
     ) -> None:
-        self.settings, self.topology = settings, context.topology.whole
+        self.settings, self.topology = settings, context.topology.all_groups
         self.step = 0
         self.reduce, self._gather = hops
         self._shards = shards
         self._report = report
         self._device = get_accelerator().current_device_name()
         self._kept = "cpu" if settings.offload == "cpu" else self._device
-        self._queue = TransferQueue(bool(settings.delay), True, all(hop.pairwise for hop in hops), owed=True)
+        self._queue = TransferQueue(
+            bool(settings.delay), True, all(hop.pairwise for hop in hops), finish_before_exit=True
+        )
         self._sums: Tensor | None = None  # sums of squares of this step's fragments; see ``_observe``
         self._used = False  # whether a fragment has been applied in this step
         self._shown: list[Tensor] | None = None  # the group's weights while the model holds the outer weights
@@ -356,7 +358,7 @@ class OuterOptimizer(InnerStepsOnly):
             return
         for number in self._numbers:
             gradient = self._shards.shard_gradient(number)
-            mean = all_reduced(gradient.to(self._device), torch.distributed.ReduceOp.SUM, self.topology.inter)
+            mean = all_reduce(gradient.to(self._device), torch.distributed.ReduceOp.SUM, self.topology.inter)
             gradient.copy_(mean.div_(self.reduce.size))
 
     # Weights that were set outside of a step ##########################################################
@@ -371,7 +373,7 @@ class OuterOptimizer(InnerStepsOnly):
         """Reset all states; see ``InnerStepsOnly``."""
         self.settle()
         self.step = 0
-        self.reduce.errors.forget()
+        self.reduce.errors.reset()
         for fragment in self.fragments:
             self._begin(fragment)
 
@@ -480,7 +482,7 @@ class OuterOptimizer(InnerStepsOnly):
         """
         if self._report is None or self._sums is None:
             return
-        apart, mean = all_reduced(self._sums, torch.distributed.ReduceOp.SUM, self.topology.world).tolist()
+        apart, mean = all_reduce(self._sums, torch.distributed.ReduceOp.SUM, self.topology.world).tolist()
         apart /= self.reduce.size
         self._sums = None
         self._report({"gradient_norm": mean**0.5, "distance_of_groups": max(0.0, apart - mean) ** 0.5})

@@ -82,7 +82,7 @@ class Resync:
     def __init__(self, context: Context) -> None:
         crosses = context.strategy.p < context.strategy.os == Placement.G
         differences = [family.gather.differences for family in context.families.values() if crosses]
-        self._every = min((codec.whole_every for codec in differences if codec), default=None)
+        self._every = min((codec.resync_interval for codec in differences if codec), default=None)
         self._context = context
         self._since = 0
         self._asked = False

@@ -184,7 +184,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def backward_epilogue(self) -> None:
         """End a backward, even if it reduces nothing."""
-        self.leaves.leave_modules()
+        self.leaves.end_open_passes()
         super().backward_epilogue()
 
     # The accumulation boundary: g -> os ###############################################################

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.tools.plan.recorded import FlatRates, Recorded
@@ -45,14 +45,14 @@ def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links
     wrong: list[str] = []
 
     def look(engine: Any) -> None:
-        if {"step", "forward", "backward", "_take_model_step"} & set(vars(engine)) or watching._watcher is not None:
+        if {"step", "forward", "backward", "_take_model_step"} & set(vars(engine)) or observers._observer is not None:
             wrong.append("the engine is not as it was")
 
     usual = train(Job(**job), section)
     with links_given(links):
         reported = train(Job(**job), reporting, look)
     train(Job(**{**job, "steps": AFTER + 3}), reporting)
-    if watching._watcher is not None:
+    if observers._observer is not None:
         wrong.append("an engine that is destroyed is still recorded")
     if usual.losses != reported.losses or not torch.equal(usual.weights, reported.weights):
         wrong.append("recording has changed the training")

@@ -307,13 +307,13 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     on_host = [one for one in families if isinstance(one, ShardedGradients) and one.held.device.type == "cpu"]
     on_host = [one for one in on_host if one.rows == 1]
     parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
-    aligned_rows = redistribution.aligned_rows
+    align_rows = redistribution.align_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
         with order.by_host():
             for window in windows:
                 window.sum()
-        return aligned_rows(windows, *args)
+        return align_rows(windows, *args)
 
     def measured(*args: Any) -> None:
         measure(*args)
@@ -334,7 +334,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
                 patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
-            patches.enter_context(mock.patch.object(redistribution, "aligned_rows", converted_by_host))
+            patches.enter_context(mock.patch.object(redistribution, "align_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
         yield

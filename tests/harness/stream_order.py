@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from deepspeed_ext.comm.background import THREAD
+from deepspeed_ext.comm.worker_thread import THREAD_NAME
 from tests.harness.streams import Access, Clock, Event, Memory, Stream, Work, byte_spans, merge, place_of_call
 
 # Operators with outputs that nobody has filled, and those that use only the shape of their input.
@@ -146,7 +146,7 @@ class Order:
 
         Where a thread of ours waits, what computes does not.
         """
-        if self.left_out() or threading.current_thread().name == THREAD:
+        if self.left_out() or threading.current_thread().name == THREAD_NAME:
             return
         for clock in clocks or [stream.clock for stream in self.streams]:
             merge(self.host, clock)

@@ -4,7 +4,7 @@
 
 from typing import Any
 
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 
 
 class Handle:
@@ -19,5 +19,5 @@ class Handle:
 
 def result(move: Any) -> list[float]:
     """Run a transfer and return what it gives."""
-    values: list[float] = Started(move).finish().tolist()
+    values: list[float] = ActiveTransfer(move).finish().tolist()
     return values

@@ -1,3 +1,3 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks: programs at the top, what they share in ``lib``, what they have found in ``results``."""
+"""Benchmarks: programs at the top, shared code in ``lib``, and their results in ``results``."""

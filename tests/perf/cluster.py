@@ -1,28 +1,29 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Training methods side by side on clusters that this machine emulates.
+"""Compares training methods on clusters that this machine emulates.
 
     python -m tests.perf.cluster                    # all strategies and peers, a model of blocks
-    python -m tests.perf.cluster --overlap          # what hides under compute, which is emulated
+    python -m tests.perf.cluster --overlap          # overlap with compute, which is emulated
     python -m tests.perf.cluster --offload          # parameters in host memory
     python -m tests.perf.cluster --network          # seconds per step over the rate of the link
     python -m tests.perf.cluster --outer            # an outer optimizer between nodes
-    python -m tests.perf.cluster --save             # saves, at once and beside the training
-    python -m tests.perf.cluster --record           # a report of steps beside what is measured without
-    python -m tests.perf.cluster --what-if          # predictions from reports of other links
+    python -m tests.perf.cluster --save             # synchronous and asynchronous saves
+    python -m tests.perf.cluster --record           # a report of steps, compared with measured steps
+    python -m tests.perf.cluster --what-if          # predictions from reports at other link rates
     python -m tests.perf.cluster --model gpt2       # GPT-2 with 124 M parameters, which takes 16 GB of free memory
     python -m tests.perf.cluster --model mixture    # a mixture of experts, with and without AutoEP
     python -m tests.perf.cluster --model pipeline   # two stages, with ZeRO-1 and with strategies
 
-A node is a network namespace with some CPU ranks (``scripts/emulation``); messages to other nodes go over a link of a
-limited rate, which counts them. All methods train the same model on the same data from the same seed, and take turns.
-A step's time is that of the slowest rank. The *floor* is the time of compute alone (forward and backward of all
+A node is a network namespace with some CPU ranks (``scripts/emulation``). Messages to other nodes use a link with a
+limited rate, which counts their bytes. All methods train the same model on the same data from the same seed, and take
+turns. A step's time is that of the slowest rank. The *floor* is the time of compute alone (forward and backward of all
 micro-batches on all ranks at once, and an update of 1/n of the parameters), and of a method's bytes over the link.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. One launch for each setting.
 
-Exit status 0 if methods train the same, send the bytes of the formulas, and are as fast beside the stock one as they
-should be; 1 if not; 2 if it could not run. Rows of methods that train differently, or send other bytes, are not kept.
+Exit status 0 if methods train the same, send the bytes of the formulas, and reach their required speed relative to the
+stock method; 1 if not; 2 if it could not run. Rows of methods that train differently, or send other bytes, are not
+kept.
 """
 
 import argparse
@@ -67,14 +68,14 @@ OPTIONS = {
 
 
 def measurement(name: str) -> type[Measurement]:
-    """Return the class of what is measured; mixtures need transformers, so only that one is imported."""
+    """Return the class of the measurement. Mixtures need transformers, so only the requested class is imported."""
     module, _, kind = MEASUREMENTS[name].partition(".")
-    found: type[Measurement] = getattr(importlib.import_module(f"tests.perf.lib.{module}"), kind)
-    return found
+    measurement_class: type[Measurement] = getattr(importlib.import_module(f"tests.perf.lib.{module}"), kind)
+    return measurement_class
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse, and add what is measured as ``name``."""
+    """Parse the arguments, and add the measurement's name as ``name``."""
     parser = argparse.ArgumentParser(description="Measure training methods on an emulated cluster.")
     parser.add_argument("--model", choices=("blocks", "gpt2", "mixture", "pipeline"), default="blocks")
     kinds = parser.add_mutually_exclusive_group()
@@ -84,7 +85,7 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", metavar="NAME")
     parser.add_argument("--rounds", type=int, help="turns of each method, at least")
     parser.add_argument("--steps", type=int, help="of a turn that are timed; undisturbed ones before a save")
-    rate = lambda given: None if given == UNLIMITED else float(given)  # noqa: E731
+    rate = lambda text: None if text == UNLIMITED else float(text)  # noqa: E731
     parser.add_argument("--mbit", nargs="+", type=rate, help=f"rates in place of a setting's, or {UNLIMITED}: gpt2")
     parser.add_argument("--ratios", nargs="+", type=float, help="of W to a micro-batch's compute: --overlap, --record")
     parser.add_argument("--pcie", type=float, default=25.0, help="GB/s between host and device: --offload")
@@ -100,9 +101,9 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--{args.name} is measured with --model blocks, got --model {args.model}")
     args.name = args.name or args.model
     kind = measurement(args.name)
-    for option, known in (("settings", kind.settings), ("methods", kind.methods)):
-        if unknown := set(getattr(args, option) or ()) - set(known):
-            parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    for option, names in (("settings", kind.settings), ("methods", kind.methods)):
+        if unknown := set(getattr(args, option) or ()) - set(names):
+            parser.error(f"--{option} must be among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     args.settings = args.settings or list(kind.usual or kind.settings)
     args.rounds, args.steps = args.rounds or kind.rounds, args.steps or kind.steps
     if args.name == "record":
@@ -125,8 +126,8 @@ def main() -> int:
     for name in args.settings:
         setting = kind.settings[name]
         more = ["--setting", name]
-        found = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
-        rows = [Row(**values) for values in found]
+        results = collect(setting.nodes, setting.ranks_per_node, __spec__.name, args.log, args.timeout, more)
+        rows = [Row(**values) for values in results]
         print(f"\n{name}: compute alone {rows[0].compute:.3f} s\n{records.markdown(kind.table(rows))}")
         problems, missed = kind.problems(rows), kind.missed(rows)
         print("".join(f"FAIL: {line}\n" for line in problems) + "".join(f"MISSED: {line}\n" for line in missed))

@@ -1,23 +1,23 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where training ends: a byte-level GPT of ``scripts/examples`` on CPU ranks, trained again and again.
+"""Compares final losses: trains a byte-level GPT of ``scripts/examples`` on CPU ranks with each method.
 
     python -m tests.perf.convergence loco       # gradients in 4 bits
-    python -m tests.perf.convergence updates    # updated parameters, or sums, in few bits
-    python -m tests.perf.convergence outer      # an outer optimizer between groups, which train apart
+    python -m tests.perf.convergence updates    # updated parameters, or gradient sums, in few bits
+    python -m tests.perf.convergence outer      # an outer optimizer between groups
     python -m tests.perf.convergence long       # 3,000 steps of a GPT of 10.9 million parameters
 
-For each optimizer, seed and method of a study (``lib/studies.py``), from the same weights and on the same batches. The
-final loss is the mean over the last tenth of the steps, or, with outer steps, that of outer weights on held-out text.
-A control sends what its reference sends, but starts from weights that noise has moved a little. This program adds two
-methods to the package: *direct* sends parameters themselves in few bits, rather than their differences from what
-receivers hold; *coarse* sends sums in blocks as large as those of differences, and adds their errors whole.
+Each optimizer, seed, and method of a study (``lib/studies.py``) starts from the same weights and uses the same
+batches. The final loss is the mean over the last tenth of the steps or, with outer steps, that of outer weights on
+held-out text. A control sends the same data as its reference, but starts from slightly perturbed weights. This program
+adds two methods to the package: *direct* sends quantized parameters, not their differences to the receivers' values;
+*coarse* sends sums in blocks as large as those of differences, and does not average their errors.
 
-A run leaves a file with the loss of every step in ``--runs``, and is not repeated: so the program may be stopped and
-started again.
+A run writes a file with the loss of every step to ``--runs``, and is not repeated, so the program can be interrupted
+and started again.
 
-Exit status 0 if methods end within the bounds of the study, and those that are too coarse outside of them; 1 if not;
-2 if a run failed.
+Exit status 0 if methods end within the bounds of the study, and methods that are too coarse end outside of them; 1 if
+not; 2 if a run failed.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from deepspeed_ext import outer_weights
-from deepspeed_ext.comm.hops import Agree, Update
+from deepspeed_ext.comm.hops import MaxOverRanks, Update
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.hop import QuantizedSums
@@ -62,18 +62,20 @@ EVALUATED, BATCHES = 1024, 16  # rows of held-out text, of all ranks; batches of
 
 
 class DirectHop(QuantizedDifferences):
-    """Sends parameters themselves, in few bits."""
+    """Sends quantized parameters instead of differences."""
 
-    def encode(self, updates: Sequence[Update], agree: Agree) -> list[Tensor]:
-        return super().encode([update._replace(held=torch.zeros_like(update.held)) for update in updates], agree)
+    def encode(self, updates: Sequence[Update], max_over_ranks: MaxOverRanks) -> list[Tensor]:
+        return super().encode(
+            [update._replace(replica=torch.zeros_like(update.replica)) for update in updates], max_over_ranks
+        )
 
-    def write(self, arrived: Tensor, held: Tensor) -> None:
-        held.zero_()
-        super().write(arrived, held)
+    def write(self, codes: Tensor, replica: Tensor) -> None:
+        replica.zero_()
+        super().write(codes, replica)
 
 
 class CoarseSums(QuantizedSums):
-    """Sums as 1-bit Adam's server quantizes them, in blocks of 128."""
+    """Sums quantized like those of 1-bit Adam's server, in blocks of 128."""
 
     def __init__(self, settings: LocoSettings, device: str | None = None, pinned: bool = False) -> None:
         super().__init__(settings.model_copy(update={"err_beta": 0.0, "block_size": 128}), device, pinned)
@@ -81,7 +83,7 @@ class CoarseSums(QuantizedSums):
 
 @contextmanager
 def put_in(method: str) -> Iterator[None]:
-    """Put in what the package does not have, if a method is named for it."""
+    """Replace parts of the package by a method that it does not have, if the run uses one."""
     with ExitStack() as stack:
         for word, kind in (("direct", DirectHop), ("coarse", CoarseSums)):
             if word in method:
@@ -93,7 +95,7 @@ def put_in(method: str) -> Iterator[None]:
 
 
 def configuration(study: Study, run: Run) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, in which the learning rate rises for a tenth, and then falls to zero."""
+    """Return DeepSpeed's configuration; the learning rate rises for a tenth of the steps, and then falls to zero."""
     optimizer = OPTIMIZERS[run.optimizer]
     schedule = {
         "warmup_min_lr": 0.0,
@@ -116,7 +118,7 @@ def configuration(study: Study, run: Run) -> dict[str, Any]:
 
 
 def read_text(study: Study) -> tuple[Tensor, Tensor]:
-    """Return the text that is trained on, and the text that is held out."""
+    """Return the training text and the held-out text."""
     if study.large:  # the Python sources of the DeepSpeed that is installed, but for one that its installation writes
         root = Path(deepspeed.__file__).parent
         names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
@@ -127,18 +129,18 @@ def read_text(study: Study) -> tuple[Tensor, Tensor]:
     if not study.held_out:
         return read_corpus(CORPUS_BYTES), torch.empty(0)
     corpus = read_corpus(CORPUS_BYTES * PERIOD // (PERIOD - HELD_OUT))
-    held = torch.arange(len(corpus)) % PERIOD >= PERIOD - HELD_OUT
-    return corpus[~held], corpus[held]
+    is_held_out = torch.arange(len(corpus)) % PERIOD >= PERIOD - HELD_OUT
+    return corpus[~is_held_out], corpus[is_held_out]
 
 
 def fingerprint(*text: Tensor) -> str:
-    """Return what tells a text from others."""
-    whole = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
-    return f"{len(whole)} bytes, sha256 {sha256(whole).hexdigest()[:16]}"
+    """Return a fingerprint of a text."""
+    content = torch.cat([part.to(torch.uint8) for part in text]).numpy().tobytes()
+    return f"{len(content)} bytes, sha256 {sha256(content).hexdigest()[:16]}"
 
 
 class Trainer:
-    """Trains one run after another, as one of the ranks."""
+    """Trains one run after another on one of the ranks."""
 
     def __init__(self, study: Study) -> None:
         self._study, self._model = study, LARGE if study.large else MODEL
@@ -149,8 +151,8 @@ class Trainer:
         """Train, evaluate, and return the run with its losses.
 
         Args:
-            run: without them.
-            until: steps to take, by default all.
+            run: a run without losses.
+            until: number of steps; by default all.
         """
         begin, study = time.perf_counter(), self._study
         run.text, run.parts = self.text, [{"from": 0, **records.circumstances()}]
@@ -205,13 +207,13 @@ class Trainer:
 
 
 def held_out_rows(text: Tensor, length: int, rank: int, ranks: int) -> Tensor:
-    """Return the rows that a rank evaluates, of the same length as those that are trained, and one more byte."""
+    """Return the rows that a rank evaluates; they have the length of training rows, plus one byte."""
     starts = torch.linspace(0, len(text) - length - 1, EVALUATED).long()[rank::ranks]
     return text[starts[:, None] + torch.arange(length + 1)].long()
 
 
 def _evaluate(engine: Any, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss on held-out text: each rank's part by its weights."""
+    """Return the mean loss on held-out text; each rank evaluates its part with its own weights."""
     engine.eval()
     with torch.no_grad():
         losses = [engine(*batch) for batch in batches]
@@ -220,7 +222,7 @@ def _evaluate(engine: Any, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def work(args: argparse.Namespace, study: Study) -> None:
-    """Train, as a rank, the runs that have no file."""
+    """Train the runs that have no file, as one rank."""
     first = start_rank()
     torch._dynamo.config.disable = True  # Muon's compiled kernels take minutes to compile for ranks without a GPU
     trainer = Trainer(study)
@@ -239,7 +241,7 @@ def work(args: argparse.Namespace, study: Study) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Parse the options; ``--runs`` gets the study's folder."""
+    """Parse the options, and set ``--runs`` to the study's folder."""
     parser = argparse.ArgumentParser(description="Train in several ways, and compare where that ends.")
     parser.add_argument("study", choices=STUDIES)
     add_options(parser, "convergence.log", 48 * 3600)
@@ -255,9 +257,9 @@ def parse_arguments() -> argparse.Namespace:
     args.seeds, args.groups = args.seeds or list(range(study.seeds)), args.groups or list(study.groups)
     args.methods, args.optimizers = args.methods or list(study.methods), args.optimizers or list(study.optimizers)
     args.runs = (args.runs or study.folder).resolve()
-    for option, known in (("methods", study.methods), ("optimizers", study.optimizers)):
-        if unknown := set(getattr(args, option)) - set(known):
-            parser.error(f"--{option} must be among {', '.join(known)}, got {', '.join(sorted(unknown))}")
+    for option, names in (("methods", study.methods), ("optimizers", study.optimizers)):
+        if unknown := set(getattr(args, option)) - set(names):
+            parser.error(f"--{option} must be among {', '.join(names)}, got {', '.join(sorted(unknown))}")
     if beside := {study.methods[name].against for name in args.methods} - set(args.methods):
         parser.error(f"--methods must also name {', '.join(sorted(beside))}, which others are compared with")
     if (args.steps or 2) < 2:
@@ -279,8 +281,8 @@ def main() -> int:
         for groups in args.groups:
             order.write_text(json.dumps([vars(run) for run in runs if run.groups == groups]))
             launch_workers(__spec__.name, order, args, groups * study.group_size, sys.argv[1:])
-    found = [Run.read(args.runs / f"{run.name}.json") for run in runs]
-    return report(args, study, found)
+    finished = [Run.read(args.runs / f"{run.name}.json") for run in runs]
+    return report(args, study, finished)
 
 
 def report(args: argparse.Namespace, study: Study, runs: Sequence[Run]) -> int:

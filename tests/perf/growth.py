@@ -1,13 +1,13 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What grows with the number of ranks: groups, messages, host time, memory of bookkeeping.
+"""Measures growth with the number of ranks: groups, messages, host time, and memory of bookkeeping.
 
     python -m tests.perf.growth --csv tests/perf/results/growth.csv
 
 Runs the real engine as one rank of 64 to 16,384, in groups of 8, on torch's fake process group, for each strategy and
-for DeepSpeed's own stages, in turns. The model has the tensors of a 7B Llama with a sixteenth of its width. Nothing
-is sent, so seconds are the host's alone: no gloo, no NCCL, no network. MB are those that Python and its objects take
-(tracemalloc), not tensors, for an engine that has made three steps.
+for DeepSpeed's own stages, in turns. The model has the tensors of a 7B Llama with a sixteenth of its width. No data is
+sent, so seconds are host time only: no gloo, no NCCL, no network. MB are those of Python and its objects
+(tracemalloc), not of tensors, for an engine after three steps.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 class Part(nn.Module):
-    """A parameter in a module of its own, and a sum that gives it a gradient."""
+    """A parameter in its own module, and a sum that gives it a gradient."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ class Part(nn.Module):
 
 
 def make_engine(method: str, group_size: int) -> Any:
-    """Return an engine of a strategy, or of a stage of DeepSpeed's own ("2")."""
-    process_groups._made.clear()  # as in a process of its own
-    process_groups._made_alone.clear()
+    """Return an engine of a strategy, or of one of DeepSpeed's own stages ("2")."""
+    process_groups._cached_groups.clear()  # as in a process of its own
+    process_groups._self_groups.clear()
     deepspeed.utils.groups._WORLD_GROUP = None
     name = method.removesuffix(LOCO)
     loco = {} if name == method else {"zeropp_loco_param": {}}
@@ -81,7 +81,7 @@ def make_engine(method: str, group_size: int) -> Any:
 
 
 def train(engine: Any, world: FakeWorld, steps: int) -> float:
-    """Make some steps; return the seconds of the last one, while ``world`` counts its messages."""
+    """Take some steps; return the seconds of the last one, in which ``world`` counts messages."""
     seconds = 0.0
     for _ in range(steps):
         world.reset()
@@ -93,31 +93,31 @@ def train(engine: Any, world: FakeWorld, steps: int) -> float:
 
 
 def measure_once(method: str, world: FakeWorld, traced: bool, steps: int) -> dict[str, Any]:
-    """Make an engine and train: what was counted; with ``traced`` MB instead of seconds."""
+    """Make an engine and train; return the counts, with ``traced`` MB instead of seconds."""
     gc.collect()
     world.reset()
     if traced:
         tracemalloc.start()
     begin = time.perf_counter()
     engine = make_engine(method, world.group_size)
-    found: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
-    found["messages_creation"] = world.messages.total()
-    found["seconds_step"] = train(engine, world, steps)
+    counts: dict[str, Any] = {"seconds_creation": time.perf_counter() - begin, "groups": world.made.total()}
+    counts["messages_creation"] = world.messages.total()
+    counts["seconds_step"] = train(engine, world, steps)
     if not steps:
         world.reset()
     for kind in ("intra", "inter", "world"):
-        found[f"messages_{kind}"] = world.messages[kind]
-        found[f"bytes_{kind}"] = world.received[kind]
+        counts[f"messages_{kind}"] = world.messages[kind]
+        counts[f"bytes_{kind}"] = world.received[kind]
     if traced:
         gc.collect()
-        found["mb"] = tracemalloc.get_traced_memory()[0] / 2**20
+        counts["mb"] = tracemalloc.get_traced_memory()[0] / 2**20
         tracemalloc.stop()
     engine.destroy()
-    return found
+    return counts
 
 
 def measure(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Measure methods in turns, in this process; give a row for each."""
+    """Measure methods in turns, in this process; return a row for each."""
     (ranks,), group_size, methods = args.worlds, args.group_size, args.methods
     world = FakeWorld(ranks, group_size)
     deepspeed.init_distributed(dist_backend="gloo")  # finds the fake one

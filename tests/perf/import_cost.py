@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs a program that imports torch, and never DeepSpeed, that this package is installed.
+"""Measures the cost of this package for a program that imports torch but not DeepSpeed.
 
     python -m tests.perf.import_cost
 
-Fresh processes take turns. *importing torch* is user and system time of a process that does nothing else, since the
-clock on a wall tells what else the machine does. *of that ours* is a clock around the import of this package alone,
-in a process that has imported torch without it.
+Fresh processes take turns. *importing torch* is user and system time of a process that does nothing else, because wall
+time depends on the load of the machine. *of that ours* is the wall time of importing this package alone, in a process
+that has imported torch without it.
 """
 
 import argparse
@@ -34,9 +34,11 @@ OURS = (
 
 
 def run(code: str, environment: dict[str, str]) -> str:
-    """Run code in a fresh process, and return what it prints."""
-    given = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True).stdout
+    """Run code in a fresh process, and return its output."""
+    variables = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def milliseconds_of_torch(environment: dict[str, str]) -> float:
@@ -47,11 +49,11 @@ def milliseconds_of_torch(environment: dict[str, str]) -> float:
     return 1e3 * (after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
 
 
-def row(method: str, measured: str, found: Sequence[float]) -> dict[str, object]:
+def row(method: str, measured: str, samples: Sequence[float]) -> dict[str, object]:
     """Return the row of a result, in ms."""
-    low, median, high = (round(value, 2) for value in statistics.quantiles(found, n=4))
+    low, median, high = (round(value, 2) for value in statistics.quantiles(samples, n=4))
     result = {"method": method, "measured": measured, "median_ms": median}
-    return result | {"quartile_ms": low, "other_quartile_ms": high, "runs": len(found)}
+    return result | {"quartile_ms": low, "other_quartile_ms": high, "runs": len(samples)}
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ def main() -> None:
         for method, environment in METHODS.items():
             torch[method].append(milliseconds_of_torch(environment))
         ours.append(float(run(OURS, LEFT_OUT)))
-    rows = [row(method, "importing torch", found) for method, found in torch.items()]
+    rows = [row(method, "importing torch", samples) for method, samples in torch.items()]
     records.report([*rows, row("with the package", "of that ours", ours)], args.csv)
 
 

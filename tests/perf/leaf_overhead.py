@@ -1,20 +1,20 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ZeRO-3 costs the host on a model of many small modules, with leaf modules chosen in several ways.
+"""Measures ZeRO-3's host time on a model of many small modules, with several choices of leaf modules.
 
     python -m tests.perf.leaf_overhead
 
-Measured is a micro-step (forward and backward) of a mixture of experts so small that hooks take most of the time, in
-fp32 on CPU ranks with gloo. Overhead is what it takes beyond as many processes of plain PyTorch; with one rank it is
-the host's cost alone. No parameter persists. A granularity threshold of 1 makes no module a leaf: in stock it happens
-to switch on a faster path for those that are set by hand.
+It measures a micro-batch (forward and backward) of a mixture of experts so small that hooks take most of the time, in
+fp32 on CPU ranks with gloo. The overhead is its time beyond that of the same number of processes of plain PyTorch;
+with one rank it is host time alone. No parameter persists. A granularity threshold of 1 makes no module a leaf; in
+stock it also switches on a faster path for leaf modules that are set by hand.
 
-Each case has processes of its own, because DeepSpeed replaces functions of PyTorch for good; in those of the stock
-cases our package is switched off. Cases take turns. Numbers are medians over the micro-steps of all rounds and ranks.
-A rank's losses must be plain PyTorch's. With ``--packed`` experts are 3-D parameters, as in transformers 5, of which
-ours also fetches windows of an eighth. There are no aims then.
+Each case has its own processes, because DeepSpeed replaces functions of PyTorch permanently; in stock cases our
+package is disabled. Cases take turns. Numbers are medians over the micro-batches of all rounds and ranks. A rank's
+losses must equal those of plain PyTorch. With ``--packed``, experts are 3-D parameters, as in transformers 5, of which
+ours also fetches windows of an eighth; then there are no targets.
 
-Exit status 0 if ours keeps its aims with one rank, 1 if not, 2 if a case could not run or computed something else.
+Exit status 0 if ours reaches its targets with one rank, 1 if not, 2 if a case could not run or computed wrong losses.
 """
 
 import argparse
@@ -111,8 +111,10 @@ class PackedExperts(nn.Module):
         for expert in top_k_index.unique().tolist():
             tokens, k = torch.where(top_k_index == expert)
             gate, up = (hidden_states[tokens] @ self.gate_up_proj[expert].T).chunk(2, -1)
-            given = ((nn.functional.silu(gate) * up) @ self.down_proj[expert].T) * top_k_weights[tokens, k, None]
-            out = out.index_add(0, tokens, given)
+            expert_output = ((nn.functional.silu(gate) * up) @ self.down_proj[expert].T) * top_k_weights[
+                tokens, k, None
+            ]
+            out = out.index_add(0, tokens, expert_output)
         return out
 
 
@@ -127,7 +129,7 @@ class PackedMoE(MoE):
 
 
 class Layer(nn.Module):
-    """A block of experts, and two linear layers where attention would be."""
+    """A block of experts, and two linear layers in place of attention."""
 
     def __init__(self, experts: int, packed: bool = False) -> None:
         super().__init__()
@@ -140,7 +142,7 @@ class Layer(nn.Module):
 
 
 def make_engine(name: str, model: nn.Module) -> Any:
-    """Make a DeepSpeed engine; an error if it is ours where it must be stock, or the other way around."""
+    """Make a DeepSpeed engine; raise an error if it is ours instead of stock, or vice versa."""
     import deepspeed  # plain PyTorch's ranks must not
 
     config = {
@@ -157,7 +159,7 @@ def make_engine(name: str, model: nn.Module) -> Any:
 
 
 def work(name: str, folder: Path, args: argparse.Namespace) -> None:
-    """Live as a rank: train and report."""
+    """Train and report, as one rank."""
     torch.manual_seed(0)
     layers = (Layer(args.experts, args.packed) for _ in range(args.layers))
     model, engine = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, 1)), None
@@ -189,10 +191,10 @@ def work(name: str, folder: Path, args: argparse.Namespace) -> None:
 
 
 def run_case(name: str, ranks: int) -> list[dict[str, Any]]:
-    """Run a case, and return what each rank reports.
+    """Run a case, and return each rank's report.
 
     Raises:
-        RunFailed: a rank failed, or they did not end in time. None is left.
+        RunFailed: a rank failed, or the ranks did not end in time. No process is left.
     """
     switch = {"DEEPSPEED_EXT_DISABLE": str(int(name in SWITCHED_OFF))}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, switch):
@@ -207,25 +209,28 @@ def measure(args: argparse.Namespace) -> Found:
         RunFailed: a case failed, or its losses are not plain PyTorch's.
     """
     plan = [(ranks, name) for ranks in args.ranks for name in CASES if args.packed or name != WINDOWS]
-    found: Found = {key: [] for key in plan}
+    reports_by_case: Found = {key: [] for key in plan}
     for number in range(args.rounds):
         for ranks, name in plan:
             reports = run_case(name, ranks)
-            found[ranks, name] += reports
-            for one, plain in zip(reports, found[ranks, PLAIN], strict=False):
-                if difference(one["losses"], plain["losses"][:1] * len(one["losses"])) > BOUNDS["float32"]:
-                    raise RunFailed(f"{name}, {ranks} rank(s): losses {one['losses']}, not {plain['losses'][0]}")
+            reports_by_case[ranks, name] += reports
+            for report, plain in zip(reports, reports_by_case[ranks, PLAIN], strict=False):
+                if difference(report["losses"], plain["losses"][:1] * len(report["losses"])) > BOUNDS["float32"]:
+                    raise RunFailed(f"{name}, {ranks} rank(s): losses {report['losses']}, not {plain['losses'][0]}")
             milliseconds = statistics.median(reports[0]["seconds"][WARM_UP_STEPS:]) * 1e3
             print(f"round {number + 1}, {ranks} rank(s), {name}: {milliseconds:.1f} ms", file=sys.stderr)
-    return found
+    return reports_by_case
 
 
-def rows_of(found: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
+def rows_of(reports_by_case: Found, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each number of ranks and case."""
-    times = {key: [s * 1e3 for one in found[key] for s in one["seconds"][WARM_UP_STEPS:]] for key in found}
-    over = {key: statistics.median(times[key]) - statistics.median(times[key[0], PLAIN]) for key in found}
+    times = {
+        key: [s * 1e3 for report in reports_by_case[key] for s in report["seconds"][WARM_UP_STEPS:]]
+        for key in reports_by_case
+    }
+    over = {key: statistics.median(times[key]) - statistics.median(times[key[0], PLAIN]) for key in reports_by_case}
     rows = []
-    for (ranks, name), reports in found.items():
+    for (ranks, name), reports in reports_by_case.items():
         low, median, high = statistics.quantiles(times[ranks, name], n=4, method="inclusive")
         overhead, best = over[ranks, name], min(BY_HAND, key=lambda hand, ranks=ranks: over[ranks, hand])
         row: dict[str, Any] = {key: getattr(args, key) for key in ("layers", "experts", "rounds", "steps")}

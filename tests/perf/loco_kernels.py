@@ -1,17 +1,17 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How close LoCo's operators come to the time that their bytes take, and what plain PyTorch needs.
+"""Compares LoCo's operators with the time of their memory traffic, and with plain PyTorch.
 
-The floor is what an operator cannot do without: each argument read once, each result written once. In bytes for each
-element, with gradients or parameters of g bytes, b bits on the wire and blocks of n, an error in 8 bits, and k pieces:
+The floor is the necessary traffic: each argument is read once, each result written once. In bytes for each element,
+with gradients or parameters of g bytes, b bits on the wire and blocks of n, an error in 8 bits, and k pieces:
 
     compress    g + b/8 + 1 + 1 + (2 + 2 + 2)/n     gradient, wire, old and new error, and their scales
     decompress  k (b/8 + 2/n) + g                   wire with its scales, result
-    difference  2 g + b/8 + 2/n                     updated parameter, what is held of it, wire with its scales
-    apply       b/8 + 2/n + 2 g                     wire with its scales, what is held, read and written
+    difference  2 g + b/8 + 2/n                     updated parameter, replica, wire with its scales
+    apply       b/8 + 2/n + 2 g                     wire with its scales, replica, read and written
 
-Beside each operator, in turn, runs a copy that moves as many bytes, and the same arithmetic in plain PyTorch
-(``deepspeed_ext.loco.reference``), slow, so in fewer turns. Each number is the median of the repetitions.
+Each operator takes turns with a copy of the same number of bytes, and with the same arithmetic in plain PyTorch
+(``deepspeed_ext.loco.reference``), which is slow and has fewer turns. Each number is the median of the repetitions.
 """
 
 import argparse
@@ -59,7 +59,9 @@ class Case:
         return f"{self.operator} {str(self.dtype).removeprefix('torch.')} int{self.bits}{options}"
 
     def floor(self, numel: int) -> int:
-        """Return the bytes that must be moved, see above; with what fills the last block and the row."""
+        """Return the bytes that must be read and written, see above, including padding of the last block and the
+        row.
+        """
         own, wire = numel * self.dtype.itemsize, self.packing.row_bytes(numel)
         if self.operator in ("difference", "apply"):
             rows = PIECES if self.operator == "apply" else 1
@@ -77,7 +79,7 @@ CASES = (
 
 
 def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]]:
-    """Return what is timed: the operator, plain PyTorch on the same arguments, and the copy."""
+    """Return the timed functions: the operator, plain PyTorch on the same arguments, and the copy."""
     packing, rotate = case.packing, case.hadamard
     half = torch.empty(case.floor(numel) // 2, dtype=torch.uint8, device=device).zero_()
     other_half = half.clone()
@@ -94,11 +96,11 @@ def calls_of(case: Case, numel: int, device: str) -> dict[str, Callable[[], Any]
         calls["operator"] = lambda: ops.difference(updated, numbers, wire, packing)
         calls["pytorch"] = lambda: reference.difference(updated, numbers, wire, case.bits, BLOCK)
     elif case.operator == "apply":
-        held = numbers.view(PIECES, -1)
-        wire = packing.empty(PIECES, held.shape[1], numbers)
-        ops.difference(held + CHANGE * torch.randn_like(held), held, wire, packing)
-        calls["operator"] = lambda: ops.apply(wire, held, packing)
-        calls["pytorch"] = lambda: reference.apply(wire, held, case.bits, BLOCK)
+        replica = numbers.view(PIECES, -1)
+        wire = packing.empty(PIECES, replica.shape[1], numbers)
+        ops.difference(replica + CHANGE * torch.randn_like(replica), replica, wire, packing)
+        calls["operator"] = lambda: ops.apply(wire, replica, packing)
+        calls["pytorch"] = lambda: reference.apply(wire, replica, case.bits, BLOCK)
     else:
         wire, out = packing.empty(PIECES, numel, numbers), torch.empty_like(numbers[0])
         for piece in wire:

@@ -1,19 +1,19 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What would it take to send updated bf16 parameters without loss, as what they differ from the last ones?
+"""Measures the bits of lossless updates of bf16 parameters in several codes.
 
     python -m tests.perf.lossless_updates
 
 Trains the byte-level GPT of scripts/examples on one CPU, in bf16 with fp32 masters, by AdamW at several learning
-rates; the last case goes on from the weights of the first one, as fine-tuning does. After each step a weight's
-difference is counted in units of the last place. Compared are the bits of a weight in four codes for a kernel:
+rates; the last case continues from the weights of the first one, as fine-tuning does. After each step, a weight's
+difference is counted in units of the last place. The program compares the bits of a weight in four codes for a kernel:
 
     nibble   4 bits for -7 to 7, and 16 bits more for an escape
     pairs    2 bits for -1 to 1, else 4 bits more for up to 8, else 16 bits more
     bitmap   1 bit for whether a weight has changed, and a nibble for each that has
-    gaps     a byte for the distance to the next weight that has changed (255: go on), and a nibble for it
+    gaps     a byte for the distance to the next weight that has changed (255: continued), and a nibble for it
 
-and the entropy of the differences, which none of them passes. Rows are of the last steps, and of the worst one.
+and the entropy of the differences, a lower bound. Rows are of the last steps, and of the worst one.
 """
 
 import argparse
@@ -37,8 +37,9 @@ Sizes = dict[str, float]
 
 
 def sizes(differences: Tensor) -> dict[str, float]:
-    """Return the share of differences (1D, integers) that are not zero and that a nibble holds, their entropy, and
-    the bits of a weight in each code."""
+    """Return the share of differences (1D, integers) that are not zero and fit a nibble, their entropy, and the bits
+    of a weight in each code.
+    """
     counts = torch.bincount(differences + SPAN, minlength=2 * SPAN + 1)
     share = counts[counts > 0].double() / differences.numel()
     beyond = {far: 1 - counts[SPAN - far : SPAN + far + 1].sum().item() / differences.numel() for far in (0, 1, 7, 8)}
@@ -75,7 +76,7 @@ def train(
     model = model.bfloat16()
     optimizer = torch.optim.AdamW(masters, lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP))
-    generator, length, found = torch.Generator().manual_seed(0), MODEL["sequence_length"], []
+    generator, length, step_sizes = torch.Generator().manual_seed(0), MODEL["sequence_length"], []
     for _ in trange(steps, desc=f"{rate:g}"):
         starts = torch.randint(len(corpus) - length, (ROWS, 1), generator=generator)
         rows = corpus[starts + torch.arange(length + 1)].long()
@@ -91,17 +92,17 @@ def train(
             before = ordinal(parameter.detach())
             parameter.data.copy_(master.detach())
             moved.append((ordinal(parameter.detach()) - before).view(-1))
-        found.append(sizes(torch.cat(moved)))
-    return [master.detach() for master in masters], found
+        step_sizes.append(sizes(torch.cat(moved)))
+    return [master.detach() for master in masters], step_sizes
 
 
-def rows_of(rate: float, tuning: bool, found: list[dict[str, float]]) -> list[dict[str, Any]]:
+def rows_of(rate: float, tuning: bool, step_sizes: list[dict[str, float]]) -> list[dict[str, Any]]:
     """Return rows for the last steps, and for the worst step."""
-    worst = max(range(len(found)), key=lambda step: found[step]["nibble"])
+    worst = max(range(len(step_sizes)), key=lambda step: step_sizes[step]["nibble"])
     return [
         {"learning_rate": rate, "tuning": tuning, "weights": name}
-        | {key: round(statistics.fmean(one[key] for one in some), 5) for key in some[0]}
-        for name, some in (("all", found[-LAST:]), (f"all, step {worst}", [found[worst]]))
+        | {key: round(statistics.fmean(row[key] for row in selected), 5) for key in selected[0]}
+        for name, selected in (("all", step_sizes[-LAST:]), (f"all, step {worst}", [step_sizes[worst]]))
     ]
 
 
@@ -113,9 +114,9 @@ def main() -> None:
     torch.set_num_threads(1)
     corpus, first = read_corpus(CORPUS_BYTES), list[Tensor]()
     for rate, tuning in ((1e-3, False), (3e-4, False), (1e-4, False), (1e-5, False), (1e-5, True)):
-        masters, found = train(rate, args.steps, corpus, first if tuning else [])
+        masters, step_sizes = train(rate, args.steps, corpus, first if tuning else [])
         first = first or masters
-        records.report(rows_of(rate, tuning, found), args.csv)
+        records.report(rows_of(rate, tuning, step_sizes), args.csv)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,18 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How near the planner is to the steps that were measured on emulated clusters, and what its choice costs.
+"""Compares the planner's predictions with steps measured on emulated clusters, and computes the cost of its choices.
 
     python -m tests.perf.timeline_accuracy
 
-For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner knows, a step is predicted from the
-link's rate less headers, the compute of a step without communication, and what a byte and a message cost the host's
-cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within hours):
-for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to all rows
-of one setting. The tables leave out what was fitted to. The form of the costs was chosen with all rows in sight.
+For each row of ``emulated_cluster.csv`` and ``overlap.csv`` that the planner supports, a step is predicted from the
+link's rate without headers, the compute of a step without communication, and the costs of a byte and a message for the
+host's cores (Note [Host costs]). These costs are fitted once for each campaign (one version of the package, within
+hours): for strategies to the rows of ``CALIBRATED`` methods, for plain stages, whose collectives are gloo's own, to
+all rows of one setting. The tables leave out the fitted rows. The form of the costs was chosen with knowledge of all
+rows.
 
-Tables: the share of rows whose prediction is within 10 % of the measured median, beside how far rows' own steps are
-from it; the largest errors; the most that the choice costs against the best measured strategy, over all memories.
+Tables: the share of rows whose prediction is within 10 % of the measured median, with the variation of their own
+steps; the largest errors; and the largest cost of a choice relative to the best measured strategy, over all memories.
 """
 
 import argparse
@@ -31,16 +32,18 @@ PLAIN_SETTINGS = {SUMMED: "2x2-small-4", OVERLAPPING: "", EMULATED: "2x2-1"}  # 
 
 
 def is_calibration(case: Case) -> bool:
-    """Whether costs are fitted to this row."""
+    """Return whether costs are fitted to this row."""
     if case.plain:
         return case.row.setting == PLAIN_SETTINGS[case.campaign]
     return case.row.method in CALIBRATED
 
 
-def slowness(found: Sequence[Case]) -> dict[str, float]:
-    """Return how slow the host was in each setting, relative to the first of its campaign; 1 with emulated compute."""
+def slowness(all_cases: Sequence[Case]) -> dict[str, float]:
+    """Return the slowness of the host in each setting, relative to the first of its campaign; 1 with emulated
+    compute.
+    """
     computes: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for case in found:
+    for case in all_cases:
         computes[case.campaign, case.row.setting].append(compute_of_element(case))
     first: dict[str, float] = {}
     slow = {}
@@ -50,47 +53,47 @@ def slowness(found: Sequence[Case]) -> dict[str, float]:
     return slow
 
 
-def fitted(found: Sequence[Case], slow: dict[str, float]) -> dict[tuple[str, bool], HostCosts]:
+def fitted(all_cases: Sequence[Case], slow: dict[str, float]) -> dict[tuple[str, bool], HostCosts]:
     """Return the costs of each campaign, of strategies (False) and of plain stages (True)."""
     costs: dict[tuple[str, bool], HostCosts] = {}
     for plain in (False, True):
         for campaign in (SUMMED, OVERLAPPING, EMULATED):
-            some = [
+            calibration = [
                 (case, slow[case.row.setting])
-                for case in found
+                for case in all_cases
                 if (case.campaign, case.plain) == (campaign, plain) and is_calibration(case)
             ]
             near = costs.get((campaign, False), costs.get((SUMMED, False), HostCosts()))
-            costs[campaign, plain] = fit(some, near) if some else costs[SUMMED, plain]
+            costs[campaign, plain] = fit(calibration, near) if calibration else costs[SUMMED, plain]
     return costs
 
 
 def table(title: str, groups: Callable[[Case], str], errors: Sequence[tuple[Case, float]]) -> str:
-    """Return the share of near rows by group, and in all."""
-    found: dict[str, list[tuple[Case, float]]] = defaultdict(list)
+    """Return the share of accurate rows by group, and in total."""
+    by_group: dict[str, list[tuple[Case, float]]] = defaultdict(list)
     for case, error in errors:
-        found[groups(case)].append((case, error))
+        by_group[groups(case)].append((case, error))
     header = [title, "rows", f"within {NEAR:.0%}", "median error", "median spread of the row's own steps"]
     lines = []
-    for name, some in [*sorted(found.items()), ("all", list(errors))]:
-        near = sum(abs(error) <= NEAR for _, error in some) / len(some)
-        typical = statistics.median(abs(error) for _, error in some)
-        spread = statistics.median((max(c.row.steps) - min(c.row.steps)) / c.row.median for c, _ in some)
-        lines.append([name, f"{len(some)}", f"{near:.1%}", f"{typical:.1%}", f"{spread:.0%}"])
+    for name, group_errors in [*sorted(by_group.items()), ("all", list(errors))]:
+        near = sum(abs(error) <= NEAR for _, error in group_errors) / len(group_errors)
+        typical = statistics.median(abs(error) for _, error in group_errors)
+        spread = statistics.median((max(c.row.steps) - min(c.row.steps)) / c.row.median for c, _ in group_errors)
+        lines.append([name, f"{len(group_errors)}", f"{near:.1%}", f"{typical:.1%}", f"{spread:.0%}"])
     return markdown((header, lines))
 
 
 def choices(seconds: Sequence[tuple[Case, float]]) -> str:
-    """Return the most and the mean that the choice costs among exact strategies, by kind of compute."""
+    """Return the largest and the mean cost of the choice among exact strategies, by kind of compute."""
     groups = defaultdict(list)
     for case, predicted in seconds:
         if not (case.plain or case.sent.label):
             row = replace(case.row, more=case.row.more | {"seconds_predicted": predicted})
             groups[case.campaign == EMULATED, row.setting, row.mbit, row.more.get("wire_of_compute")].append(row)
-    whole = [(key, tabulated.regret(rows)) for key, rows in groups.items() if len(rows) == len(STRATEGIES)]
+    complete = [(key, tabulated.regret(rows)) for key, rows in groups.items() if len(rows) == len(STRATEGIES)]
     lines = []
     for name, emulated in (("without overlap, or on cores", False), (EMULATED, True)):
-        costs = [cost for key, cost in whole if key[0] == emulated]
+        costs = [cost for key, cost in complete if key[0] == emulated]
         lines.append([name, f"{len(costs)}", f"{max(costs):.3f}", f"{statistics.mean(costs):.3f}"])
     return markdown((["choice", "settings and rates", "costs at most", "in the mean"], lines))
 
@@ -99,25 +102,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Compare predictions to what was measured.")
     parser.add_argument("--worst", type=int, default=20, help="rows of the largest errors that are printed")
     args = parser.parse_args()
-    found, others = cases()
-    slow = slowness(found)
-    costs = fitted(found, slow)
+    predicted, unpredicted = cases()
+    slow = slowness(predicted)
+    costs = fitted(predicted, slow)
     print(
-        f"{len(found)} rows; left out, since the planner does not know them: "
-        f"{', '.join(f'{name} ({count})' for name, count in sorted(others.items()))}.\n"
+        f"{len(predicted)} rows; left out, since the planner does not know them: "
+        f"{', '.join(f'{name} ({count})' for name, count in sorted(unpredicted.items()))}.\n"
     )
-    for (campaign, plain), one in costs.items():
-        values = ", ".join(f"{name} {value:.2g}" for name, value in asdict(one).items())
+    for (campaign, plain), host_costs in costs.items():
+        values = ", ".join(f"{name} {value:.2g}" for name, value in asdict(host_costs).items())
         print(f"{campaign}, {'plain stages' if plain else 'strategies'}, seconds: {values}")
-    used = sum(map(is_calibration, found))
+    used = sum(map(is_calibration, predicted))
     print(f"\nfitted to {used} rows, which are left out of what follows\n")
-    seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in found]
-    errors = [(case, one / case.row.median - 1) for case, one in seconds if not is_calibration(case)]
+    seconds = [(case, costs[case.campaign, case.plain].seconds(case, slow[case.row.setting])) for case in predicted]
+    errors = [
+        (case, predicted_seconds / case.row.median - 1)
+        for case, predicted_seconds in seconds
+        if not is_calibration(case)
+    ]
     print(table("Mbit/s", timeline.kind, errors))
     methods = lambda case: "plain stages" if case.plain else f"strategies{case.sent.label}"  # noqa: E731
     print(table("methods", lambda case: f"{methods(case)}, {timeline.kind(case)}", errors))
     print(table("setting", lambda case: case.row.setting, errors))
-    for case, error in sorted(errors, key=lambda one: -abs(one[1]))[: args.worst]:
+    for case, error in sorted(errors, key=lambda pair: -abs(pair[1]))[: args.worst]:
         where = f"{case.row.setting} {timeline.kind(case)} {case.row.method}"
         print(f"{error:+.0%} {where}: measured {case.row.median:.3f} s")
     print(f"\n{choices(seconds)}")

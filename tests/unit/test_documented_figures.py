@@ -137,7 +137,7 @@ def test_messages_that_pages_quote() -> None:
         "groups of one rank": "deepspeed_ext/zero/announcement.py",
         "one group": "deepspeed_ext/zero/announcement.py",
         "which gather parameters together": "deepspeed_ext/zero/sharded/coordinator.py",
-        "enters its experts in another order than theirs": "deepspeed_ext/leaf/chunks.py",
+        "does not run its experts in their order": "deepspeed_ext/leaf/chunks.py",
     }
     for words, file in quoted.items():
         assert words in text and words in (ROOT / file).read_text(encoding="utf-8"), words

@@ -25,7 +25,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from deepspeed_ext.comm.agreement import all_reduce_max, all_reduced
+from deepspeed_ext.comm.agreement import all_reduce, all_reduce_max
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
@@ -205,7 +205,7 @@ def _losses(losses: Losses) -> dict[str, list[float | None]]:
     own_means = torch.stack(means)
     first = has_loss & (dist.get_rank() == 0)
     rows = [torch.where(kind, own_means, 0.0) for kind in (has_loss, first)] + [has_loss.double(), first.double()]
-    sums, of_first, ranks, has_first = all_reduced(torch.stack(rows), dist.ReduceOp.SUM).tolist()
+    sums, of_first, ranks, has_first = all_reduce(torch.stack(rows), dist.ReduceOp.SUM).tolist()
     return {
         "losses": [total / count if count else None for total, count in zip(sums, ranks, strict=True)],
         "losses_of_rank_0": [loss if has else None for loss, has in zip(of_first, has_first, strict=True)],

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, crossings, ranks_per_node
+from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, placement_warning, ranks_per_node
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
@@ -108,7 +108,7 @@ def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Find
     singletons, see = ": I means N, so NIG and IIG are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
     one_group = ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3"
     cases: tuple[tuple[object, Level, str, str], ...] = (
-        (crossings(ranks, m, [hosts.index(host) for host in launch.hosts]), Level.WRONG, "", _FILL),
+        (placement_warning(ranks, m, [hosts.index(host) for host in launch.hosts]), Level.WRONG, "", _FILL),
         (spanning, Level.LOOK, "", divide),
         (m == 1, Level.LOOK, singletons, see),
         (True, Level.OK, one_group if sizes.groups == 1 else "", ""),

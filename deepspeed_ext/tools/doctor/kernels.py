@@ -124,7 +124,7 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     refused = [rank for rank in absent if answers[rank]["device"].startswith("cuda") and ops.has_kernels("CPU")]
     if refused:
         text = f"those of {ranks_text(refused)} were built without nvcc, and are refused on a GPU"
-        findings.append(Finding("LoCo's kernels", Level.WRONG, text, ops.BUILD_THEM))
+        findings.append(Finding("LoCo's kernels", Level.WRONG, text, ops.BUILD_ADVICE))
     elif absent:
         text = f"none on {ranks_text(absent)}: plain PyTorch computes the same bits, more slowly"
         findings.append(Finding("LoCo's kernels", Level.LOOK, text, "See what the compiler is missing above."))

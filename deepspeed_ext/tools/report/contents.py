@@ -240,7 +240,7 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
     """
     try:
         current: Topology | None = getattr(engine.optimizer, "topology", None)
-        topology = get_topology(groups._get_sequence_data_parallel_group()) if current is None else current.whole
+        topology = get_topology(groups._get_sequence_data_parallel_group()) if current is None else current.all_groups
         if not probes:
             return topology.sizes, None, []
         model = same_everywhere(describe_engine(engine, engine.module))

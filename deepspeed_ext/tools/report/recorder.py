@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, irecv
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.tools.clocks import Clock
 from deepspeed_ext.tools.report.measures import HANDLING, Communication, Moment, Phase, Step, Wait
 
@@ -42,7 +42,7 @@ class WatchedHandle:
 
 
 class Recorder:
-    """Records a rank's phases, waits and communications; a ``Watcher`` of our communications.
+    """Records a rank's phases, waits and communications; an ``Observer`` of our communications.
 
     Args:
         clock: clock that was created on the training lane.
@@ -61,10 +61,10 @@ class Recorder:
         self._open: dict[str, Moment] = {}
         self._ends: list[tuple[int, Moment]] = []
 
-    def started(
+    def on_start(
         self, name: str, group: ProcessGroup | None, nbytes: float, handle: Any, begin: Moment = None
     ) -> WatchedHandle:
-        """Record a communication that started at ``begin`` or now; see ``Watcher.started``."""
+        """Record a communication that started at ``begin`` or now; see ``Observer.on_start``."""
         moment = self.clock.mark() if begin is None else begin
         self._communications.append(Communication(name, self._hop_of(group), nbytes, moment, None))
         return WatchedHandle(self, self._communications[-1], handle)
@@ -82,8 +82,8 @@ class Recorder:
         self._waits.append(Wait(begin, end, self.clock.trains(), communication, self._module))
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """See ``Watcher.waiting``."""
+    def on_wait(self) -> Iterator[None]:
+        """See ``Observer.on_wait``."""
         begin = self.clock.mark()
         try:
             yield
@@ -238,22 +238,22 @@ def recorded(recorder: Recorder, name: str, operation: Operation, run: Callable[
 
     @functools.wraps(run)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if watching.is_ours():
+        if observers.is_package_communication():
             return run(*args, **kwargs)
         arguments = operation.given(args, kwargs)
         group = arguments["p2p_op_list"][0].group if "p2p_op_list" in arguments else arguments.get("group")
         nbytes = operation.received(arguments, dist.get_world_size(group=group))
         begin = recorder.clock.mark()
-        with watching.ours():  # operations that it calls internally would be recorded twice
+        with observers.package_communication():  # operations that it calls internally would be recorded twice
             result = run(*args, **kwargs)
         if not (operation.asynchronous or arguments.get("async_op")):
             recorder.completed(name, group, nbytes, begin)
             return result
         if isinstance(result, list):  # a batch of messages: record all bytes with the first message
             return [
-                recorder.started(name, group, nbytes if not number else 0.0, handle, begin)
+                recorder.on_start(name, group, nbytes if not number else 0.0, handle, begin)
                 for number, handle in enumerate(result)
             ]
-        return result if result is None else recorder.started(name, group, nbytes, result, begin)
+        return result if result is None else recorder.on_start(name, group, nbytes, result, begin)
 
     return wrapper

@@ -9,7 +9,7 @@ Note [Recorded steps]
     only call the engine's methods.
 
 While steps are recorded, methods and hooks of the engine's objects are wrapped, and so are the operations of
-DeepSpeed's backend. Our own communications report to ``comm/watching.py``.
+DeepSpeed's backend. Our own communications report to ``comm/observers.py``.
 """
 
 import atexit
@@ -27,7 +27,7 @@ from deepspeed.comm import comm as deepspeed_comm
 from deepspeed.utils import log_dist, logger
 from torch.distributed import ProcessGroup, get_process_group_ranks
 
-from deepspeed_ext.comm import watching
+from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
 from deepspeed_ext.config.settings import UNDISTURBED, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
@@ -150,8 +150,8 @@ class _Reporter:
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)
         topology: Topology | None = getattr(self._engine.optimizer, "topology", None)
         size = ranks_per_node() or dist.get_world_size()
-        if topology is not None and topology.whole.sizes.ranks == dist.get_world_size():
-            size = topology.whole.sizes.group_size
+        if topology is not None and topology.all_groups.sizes.ranks == dist.get_world_size():
+            size = topology.all_groups.sizes.group_size
         return hop_of(ranks, size)
 
     def _report(self, clock: Clock, recorder: Recorder | None) -> None:
@@ -215,7 +215,7 @@ def attach(recorder: Recorder, engine: Engine) -> Iterator[None]:
         RuntimeError: another engine is recorded.
     """
     with ExitStack() as installed:
-        installed.enter_context(watching.watched_by(recorder))
+        installed.enter_context(observers.observed_by(recorder))
         _wrap(installed, engine, "_take_model_step", lambda *_: recorder.phase(UPDATE))
         if engine.pipeline_parallelism:
             _replace(installed, engine, "_INSTRUCTION_MAP", _instructions(recorder, engine))

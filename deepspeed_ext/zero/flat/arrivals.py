@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.zero.shards import Window
 from deepspeed_ext.zero.updates_in_flight import announce, forget
 
@@ -181,8 +181,10 @@ class Arrivals:
         self._windows = windows
         self._transfers = transfers
         self.ahead = ahead
-        self._queue = TransferQueue(overlap or ahead, side_streams=True, background=ahead and threads, owed=True)
-        self._started: list[Started] = []
+        self._queue = TransferQueue(
+            overlap or ahead, side_streams=True, on_thread=ahead and threads, finish_before_exit=True
+        )
+        self._started: list[ActiveTransfer] = []
         self._reached: dict[Any, int] = {}  # stream (or None): number of the last window that it has waited for
         self._last_of: dict[int, int] = {}  # id of a parameter: number of the last window with elements of it
         self._reading = True

@@ -89,11 +89,11 @@ class FlatBuffer:
         self.numel = offsets[-1] + numels[-1]
         self.rank = int(dist.get_rank(group=group))
         aligned, topology = fill_up(self.numel, alignment), family.topology
-        self.layout = self.zeros_layout = FlatLayout.of(aligned, self._os, topology)
+        self.layout = self.zeros_layout = FlatLayout.from_placement(aligned, self._os, topology)
         ranks = topology.sizes.ranks
         starts = (0,) if unchanged else stripe_starts(offsets, numels, context.reduce_bucket, ranks)
         if len(starts) > 1 and self.layout.rows * self.layout.cols > 1:
-            self.layout = FlatLayout.of(self.numel, self._os, topology, starts)
+            self.layout = FlatLayout.from_placement(self.numel, self._os, topology, starts)
         # With os = N a rank's partition is the entire buffer, whatever the layout of gradient messages.
         self._held = FlatLayout(aligned, 1, 1) if self._os == Placement.N else self.layout
         self._zeros_held = self.zeros_layout if self.striped else self._held

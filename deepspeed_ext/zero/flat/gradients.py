@@ -87,8 +87,8 @@ class FlatGradients:
         self._redistribution, self._os = context.families[family].reduce, context.strategy.os
         self._arrives = Placement.G if context.strategy.g == Placement.G else Placement.I
         pairwise, streams = self._redistribution.pairwise, context.side_streams
-        self._queue = TransferQueue(context.overlap, streams, completed=pairwise)
-        self._crosses = TransferQueue(context.overlap, streams, background=pairwise)
+        self._queue = TransferQueue(context.overlap, streams, thread_completes=pairwise)
+        self._crosses = TransferQueue(context.overlap, streams, on_thread=pairwise)
         self.layouts = tuple(buffer.layout for buffer in buffers)
         self._buffers = tuple(buffer.number for buffer in buffers if buffer.family.name == family)
         self._shards, self._mean, self._context = shards, mean, context
@@ -208,7 +208,7 @@ class FlatGradients:
     def _gather(self, sums: Tensor) -> Transfer:
         """Gather a window of slices inside the group. The message is allocated here, on the stream of the hops, so its
         memory is not reused before they end."""
-        return (yield from self._redistribution.gather_slice(sums.to(self._slice_dtype).view(-1)))
+        return (yield from self._redistribution.gather_i_to_n(sums.to(self._slice_dtype).view(-1)))
 
     def _cross(self, windows: Iterable[Window]) -> None:
         for buffer, span, _ in windows:
@@ -230,7 +230,7 @@ class FlatGradients:
     def _place(self, buffer: int, start: int, sums: Tensor) -> None:
         layout, shard = self.layouts[buffer], self._shards.of(buffer)
         cells = self._mean.multiply(sums).unsqueeze(1)
-        layout.place(shard, start, cells.to(shard.device), add=True)
+        layout.unpack_window(shard, start, cells.to(shard.device), add=True)
 
     def _add_to_shard(self, buffer: int, span: Span, part: Tensor) -> None:
         add_to(span.of(self._shards.of(buffer)), part)

@@ -4,7 +4,7 @@
 
 DeepSpeed's tools merge partitions in this order. So ranks exchange states in saves and loads, collectively over the
 ranks that share the optimizer's states, if flat buffers are striped. An asynchronous save exchanges later, in its
-writer threads (``SendsLater``).
+writer threads (``DeferredExchange``).
 
 Note [Own order]
     Asynchronous saves of versions before 2026-11-29 have partitions in the order of the ranks' memory, under the name
@@ -33,7 +33,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import all_reduce_max, any_rank
 from deepspeed_ext.comm.layout import FlatLayout
-from deepspeed_ext.comm.relayout import Relayout, SendsLater
+from deepspeed_ext.comm.relayout import DeferredExchange, Relayout
 from deepspeed_ext.zero.flat.buffers import FlatBuffer
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, of_partition, sharded_otherwise, unscaled, with_momentum
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
@@ -47,14 +47,14 @@ OWN_PARTITIONS = "paro_partition_of_fp32_groups"  # the optimizer's weights in t
 
 
 class Partitioned(Protocol):
-    """An optimizer of stage 1 or 2. Its attributes are DeepSpeed's, except for ``buffers`` and ``sends_later``."""
+    """An optimizer of stage 1 or 2. Its attributes are DeepSpeed's, except ``buffers`` and ``deferred_exchange``."""
 
     buffers: list[FlatBuffer]
     dp_process_group: Any
     optimizer: Any
     param_names: dict[nn.Parameter, str]
     partition_count: Any
-    sends_later: SendsLater | None
+    deferred_exchange: DeferredExchange | None
     single_partition_of_fp32_groups: list[Any]  # the optimizer's weights
     _param_slice_mappings: list[Any]
 
@@ -107,10 +107,10 @@ class FlatStates:
 
     def _moved(self, buffer: FlatBuffer, weights: Tensor, states: State) -> tuple[Tensor, dict[str, Any]]:
         """Return the optimizer's weights and states of a striped partition in DeepSpeed's order, on the host."""
-        relayout, later = Relayout(buffer.layout, buffer.zeros_layout, buffer.group), self._optimizer.sends_later
+        relayout, later = Relayout(buffer.layout, buffer.zeros_layout, buffer.group), self._optimizer.deferred_exchange
 
         def moved(chunk: Tensor) -> Tensor:
-            return relayout.move(chunk).cpu() if later is None else later.send_later(chunk, relayout)
+            return relayout.exchange(chunk).cpu() if later is None else later.exchange_later(chunk, relayout)
 
         of_elements = {
             key: moved(states[key])
@@ -264,9 +264,9 @@ def _moved(
     if source == buffer.layout:
         return weights, dict(states)
     from_saved = Relayout(source, buffer.layout, buffer.group)
-    moved = from_saved.move(_filled(weights, source.chunk))
+    moved = from_saved.exchange(_filled(weights, source.chunk))
     return moved, {
-        key: from_saved.move(_filled(value, source.chunk))
+        key: from_saved.exchange(_filled(value, source.chunk))
         if isinstance(value, Tensor) and value.dim() and value.numel() in whole
         else value
         for key, value in sorted(states.items())

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer, Update
-from deepspeed_ext.comm.packing import aligned, record_on_current_stream
+from deepspeed_ext.comm.packing import align, record_on_current_stream
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.strategy import Placement
@@ -221,7 +221,7 @@ class FlatUpdates:
         """Gather a window of all ranks' partitions; see ``WindowTransfers``."""
         redistribution = self._redistribution_of(window)
         if self._is_whole(window):
-            message = aligned(self._own_part(window), redistribution.multiple)
+            message = align(self._own_part(window), redistribution.multiple)
         else:
             message = record_on_current_stream(self._codes.pop(window))  # allocated on the stream that encoded it
         return (yield from redistribution.gather(message, self._context.strategy.os, self._context.strategy.p))
@@ -232,7 +232,7 @@ class FlatUpdates:
         row, col = buffer.cell
         own = self._own_part(window)
         cell, current = row * buffer.layout.cols + col, own[:0]
-        for numbers, windows in buffer.layout.held(flat, window.span):
+        for numbers, windows in buffer.layout.window_views(flat, window.span):
             if numbers.start <= cell < numbers.stop:
                 current = windows[cell - numbers.start]
         return Update(lambda: own[: current.numel()], current, window.span.numel)
@@ -242,10 +242,12 @@ class FlatUpdates:
         layout, flat = self._buffers[window.buffer].layout, self.flat[window.buffer].detach()
         if not self._is_whole(window):
             codes = cells.view(layout.cols, layout.rows, -1).transpose(0, 1).flatten(0, 1)
-            for numbers, current in layout.held(flat, window.span):
+            for numbers, current in layout.window_views(flat, window.span):
                 self._redistribution_of(window).write(codes[numbers], current)
             return
-        layout.place(flat, window.span.start, cells.view(layout.cols, layout.rows, -1)[..., : window.span.numel])
+        layout.unpack_window(
+            flat, window.span.start, cells.view(layout.cols, layout.rows, -1)[..., : window.span.numel]
+        )
 
     # The model ####################################################################################
 

@@ -38,7 +38,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
-from deepspeed_ext.leaf.chunks import WAITS, Chunk, ChunkedModule
+from deepspeed_ext.leaf.chunks import INCOMPLETE, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.overrides import checked, override, replaced
 
@@ -151,7 +151,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         kept = [
             entry
             for entry in entries
-            if ((early and entry.ds_persist) or WAITS in entry.ds_active_sub_modules) and not entry.is_external_param
+            if ((early and entry.ds_persist) or INCOMPLETE in entry.ds_active_sub_modules)
+            and not entry.is_external_param
         ]
         for entry in kept:
             entry.is_external_param = True  # DeepSpeed does not release these with the module
@@ -167,9 +168,9 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         """Begin a forward; compare the last one's record within the group."""
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
-                block.abandon()
+                block.drop_passes()
             for windowed in self._windowed:
-                windowed.forget()
+                windowed.drop_gradients()
         with _comparing_within(self._gathering_group):
             super().reset_step()
         self.wait_for_current()

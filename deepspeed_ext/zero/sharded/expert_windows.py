@@ -23,9 +23,9 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.layout import FlatLayout, Piece
-from deepspeed_ext.comm.packing import joined_and_aligned
+from deepspeed_ext.comm.packing import concat_aligned
 from deepspeed_ext.comm.spans import Span, split_as
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.leaf.units import LiveElements
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
@@ -63,9 +63,9 @@ def _pieces(layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], 
 class _Window:
     """A window in flight, or in use."""
 
-    def __init__(self, queue: TransferQueue, started: Started, pieces: _Pieces, live: LiveElements) -> None:
+    def __init__(self, queue: TransferQueue, started: ActiveTransfer, pieces: _Pieces, live: LiveElements) -> None:
         self._queue = queue
-        self._started: Started | None = started
+        self._started: ActiveTransfer | None = started
         self._pieces = [piece for of_rank in pieces for piece in of_rank]
         self._numel = sum(piece.span.numel for _, piece in self._pieces)
         self._live = live
@@ -91,7 +91,8 @@ class WindowGathers:
         self._slices, self._queue, self._live = slices, queue, live
         self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
         self._between = self._whole and slices.topology.sizes.group_size == 1
-        self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: its passes
+        # id of the module: its passes
+        self._gathered: dict[int, list[tuple[ActiveTransfer | None, list[Tensor]]]] = {}
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def begin_pass(self, module: WindowedModule) -> None:
@@ -111,7 +112,7 @@ class WindowGathers:
         pieces = [
             param.ds_tensor.to(device=device, dtype=dtype, non_blocking=True).view(1, -1) for param in module.params
         ]
-        shard = joined_and_aligned(pieces, self._slices.redistribution.multiple)
+        shard = concat_aligned(pieces, self._slices.redistribution.multiple)
         return (yield from self._slices.redistribution.gather(shard, Placement.G, Placement.I))
 
     def fetch(self, module: WindowedModule, number: int) -> _Window:
@@ -208,7 +209,7 @@ class WindowGradients:
             self._reduce(module, 0, [None] * len(module.params), True)
         self._hand_over(module)
 
-    def forget_windows(self, module: WindowedModule) -> None:
+    def drop_window_gradients(self, module: WindowedModule) -> None:
         """Drop gradients of an interrupted backward."""
         self._sums.pop(id(module), None)
         if id(module) in self._kept:

@@ -17,11 +17,11 @@ from deepspeed.runtime.zero.partition_parameters import MultipleAllGatherHandles
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.hops import Transfer
-from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
+from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
-from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, forget_units, make_units
+from deepspeed_ext.leaf.units import UNIT, LiveElements, Unit, UnitGather, make_units, remove_units
 from deepspeed_ext.leaf.windows import WindowedModule
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.resync import Resync
@@ -48,7 +48,7 @@ class GatherHandle:
         self,
         params: Sequence[ZeroParameter],
         queue: TransferQueue,
-        started: Started,
+        started: ActiveTransfer,
         *,
         bucket: ParameterBucket,
         parts: int,
@@ -61,7 +61,7 @@ class GatherHandle:
         self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # otherwise they share memory
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
-        self._started: Started | None = started
+        self._started: ActiveTransfer | None = started
 
     @torch.inference_mode(False)  # a parameter may persist, and be trained after an evaluation has gathered it
     @torch.no_grad()
@@ -71,7 +71,7 @@ class GatherHandle:
         if self._started is None:
             return
         flat, self._started = self._queue.finish(self._started), None
-        cells = self._bucket.arrived(flat, self._parts)
+        cells = self._bucket.received_cells(flat, self._parts)
         for param, full in zip(self._params, self._bucket.unpack(cells), strict=True):
             data = full.clone() if self._copied else full
             param.data = data.view(param.ds_shape).to(param.ds_tensor.dtype)
@@ -113,7 +113,7 @@ class Gathers:
         self._rounded: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
         # A gather may first wait for updates of its slices. On a side stream, this does not block the running module.
-        several = self._redistribution.hops(*self._path) > 1
+        several = self._redistribution.count_hops(*self._path) > 1
         self._side_streams = (several or slices.sliced) and slices.rows.keeps_order
         threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
         self._queue = TransferQueue(True, self._side_streams, *threads)
@@ -132,7 +132,7 @@ class Gathers:
         for param in self.slices.params:
             setattr(param, OWNER, self)
             if self.slices.strategy.os == Placement.I:
-                setattr(param, REPLICAS, self._topology.whole.world)
+                setattr(param, REPLICAS, self._topology.all_groups.world)
             elif hasattr(param, REPLICAS):
                 delattr(param, REPLICAS)
             partition = param.partition
@@ -161,7 +161,7 @@ class Gathers:
         inside groups, and ``REPLICAS`` marks them for ``repartition_for_stock``.
         """
         self.slices.drain()  # gathers in flight still write to the slices
-        forget_units(self._leaves, self._units)
+        remove_units(self._leaves, self._units)
         self._units.clear()
         for param in self.slices.params:
             if getattr(param, OWNER, None) is self:
@@ -205,7 +205,7 @@ class Gathers:
     def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
         # A list, from which the shard is popped, so that the hop can free it.
-        shard = [joined_and_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
+        shard = [concat_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
         return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
 
     @torch.inference_mode(False)

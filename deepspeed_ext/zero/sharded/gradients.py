@@ -43,9 +43,9 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import ReduceHop, Transfer
 from deepspeed_ext.comm.layout import windows
-from deepspeed_ext.comm.packing import add_to, aligned_rows, fill_up, record_on_current_stream
+from deepspeed_ext.comm.packing import add_to, align_rows, fill_up, record_on_current_stream
 from deepspeed_ext.comm.parameter_bucket import ParameterBucket
-from deepspeed_ext.comm.spans import Span, neighbors_joined, split_as
+from deepspeed_ext.comm.spans import Span, merge_neighbors, split_as
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement
@@ -127,7 +127,7 @@ class Pieces:
         views: list[Tensor] = []
         for _, together in groupby(pieces, key=lambda piece: id(piece.arrived)):
             run = list(together)
-            views += [span.of(run[0].arrived) for span in neighbors_joined(piece.span for piece in run)]
+            views += [span.of(run[0].arrived) for span in merge_neighbors(piece.span for piece in run)]
         return views
 
     def _pop(self, param: ZeroParameter) -> _Piece:
@@ -300,7 +300,7 @@ class ShardedGradients:
     def move_sums(self, params: Sequence[ZeroParameter], sums: Tensor) -> Transfer:
         """Reduce parameters' I-slices, (rows, elements of their chunks), to the placement in which buckets arrive."""
         if self._arrives == Placement.G:
-            return (yield from self._redistribution.reduce_rows(sums, self._spans(params), self._number))
+            return (yield from self._redistribution.reduce_i_to_g(sums, self._spans(params), self._number))
         return sums.view(-1)
 
     def _arrive(self, last: bool, params: Sequence[ZeroParameter], arrived: Tensor) -> None:
@@ -383,7 +383,7 @@ class ShardedGradients:
 
     def _spans(self, params: Sequence[ZeroParameter]) -> list[Span]:
         """Return the columns of parameters in ``held``, in their order, neighbors joined."""
-        return neighbors_joined(Span(self._starts[param.ds_id], param.ds_tensor.ds_numel) for param in params)
+        return merge_neighbors(Span(self._starts[param.ds_id], param.ds_tensor.ds_numel) for param in params)
 
     # At the accumulation boundary: g -> os ############################################################
 
@@ -445,7 +445,7 @@ class ShardedGradients:
     def _move_on(self, bucket: Bucket, pieces: list[Tensor]) -> Transfer:
         device = get_accelerator().current_device_name()
         packed = [
-            aligned_rows(
+            align_rows(
                 list(map(record_on_current_stream, pieces)),
                 self._context.message_dtype(bucket[0]),
                 device,
@@ -453,7 +453,7 @@ class ShardedGradients:
             )
         ]
         pieces.clear()  # frees their memory before the hop
-        return (yield from self._redistribution.reduce_rows(packed.pop(), self._spans(bucket), self._number))
+        return (yield from self._redistribution.reduce_i_to_g(packed.pop(), self._spans(bucket), self._number))
 
     def _take(self, spans: Sequence[Span], total: Tensor) -> None:
         """Write the sums of these columns to the shard: (parts, width), as ``sync_spans`` returns them."""

@@ -21,7 +21,7 @@ from deepspeed_ext.config.keys import CACHE_BYTES, SECTION
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import ZeroConfig, ZeroParameter
 from deepspeed_ext.leaf.chunks import chunked_modules
-from deepspeed_ext.leaf.units import fetch_nothing
+from deepspeed_ext.leaf.units import exclude_from_fetches
 from deepspeed_ext.leaf.windows import WindowedModule, windowed_modules
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
@@ -172,7 +172,7 @@ def _disable_persistence(windowed: Iterable[WindowedModule], offload: DeepSpeedZ
     packed = {id(param) for module in windowed for param in module.params}
     offload.persistent_parameters = [p for p in offload.persistent_parameters if id(p) not in packed]
     for module in windowed:
-        fetch_nothing(module.module)
+        exclude_from_fetches(module.module)
         for param in module.params:
             param.ds_persist = False
 
@@ -209,7 +209,7 @@ def _slice_bytes(context: Context, param: ZeroParameter) -> int:
     topology = context.families[family_of(param)].topology
     if param.ds_persist or topology.sizes.groups == 1:
         return 0
-    chunk = FlatLayout.of(param.ds_numel, context.strategy.os, topology).chunk
+    chunk = FlatLayout.from_placement(param.ds_numel, context.strategy.os, topology).chunk
     return chunk * topology.sizes.groups * param.ds_tensor.element_size()
 
 

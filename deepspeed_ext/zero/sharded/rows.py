@@ -72,7 +72,7 @@ class DeviceRows:
             updated: returns this rank's row, 1D, of its dtype and on the device, if a step cannot write it in place.
                 Here it can.
         """
-        return self.redistribution.complete_rows(rows)
+        return self.redistribution.gather_g_to_i_in_place(rows)
 
     def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
         """All-gather the encoded updates of each group's row G -> I.
@@ -81,7 +81,7 @@ class DeviceRows:
             code: encoded update of this rank's row.
             rows, arrived: see ``gather``.
         """
-        return self.redistribution.update_rows(code, rows)
+        return self.redistribution.gather_encoded_g_to_i(code, rows)
 
 
 class HostRows(DeviceRows):
@@ -127,7 +127,7 @@ class HostRows(DeviceRows):
     def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
         """Update a window on the device, and copy it to the host."""
         previous = self._on_device(rows)  # overlaps the previous window's communication
-        return self._hold((yield from self.redistribution.update_rows(code, previous)), rows, arrived)
+        return self._hold((yield from self.redistribution.gather_encoded_g_to_i(code, previous)), rows, arrived)
 
     def _hold(self, found: Tensor, rows: Tensor, arrived: Arrived) -> Tensor:
         self._copy(found, rows)

@@ -31,10 +31,10 @@ from torch import Tensor
 
 from deepspeed_ext.comm.hops import Update
 from deepspeed_ext.comm.layout import FlatLayout
-from deepspeed_ext.comm.packing import fill_up, joined_and_aligned
+from deepspeed_ext.comm.packing import concat_aligned, fill_up
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.comm.spans import BufferSpan, Span
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.strategy import Placement, full_bucket
 from deepspeed_ext.zero.context import Context
@@ -94,7 +94,7 @@ class Slices:
         self.bucket = max(1, context.gather_bucket)
         self._coordinator = coordinator
         self.params = list(params)
-        self._layouts = {p.ds_id: FlatLayout.of(p.ds_numel, strategy.os, topology) for p in self.params}
+        self._layouts = {p.ds_id: FlatLayout.from_placement(p.ds_numel, strategy.os, topology) for p in self.params}
         self._slices: dict[int, Tensor] = {}  # ds_id: the I-slice, (k, chunk)
         self._blocks: dict[int, Tensor] = {}  # number of the sub-group: (k, elements and padding)
         self._columns: dict[int, BufferSpan] = {}  # ds_id: block and columns of its slice
@@ -102,9 +102,12 @@ class Slices:
         self._windows_of: dict[int, list[int]] = {}  # ds_id: numbers of the windows of its slice
         # Gathers between groups after a step: one after the other, because the first one is needed first.
         self._updates = TransferQueue(
-            overlap=True, side_streams=rows.keeps_order, background=self.redistribution.pairwise, owed=True
+            overlap=True,
+            side_streams=rows.keeps_order,
+            on_thread=self.redistribution.pairwise,
+            finish_before_exit=True,
         )
-        self._update_of: dict[int, Started] = {}  # number of the window: the gather into it
+        self._update_of: dict[int, ActiveTransfer] = {}  # number of the window: the gather into it
         self._changed: dict[int, _Change] = {}  # number of the block: its update to send
         announce(self)
 
@@ -270,9 +273,9 @@ class Slices:
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
         """All-gather their ``ds_tensor`` G -> I; return each parameter and its slice, (k, chunk)."""
-        chunks = joined_and_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
+        chunks = concat_aligned([param.ds_tensor.view(1, -1) for param in params], self.redistribution.multiple)
         chunks = chunks.to(get_accelerator().current_device_name())
-        gathered = Started(self.redistribution.gather_rows(chunks)).finish()
+        gathered = ActiveTransfer(self.redistribution.gather_g_to_i(chunks)).finish()
         rows = gathered.view(self.topology.sizes.groups, chunks.numel())
         numels = [param.ds_tensor.ds_numel for param in params]
         return list(zip(params, rows[:, : sum(numels)].split(numels, dim=1), strict=True))
@@ -360,7 +363,7 @@ class Slices:
             if change is not None and not change.whole
         }
         codes = self.redistribution.encode(list(updates.values()), Placement.I) if updates else []
-        return {number: (code, updates[number].most) for number, code in zip(updates, codes, strict=True)}
+        return {number: (code, updates[number].most_numel) for number, code in zip(updates, codes, strict=True)}
 
     def _to_cache(self, window: Window, arrived: Tensor) -> None:
         """Copy a received window, on the device, into the cached rows."""

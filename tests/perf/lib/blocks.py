@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 @dataclass
 class Pauses:
-    """Seconds that each block sleeps in its forward and in its backward; may be changed between steps."""
+    """Seconds that each block sleeps in its forward and backward; can be changed between steps."""
 
     forward: float = 0.0
     backward: float = 0.0
 
 
 class Sleep(torch.autograd.Function):
-    """Sleeps on the way forward and on the way back: compute that leaves the cores to transports, as a GPU does."""
+    """Sleeps in forward and backward: emulated compute that leaves the cores to transports, as a GPU does."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, pauses: Pauses) -> Tensor:
@@ -37,7 +37,8 @@ class Sleep(torch.autograd.Function):
 class ShortcutBlock(nn.Module):
     """Two layers with a shortcut.
 
-    It sleeps after its layers: its parameters are needed before, and its gradients come after the sleep in backward.
+    It sleeps after its layers: its parameters are needed before the sleep, and its gradients are ready after the sleep
+    in backward.
     """
 
     def __init__(self, width: int, hidden: int, pauses: Pauses | None) -> None:
@@ -52,7 +53,7 @@ class ShortcutBlock(nn.Module):
 
 
 class SleepInstead(torch.autograd.Function):
-    """Sleeps in the place of two layers, and returns gradients of their weights that are the same in every step."""
+    """Sleeps instead of running two layers, and returns constant gradients of their weights."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, rise: Tensor, fall: Tensor, pauses: Pauses) -> Tensor:
@@ -68,7 +69,7 @@ class SleepInstead(torch.autograd.Function):
 
 
 class SleepingBlock(nn.Module):
-    """The weights of a ``ShortcutBlock``, with which it computes nothing: of its step all but the compute is real."""
+    """The weights of a ``ShortcutBlock`` without its compute; everything else in its step is real."""
 
     def __init__(self, width: int, hidden: int, pauses: Pauses, dtype: torch.dtype) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class SleepingBlock(nn.Module):
 
 
 class AdaptedBlock(ShortcutBlock):
-    """Two frozen layers with a shortcut, each with a LoRA adapter beside it."""
+    """Two frozen layers with a shortcut, each with a parallel LoRA adapter."""
 
     def __init__(self, width: int, hidden: int, rank: int) -> None:
         super().__init__(width, hidden, None)
@@ -123,7 +124,9 @@ def make_blocks(count: int, width: int, hidden: int, pauses: Pauses | None = Non
 
 
 def make_rounded_blocks(count: int, width: int, hidden: int, dtype: torch.dtype) -> Blocks:
-    """In fp32, with weights that this dtype represents exactly: DeepSpeed makes its masters from rounded weights."""
+    """Make fp32 blocks with weights that this dtype represents exactly: DeepSpeed makes masters from rounded
+    weights.
+    """
     blocks: Blocks = make_blocks(count, width, hidden).to(dtype).float()
     return blocks
 

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
+"""One of any number of ranks, on torch's fake process group: collectives end at once, and are counted.
 
-Results are right in shape and dtype only. Nothing that is counted here depends on values.
+Results have the right shape and dtype only. No counted number depends on values.
 """
 
 import functools
@@ -31,12 +31,12 @@ _MADE = ("new_group", "split_group")
 
 
 class FakeWorld:
-    """A process group of ``ranks`` fake ranks in groups of ``group_size``, of which this process is the first.
+    """A process group of ``ranks`` fake ranks in groups of ``group_size``; this process is the first rank.
 
     Attributes:
-        messages: collectives, by the kind of group that they go over: "intra", "inter", "world", "other".
-        received: bytes that this rank would receive, by that kind; a rank of a ring receives all but its own part.
-        made: calls by which groups were made.
+        messages: number of collectives by kind of group: "intra", "inter", "world", "other".
+        received: bytes that this rank would receive, by that kind; in a ring, a rank receives all parts but its own.
+        made: number of calls that created groups.
     """
 
     def __init__(self, ranks: int, group_size: int) -> None:
@@ -61,19 +61,19 @@ class FakeWorld:
             if name not in _MADE:
                 self._count(name, args, kwargs)
             if name == "reduce_scatter_tensor":  # torch 2.10 leaves NaNs, for which steps are skipped
-                out, whole = args[:2]
-                out.copy_(whole.flatten()[: out.numel()].view_as(out))
+                out, full = args[:2]
+                out.copy_(full.flatten()[: out.numel()].view_as(out))
             return original(*args, **kwargs)
 
         return counted
 
     def _count(self, name: str, args: Any, kwargs: Any) -> None:
-        place, times = _WHOLE[name]
-        data = (one for one in kwargs.values() if isinstance(one, (torch.Tensor, list)))
-        whole = args[place] if len(args) > place else next(data)
-        tensors = whole if isinstance(whole, (list, tuple)) else [whole]
+        position, times = _WHOLE[name]
+        data = (argument for argument in kwargs.values() if isinstance(argument, (torch.Tensor, list)))
+        full = args[position] if len(args) > position else next(data)
+        tensors = full if isinstance(full, (list, tuple)) else [full]
         size = distributed.get_world_size(kwargs.get("group"))
-        nbytes = sum(one.numel() * one.element_size() for one in tensors)
+        nbytes = sum(argument.numel() * argument.element_size() for argument in tensors)
         kind = self._kind(kwargs.get("group"), size)
         self.messages[kind] += 1
         self.received[kind] += round(times * nbytes * (size - 1) / size)
@@ -83,5 +83,5 @@ class FakeWorld:
             return "world"
         first_two = distributed.get_process_group_ranks(group)[:2]
         step = first_two[1] - first_two[0] if size > 1 else 0
-        known = {(self.group_size, 1): "intra", (self.ranks // self.group_size, self.group_size): "inter"}
-        return known.get((size, step), "other")
+        kinds = {(self.group_size, 1): "intra", (self.ranks // self.group_size, self.group_size): "inter"}
+        return kinds.get((size, step), "other")

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""transformers' GPT-2 on an emulated cluster, where memory holds one method at a time.
+"""GPT-2 of transformers on an emulated cluster whose memory holds one method at a time.
 
-A method is made for its turn, takes its first steps over links without a limit, is timed at each rate, and is closed.
-Every step has the same tokens, so that losses fall within a few steps; those of exact methods must agree. Weights
-cannot be compared: bf16 knows a layer norm's 1.0 only to more than a step changes it.
+A method is created for its turn, takes its first steps over unlimited links, is timed at each rate, and is closed.
+Every step has the same tokens, so that losses fall within a few steps; losses of exact methods must be equal. Weights
+cannot be compared: in bf16, the spacing around a layer norm's 1.0 is larger than the change of a step.
 """
 
 import gc
@@ -36,11 +36,11 @@ RATE = 2e-4  # at 1e-3 the loss of a GPT-2 without a warm-up rises again, and ro
 
 
 class Gpt2(nn.Module):
-    """A ``GPT2LMHeadModel`` with its embedding tied to its head. It returns its own loss, and its blocks are units.
+    """A ``GPT2LMHeadModel`` with tied embedding and head. It returns its own loss, and its blocks are units.
 
     Args:
-        shape: what its configuration has otherwise than GPT-2 with 124 M parameters.
-        note: is given the loss of each forward, detached.
+        shape: differences of its configuration from GPT-2 with 124 M parameters.
+        note: called with the loss of each forward, detached.
     """
 
     def __init__(self, shape: Mapping[str, Any], note: Callable[[Tensor], None]) -> None:
@@ -52,11 +52,11 @@ class Gpt2(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What is gathered as one; the embeddings, which are the head as well, are the root's."""
+        """The modules that are gathered as one; the root has the embeddings, which are also the head."""
         return cast(nn.ModuleList, self.model.transformer.h)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of each token's prediction from those before it; the model shifts the targets."""
+        """Return the loss of predicting each token from the previous ones; the model shifts the targets."""
         loss: Tensor = self.model(input_ids=tokens, labels=targets, use_cache=False).loss
         self._note(loss.detach())
         return loss
@@ -70,7 +70,7 @@ def make_gpt2(shape: Mapping[str, Any], note: Callable[[Tensor], None] = lambda 
 
 
 class Gpt2Measurement(Measurement):
-    """GPT-2 with 124 M parameters, or a tiny one to try the program, in bf16 with fp32 masters."""
+    """GPT-2 with 124 M parameters, or a tiny one to test the program, in bf16 with fp32 masters."""
 
     file = "gpt2_cluster.csv"
     settings = settings.GPT2
@@ -78,7 +78,7 @@ class Gpt2Measurement(Measurement):
     stock = "ZeRO-1"  # the fastest of DeepSpeed's stages where links are slow: it reduces once a step
     methods = (
         *(stock, "ZeRO-2", "ZeRO-3"),
-        *(f"HSDP{kept} (reduces in {BF16})" for kept in ("", " kept")),
+        *(f"HSDP{suffix} (reduces in {BF16})" for suffix in ("", " kept")),
         *("DDP", "NIG", "IIG", "NIG" + BOTH, "IIG" + BOTH),
     )
     rounds = 2
@@ -145,12 +145,12 @@ class Gpt2Measurement(Measurement):
         self.turns.limit(None)
         method = next(methods([name], self.workload, {}))
         self.made = {name: method}
-        held = self.turns.warm_up(method)
+        state_bytes = self.turns.warm_up(method)
         for row in self.rows[name]:
             self.turns.limit(row.mbit)
             for _ in range(self.args.steps):
                 row.add(*self.turn(method))
-            row.setup, row.held = method.setup, held
+            row.setup, row.held = method.setup, state_bytes
             if isinstance(method, Ours) and row.formula_bytes is None:
                 self.complete(row, None)
         steps = WARM_UP_STEPS + self.args.steps * len(self.rows[name])
@@ -165,14 +165,14 @@ class Gpt2Measurement(Measurement):
         return describe(model, accumulation=self.setting.accumulation)
 
     def _means(self) -> list[float]:
-        """Return the loss of each step, in the mean over micro-batches and ranks. Collective."""
+        """Return the loss of each step, averaged over micro-batches and ranks. Collective."""
         count = self.setting.accumulation
         sums = [float(sum(self._losses[i : i + count])) for i in range(0, len(self._losses), count)]
         return [total / count / dist.get_world_size() for total in over_ranks(sums, dist.ReduceOp.SUM)]
 
 
-def apart(losses: Sequence[float], others: Sequence[float]) -> float:
-    """Return the largest difference of two methods' losses in a step, of how far those of the second one fall."""
-    fall = others[0] - min(others)
-    most = max(abs(one - other) for one, other in zip(losses, others, strict=True))
-    return most / fall if fall > 0 else float("inf")
+def apart(losses: Sequence[float], other_losses: Sequence[float]) -> float:
+    """Return the largest difference of two methods' losses in a step, relative to the decrease of the second one's."""
+    fall = other_losses[0] - min(other_losses)
+    largest = max(abs(loss - other_loss) for loss, other_loss in zip(losses, other_losses, strict=True))
+    return largest / fall if fall > 0 else float("inf")

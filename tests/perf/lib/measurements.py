@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tests.perf.cluster`` measures with models of blocks, and what must hold of its rows."""
+"""Measurements of ``tests.perf.cluster`` with models of blocks, and checks of their rows."""
 
 import argparse
 import math
@@ -34,19 +34,20 @@ BACKWARD = 2.0  # seconds of emulated backward for each of forward
 
 
 class Measurement:
-    """Methods that take turns, and what is measured of them. An instance is a rank's, for one setting.
+    """Methods that take turns, and their measurement. An instance is one rank's, for one setting.
 
     Attributes:
-        file: of the rows, in the folder of results.
-        settings, usual: by name; names of those that are measured by default (empty: all).
+        file: file of the rows, in the folder of results.
+        settings, usual: settings by name; names of settings that are measured by default (empty: all).
         methods, rounds, steps: all methods; turns and steps by default.
-        probes: whether the planner is asked for seconds, with the links' rates.
-        short, most: steps of a turn that take less than this together go on, up to this number of them.
+        probes: whether the planner predicts seconds, with the links' rates.
+        short, most: turns with steps that together take less than ``short`` seconds have up to ``most`` steps.
         rows: of a micro-batch.
-        stock, least: how many times as fast as ``stock`` methods must be, by setting and method.
-        slack: bytes that a node may send in a step beside the formula's.
-        compared, bounds, loco_bound: what must not differ from the first method's, and by how much at most; of the
-            largest weight, which bf16 knows to 2^-9, and sums in another order change gradients besides.
+        stock, least: required speed of methods relative to ``stock``, by setting and method.
+        slack: bytes that a node may send in a step beyond the formula.
+        compared, bounds, loco_bound: quantities that must not differ from the first method's, and the largest allowed
+            differences, relative to the largest weight: bf16 has a precision of 2^-9, and gradients depend on
+            the order of sums.
     """
 
     file: ClassVar[str]
@@ -80,22 +81,22 @@ class Measurement:
         self.compute = Compute(self.workload)
         self.made = {method.name: method for method in self.make_methods()}
         self.turns.warm_up(self.compute, watch=False)
-        held = {name: self.turns.warm_up(method) for name, method in self.made.items()}
+        state_bytes = {name: self.turns.warm_up(method) for name, method in self.made.items()}
         apart = self.compare()
         rows = [row for mbit, more in self.points() for row in self.at(mbit, more)]
         for row in rows:
-            row.held, row.difference = held[row.method], apart.get(row.method, 0.0)
+            row.held, row.difference = state_bytes[row.method], apart.get(row.method, 0.0)
         return rows
 
     def make_workload(self) -> Workload:
-        """Return what all methods train."""
+        """Return the workload of all methods."""
         setting = self.setting
         dtype = torch.bfloat16 if setting.dtype == BF16 else torch.float32
         model = partial(make_rounded_blocks, *SIZES[setting.size], dtype)
         return Workload(setting.accumulation, setting.ranks_per_node, model, optimizer=setting.optimizer, dtype=dtype)
 
     def make_methods(self) -> Iterator[Method]:
-        """Yield what takes turns."""
+        """Yield the methods that take turns."""
         return methods(self.names, self.workload, self.keys)
 
     @property
@@ -110,11 +111,11 @@ class Measurement:
         return [(inputs, targets) for inputs, targets in rows.to(self.workload.dtype)]
 
     def compare(self) -> dict[str, float]:
-        """Return how far weights are from the first method's after the warm-up, by method. Collective."""
+        """Return the difference of weights to the first method's after the warm-up, by method. Collective."""
         return differences(self.made)
 
     def points(self) -> list[tuple[float | None, dict[str, Any]]]:
-        """Return the rates to measure at, each with further columns of its rows."""
+        """Return the rates of the measurement, each with additional columns of its rows."""
         return [(mbit, {}) for mbit in self.setting.mbit]
 
     def at(self, mbit: float | None, more: dict[str, Any]) -> list[Row]:
@@ -138,11 +139,11 @@ class Measurement:
         return statistics.median(self.turn(self.compute).seconds)
 
     def turn(self, method: Method) -> Turn:
-        """Time a step, or several short ones: their median is steady after more of them only."""
-        taken = [self.turns.a_step(method)]
-        while len(taken) < self.most and sum(turn.seconds[0] for turn in taken) < self.short:
-            taken.append(self.turns.a_step(method))
-        stolen, seconds, sent = zip(*taken, strict=True)
+        """Time a step, or several short ones, because the median of only one short step varies."""
+        turns = [self.turns.a_step(method)]
+        while len(turns) < self.most and sum(turn.seconds[0] for turn in turns) < self.short:
+            turns.append(self.turns.a_step(method))
+        stolen, seconds, sent = zip(*turns, strict=True)
         return Turn(max(stolen), [statistics.median(steps[0] for steps in seconds)], statistics.mean(sent))
 
     def complete(self, row: Row, rates: Rates | None) -> None:
@@ -157,35 +158,35 @@ class Measurement:
             orthogonalizing=share * sizes.ranks,
         )
         any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)  # bytes do not depend on them
-        found = predict(method.strategy, sizes, model, rates or any_rates, method.sent)
-        row.formula_bytes = found.volume.inter * sizes.group_size
-        row.more |= {} if rates is None else {"seconds_predicted": found.total_seconds}
+        prediction = predict(method.strategy, sizes, model, rates or any_rates, method.sent)
+        row.formula_bytes = prediction.volume.inter * sizes.group_size
+        row.more |= {} if rates is None else {"seconds_predicted": prediction.total_seconds}
 
     def describe(self, method: Ours) -> Model:
-        """Return what the planner knows of the model."""
+        """Return the planner's description of the model."""
         model = self.workload.make_model().to(self.workload.dtype)
         if self.workload.optimizer == MUON:
             mark_matrices(model)
         width = 4 if method.name.endswith(WIDE) else None
-        found = describe(model, gradient_bytes=width, accumulation=self.workload.accumulation)
-        return replace(found, bucket=self.workload.bucket, **self.described)
+        description = describe(model, gradient_bytes=width, accumulation=self.workload.accumulation)
+        return replace(description, bucket=self.workload.bucket, **self.described)
 
     # What is said of the rows of a setting
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
-        """Return what shows that methods did not train the same, or sent other bytes than they must."""
-        found = []
+        """Return messages about methods that did not train the same, or did not send the bytes of the formula."""
+        messages = []
         for row in rows:
             bound = cls.loco_bound if LOCO in row.method else cls.bounds[cls.settings[row.setting].dtype]
             if not row.difference <= bound:  # NaN is not
-                found.append(f"{row.method}: {cls.compared} differ by {row.difference:.1e} from the first's")
-            found += cls.other_bytes(row)
-        return found
+                messages.append(f"{row.method}: {cls.compared} differ by {row.difference:.1e} from the first's")
+            messages += cls.other_bytes(row)
+        return messages
 
     @classmethod
     def other_bytes(cls, row: Row) -> list[str]:
-        """Return what shows that a method sent other bytes than the formula has."""
+        """Return a message if a method did not send the bytes of the formula."""
         due = 0.0 if NATIVE in row.method else row.formula_bytes or 0.0
         error = row.bytes_between / due - 1 if due else 0.0
         apart = due and abs(error) > BYTES_BOUND + cls.slack / due
@@ -193,19 +194,19 @@ class Measurement:
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
-        """Return what is printed of them."""
+        """Return the printed rows."""
         return tabulated.measured(rows, cls.stock)
 
     @classmethod
     def missed(cls, rows: Sequence[Row]) -> list[str]:
-        """Return the methods that are not as fast beside ``stock`` as they should be."""
+        """Return the methods that miss their required speed relative to ``stock``."""
         setting = cls.settings[rows[0].setting]
         first = [row for row in rows if row.mbit == setting.mbit[0]]
         return slower(first, cls.stock, cls.least.get(setting.name, {}))
 
 
 class BlocksMeasurement(Measurement):
-    """All strategies, with and without LoCo, beside their peers, without overlap."""
+    """All strategies, with and without LoCo, compared with their peers, without overlap."""
 
     file = "emulated_cluster.csv"
     settings = settings.BLOCKS
@@ -227,7 +228,7 @@ class BlocksMeasurement(Measurement):
 
     @classmethod
     def methods_of(cls, setting: Setting) -> list[str]:
-        """Return those that a setting has: with Muon and in bf16 not all strategies, nor all in few bits."""
+        """Return the methods of a setting: with Muon and in bf16, fewer strategies and fewer compressed ones."""
         if setting.dtype == BF16:
             stages = ("ZeRO-1", SHIPPED, "ZeRO-2", "ZeRO-3")
             ours = (name + suffix for name in cls.in_bf16 for suffix in ("", WIDE, LOCO, BOTH))
@@ -239,7 +240,7 @@ class BlocksMeasurement(Measurement):
 
 
 class OverlapMeasurement(Measurement):
-    """Communication between nodes that hides under compute, which is emulated: blocks sleep.
+    """Overlap of communication between nodes with compute, which is emulated: blocks sleep.
 
     W, the seconds in which a link carries two hops of the model, is ``ratio`` times the compute of a micro-batch.
     """
@@ -287,8 +288,8 @@ class OverlapMeasurement(Measurement):
     def skipped(setting: Setting, method: str) -> float:
         """Return the formula's bytes of the block that ZeRO-3 keeps, with p = G, from a forward to its backward."""
         phases = STRATEGIES[method].phases(setting.sizes, setting.states)
-        gathers = [one for one in phases if one.each_micro_step and one.kind == Direction.GATHER]
-        gathered = setting.accumulation * sum(one.each_micro_step * one.volume.inter for one in gathers)
+        gathers = [phase for phase in phases if phase.each_micro_step and phase.kind == Direction.GATHER]
+        gathered = setting.accumulation * sum(phase.each_micro_step * phase.volume.inter for phase in gathers)
         return gathered * setting.ranks_per_node / (2 * SIZES[setting.size][0])
 
 
@@ -304,9 +305,9 @@ class NetworkMeasurement(Measurement):
 
 
 class OuterMeasurement(Measurement):
-    """An outer optimizer between two nodes, beside methods that communicate in every step; compute is emulated.
+    """An outer optimizer between two nodes, compared with methods that communicate in every step; compute is emulated.
 
-    A turn with an outer optimizer is a period of H steps that is not timed, and one that is: its step is their mean.
+    A turn with an outer optimizer is a period of H steps that is not timed, and a timed one: its step is their mean.
     """
 
     file = "outer_cluster.csv"
@@ -341,17 +342,17 @@ class OuterMeasurement(Measurement):
             yield OuterFSDP2(self.workload, self.peer, self.args.every, self.sgd)
 
     def compare(self) -> dict[str, float]:
-        """Return how far outer weights are from the peer's after one period; and align turns with periods."""
+        """Return the difference of outer weights to the peer's after one period; and align turns with periods."""
         outer = {name: method for name, method in self.made.items() if "outer" in name}
         for method in outer.values():
             self.turns.take(method, self.args.every - WARM_UP_STEPS)
         first = {name: outer[name] for name in (self.peer, *self.outer) if name in outer}
-        found = differences(first) if self.peer in first else {}
+        by_method = differences(first) if self.peer in first else {}
         for method in outer.values():
             self.turns.take(method, self.aligned)
         self.pauses.forward = self.args.pause / SIZES[self.setting.size][0] / (1 + BACKWARD)
         self.pauses.backward = BACKWARD * self.pauses.forward
-        return found
+        return by_method
 
     def turn(self, method: Method) -> Turn:
         if "outer" not in method.name:
@@ -371,8 +372,8 @@ class OuterMeasurement(Measurement):
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
         sent = [(row.method, row.bytes_between / row.formula_bytes) for row in rows if row.formula_bytes]
-        found = [
+        messages = [
             f"{m} sends {share:.3f} of the formula's bytes" for m, share in sent if abs(share - 1) > cls.bytes_bound
         ]
         apart = [row for row in rows if row.method == cls.exact and not row.difference < cls.parity]
-        return found + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]
+        return messages + [f"{row.method} is {row.difference:.1e} from {cls.peer}" for row in apart]

@@ -1,6 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A mixture of experts on an emulated cluster: as it is, or spread over the ranks of a node by AutoEP."""
+"""A mixture of experts on an emulated cluster, unchanged or with experts sharded over the ranks of a node by
+AutoEP.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -28,7 +30,7 @@ AUTO_EP = "AutoEP, "
 
 
 class Mixture(nn.Module):
-    """Layers of Mixtral's that return their own loss: how far what they make of tokens is from given ones."""
+    """Layers of Mixtral that return their own loss: the distance of their output to target outputs."""
 
     def __init__(self) -> None:
         from transformers import MixtralConfig, MixtralModel
@@ -45,7 +47,7 @@ class Mixture(nn.Module):
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """What is gathered as one."""
+        """The modules that are gathered as one."""
         layers: nn.ModuleList = self.model.layers
         return layers
 
@@ -64,7 +66,7 @@ def make_mixture() -> Mixture:
 
 @torch.no_grad()
 def whole_mixture(model: nn.Module) -> Tensor:
-    """Return all parameters, whole, 1D; in the same order, whether AutoEP has spread them or not. Collective."""
+    """Return all full parameters, 1D, in the same order with and without AutoEP. Collective."""
     parts: list[Tensor] = []
     for name, module in model.named_modules():
         if isinstance(module, AutoEPMoELayer):
@@ -75,20 +77,20 @@ def whole_mixture(model: nn.Module) -> Tensor:
 
 
 def _of_all_ranks(layer: Any) -> list[Tensor]:
-    """Return a layer's router, and of all experts gate and up projection as one, and down projection."""
+    """Return a layer's router, and of all experts the fused gate and up projections, and the down projections."""
     modules = (layer.router.gate, layer.experts)
     names = [name for module in modules for name, _ in module.named_parameters()]
-    whole = dict(zip(names, (part for module in modules for part in gathered(module)), strict=True))
+    parts_by_name = dict(zip(names, (tensor for module in modules for tensor in gathered(module)), strict=True))
     all_experts = []
     for name in ("w1", "w3", "w2"):
-        found = [torch.empty_like(whole[name]) for _ in range(layer.ep_group.size())]
-        dist.all_gather(found, whole[name], layer.ep_group)
-        all_experts.append(torch.cat(found))
-    return [whole["weight"], torch.cat(all_experts[:2], 1), all_experts[2]]
+        expert_parts = [torch.empty_like(parts_by_name[name]) for _ in range(layer.ep_group.size())]
+        dist.all_gather(expert_parts, parts_by_name[name], layer.ep_group)
+        all_experts.append(torch.cat(expert_parts))
+    return [parts_by_name["weight"], torch.cat(all_experts[:2], 1), all_experts[2]]
 
 
 class MixtureMeasurement(Measurement):
-    """Layers of Mixtral's: tokens stay inside nodes, and an expert is trained by two ranks, one in each node."""
+    """Layers of Mixtral: tokens stay inside nodes, and two ranks, one per node, train each expert."""
 
     file = "mixture_cluster.csv"
     settings = settings.MIXTURE
@@ -134,5 +136,5 @@ class MixtureMeasurement(Measurement):
         row.more["formula_expert_bytes"] = None
         if isinstance(method, Ours):
             any_rates = Rates.of_links(sizes, sizes.group_size, 1.0, 1.0)
-            found = predict(method.strategy, sizes, self.describe(method), any_rates, method.sent)
-            row.more["formula_expert_bytes"] = round(found.of_experts.inter * sizes.group_size)
+            prediction = predict(method.strategy, sizes, self.describe(method), any_rates, method.sent)
+            row.more["formula_expert_bytes"] = round(prediction.of_experts.inter * sizes.group_size)

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in host memory, over a link of a limited rate between host and device, which have the same memory here.
+"""Parameters in host memory, over a link with a limited rate between host and device, which share their memory here.
 
-A copy that crosses it makes its rank sleep for as long as its bytes take, in addition to what the copy itself takes
-here. Nothing goes on meanwhile in that rank: that is to the disadvantage of whoever copies more.
+After a copy over this link, the rank sleeps for the time that its bytes take, in addition to the time of the copy
+itself. The rank does nothing else meanwhile, which is a disadvantage for methods that copy more.
 """
 
 import time
@@ -33,8 +33,8 @@ class Pcie:
     """The link of this rank.
 
     Attributes:
-        gigabytes: per second that it carries; None without a limit.
-        nbytes: that have crossed it, in both directions together.
+        gigabytes: rate per second; None without a limit.
+        nbytes: bytes copied in both directions together.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Pcie:
         self.nbytes = 0
 
     def carry(self, nbytes: int) -> None:
-        """Count a copy, and sleep for as long as it takes."""
+        """Count a copy, and sleep for its time."""
         self.nbytes += nbytes
         if self.gigabytes is not None:
             time.sleep(nbytes / (self.gigabytes * 1e9))
@@ -51,9 +51,9 @@ class Pcie:
     def between(self) -> Iterator[None]:
         """Put the link between parameters in host memory and the device. All engines must offload theirs.
 
-        Strategies with p = I and os = G have ``HostRows``, the others ``DeviceRows`` whose rows are on the host, and
-        stock ZeRO-3 copies a partition right before it is gathered. An optimizer's step, which is made on the device,
-        writes the host's copy: ``HostRows`` when updates have arrived, the others at once.
+        Strategies with p = I and os = G have ``HostRows``, the others ``DeviceRows`` with rows on the host, and stock
+        ZeRO-3 copies a partition right before it is gathered. An optimizer's step on the device writes the host's
+        copy: ``HostRows`` when updates have been received, the others at once.
         """
         with ExitStack() as stack:
             for owner, name, nbytes in (
@@ -66,7 +66,7 @@ class Pcie:
             yield
 
     def _carried(self, run: Callable[..., Any], nbytes: Callable[..., int]) -> Callable[..., Any]:
-        """Return a function before which bytes are carried, as many as ``nbytes`` says of its arguments."""
+        """Wrap a function so that each call first carries ``nbytes`` of its arguments."""
 
         def carried(*args: Any, **kwargs: Any) -> Any:
             args = tuple(list(arg) if isinstance(arg, Iterator) else arg for arg in args)
@@ -82,7 +82,7 @@ def _written(optimizer: Any, sub_group: int) -> int:
 
 
 class OffloadMeasurement(Measurement):
-    """Parameters in host memory: each copy between host and device makes its rank sleep, as over PCIe."""
+    """Parameters in host memory: the rank sleeps for each copy between host and device, as over PCIe."""
 
     file = "host_parameters.csv"
     settings = settings.OFFLOAD
@@ -113,10 +113,10 @@ class OffloadMeasurement(Measurement):
             before = self._pcie.nbytes
             self.turns.take(method, 1)
             (self._copied[name],) = over_ranks([self._pcie.nbytes - before], dist.ReduceOp.MAX)
-        found = super().compare()
+        by_method = super().compare()
         self._pcie.gigabytes = self.args.pcie
         self._meetings = self.turns.a_step(self.compute).sent
-        return found
+        return by_method
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         super().complete(row, rates)

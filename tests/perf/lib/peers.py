@@ -1,11 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Data-parallel training methods behind one interface, for benchmarks that run them side by side.
+"""Data-parallel training methods behind one interface, for benchmarks that compare them.
 
 A group is a node of consecutive ranks. The model returns its own loss, and its ``blocks`` are gathered as one. All
-methods train with the same optimizer and take the mean over micro-batches and ranks; each is set up as its
-documentation proposes for gradient accumulation (``Method.setup``). They train in fp32, or compute in bf16 and update
-fp32 masters.
+methods train with the same optimizer and average over micro-batches and ranks; each is set up as its documentation
+proposes for gradient accumulation (``Method.setup``). They train in fp32, or compute in bf16 and update fp32 masters.
 """
 
 from abc import ABC, abstractmethod
@@ -51,17 +50,17 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained, and where.
+    """The model, its data, and the settings that all methods share.
 
     Attributes:
         accumulation, group_size: micro-batches in a step; ranks in a node, m.
         make_model: makes the same model on every call and every rank.
-        bucket, ddp_mib: elements in a bucket of DeepSpeed's, gradients and parameters; MiB of a bucket of DDP.
-        zero, config: more keys of ``zero_optimization``, and of the configuration, for all of DeepSpeed's.
-        lean: keys for those that gather parameters, see ``LEAN``.
+        bucket, ddp_mib: elements in a bucket of DeepSpeed, for gradients and parameters; MiB of a bucket of DDP.
+        zero, config: additional keys of ``zero_optimization``, and of the configuration, for all DeepSpeed methods.
+        lean: keys for methods that gather parameters for each use, see ``LEAN``.
         optimizer, rate: "AdamW" or "Muon"; AdamW's learning rate.
-        whole: returns all parameters of a model, whole, in an order that all methods share, as one 1D tensor.
-        dtype: of what is computed, fp32 or bf16; masters are in fp32.
+        whole: returns all full parameters of a model, in an order that all methods share, as one 1D tensor.
+        dtype: dtype of compute, fp32 or bf16; masters are in fp32.
     """
 
     accumulation: int
@@ -84,14 +83,14 @@ class Workload:
 
     @property
     def mixed(self) -> bool:
-        """Whether what is computed is in fewer bits than the masters."""
+        """Whether compute has fewer bits than the masters."""
         return self.dtype != torch.float32
 
     @classmethod
     def overlapping(cls, steps: int, group_size: int, make_model: Callable[[], nn.Module], block: int) -> "Workload":
-        """Return one whose buckets have the size of a block of the model, with overlap of all that is DeepSpeed's.
+        """Return a workload with buckets of the size of a model's block, and all overlap that DeepSpeed has.
 
-        A block is gathered while the one before it runs, and sub-groups are as small as buckets.
+        A block is gathered while the previous one runs, and sub-groups are as small as buckets.
         """
         live = {"stage3_max_live_parameters": 3 * block, "stage3_prefetch_bucket_size": block, "sub_group_size": block}
         buckets: dict[str, Any] = {"bucket": block, "ddp_mib": 4 * block / 2**20}
@@ -99,36 +98,36 @@ class Workload:
 
 
 class Method(ABC):
-    """One way to train; ``setup`` is its configuration in words."""
+    """A training method; ``setup`` describes its configuration."""
 
     def __init__(self, name: str, setup: str) -> None:
         self.name, self.setup = name, setup
         self._most = StateBytes(0, 0, 0)
 
     def step(self, batches: Sequence[Batch], watch: bool = False) -> None:
-        """Take one optimizer step over these micro-batches; with ``watch`` note what is held on the way."""
+        """Take one optimizer step over these micro-batches; with ``watch``, record the memory of model states."""
         if watch:
             self._most = StateBytes(0, 0, 0)
         for number, (inputs, targets) in enumerate(batches, 1):
             self._micro_step(inputs, targets, number == len(batches), self._look if watch else lambda: None)
 
     def held(self) -> StateBytes:
-        """Return the bytes of model states on this rank, where they were most in the last step that was watched.
+        """Return the bytes of model states on this rank, at their peak in the last recorded step.
 
-        Looked at after each forward and each backward, counted from storages. Buckets of messages are none of them.
+        They are counted from storages after each forward and each backward, without communication buckets.
         """
         return self._most
 
     def finish(self) -> None:  # noqa: B027 (most have nothing to do)
-        """Wait for what the last step has left under way, and would end in the next one."""
+        """Wait for the work in flight of the last step, which would end in the next one."""
 
     @abstractmethod
     def weights(self) -> Tensor:
-        """Return all parameters, whole, in the model's order, as one 1D tensor. Collective."""
+        """Return all full parameters, in the model's order, as one 1D tensor. Collective."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the model and its states."""
+        """Release the model and its states."""
 
     @abstractmethod
     def _micro_step(self, inputs: Tensor, targets: Tensor, last: bool, look: Callable[[], None]) -> None:
@@ -144,7 +143,7 @@ class Method(ABC):
 
 @torch.no_grad()
 def gathered(module: nn.Module, recurse: bool = True) -> list[Tensor]:
-    """Return copies of a module's parameters, whole. Collective."""
+    """Return copies of a module's full parameters. Collective."""
     parameters = list(module.parameters(recurse))
     with deepspeed.zero.GatheredParameters(parameters):
         return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in parameters]
@@ -153,7 +152,7 @@ def gathered(module: nn.Module, recurse: bool = True) -> list[Tensor]:
 def _count(
     parameters: Iterable[Any], gradients: Iterable[Any], optimizer: torch.optim.Optimizer, masters: Iterable[Any] = ()
 ) -> StateBytes:
-    """Return the bytes of storages; what serves as two states counts as the first of them."""
+    """Return the bytes of storages; a storage with two states counts as the first of them."""
     seen: set[tuple[str, int]] = set()
     moments = [*masters, *(value for state in optimizer.state.values() for value in state.values())]
     states = ([t.to_local() if isinstance(t, DTensor) else t for t in s] for s in (parameters, gradients, moments))
@@ -225,7 +224,7 @@ class DDP(TorchMethod):
 
 
 def _reduce_in_bf16(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Do as PyTorch's hook does. DDP refuses it by its name where there is no NCCL, but gloo adds up bf16, too."""
+    """Reduce like PyTorch's hook. DDP refuses that hook by name without NCCL, although gloo can add bf16."""
     return bf16_compress_hook(cast(dist.ProcessGroup, group), bucket)
 
 
@@ -233,10 +232,10 @@ class FSDP2(TorchMethod):
     """``fully_shard`` on each block and on the root.
 
     Args:
-        nodes, apart: parameters are cut in the node only (HSDP); each node trains by itself.
-        between: how parameters are from forward to backward: "cut"; cut in the "node"; or "whole", and so are the
+        nodes, apart: whether parameters are sharded inside the node only (HSDP); whether each node trains separately.
+        between: storage of parameters from forward to backward: "cut"; cut in the "node"; or "whole", with unsharded
             gradients until the last micro-batch.
-        reduce: the dtype in which gradients are reduced; by default the workload's.
+        reduce: dtype of gradient reductions; by default the workload's.
     """
 
     def __init__(
@@ -289,7 +288,7 @@ class FSDP2(TorchMethod):
 class OuterFSDP2(FSDP2):
     """``fully_shard`` in each node, and DiLoCo between nodes every H steps, by PyTorch's SGD, in fp32.
 
-    One all-reduce of what ranks have changed; each rank holds the outer states of its part, as with torchft's DiLoCo.
+    It uses one all-reduce of weight changes; each rank has the outer states of its part, as with torchft's DiLoCo.
     """
 
     def __init__(self, workload: Workload, name: str, every: int, outer: Mapping[str, Any]) -> None:
@@ -323,7 +322,7 @@ class OuterFSDP2(FSDP2):
 
 
 class DirectReduceScatter(ReduceScatter):
-    """Every rank sends each other rank that one's part, and adds up what it receives."""
+    """Sends each rank its part directly, and adds the received parts."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -340,7 +339,9 @@ class DirectReduceScatter(ReduceScatter):
 
 @cache
 def _mesh(group_size: int | None) -> DeviceMesh:
-    """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Made once: it has its own process groups."""
+    """Return a mesh of all ranks, or 2D: (nodes, ranks of a node). Created once, because it has its own process
+    groups.
+    """
     ranks = dist.get_world_size()
     if group_size is None:
         return init_device_mesh("cpu", (ranks,))
@@ -351,7 +352,7 @@ def _mesh(group_size: int | None) -> DeviceMesh:
 
 
 class Engine(Method):
-    """DeepSpeed with any section ``zero_optimization``; it divides by the micro-batches itself."""
+    """DeepSpeed with any section ``zero_optimization``; it divides gradients by the number of micro-batches itself."""
 
     def __init__(self, workload: Workload, name: str, zero: dict[str, Any], lean: bool = False) -> None:
         model, self._whole = workload.make_model(), workload.whole
@@ -362,8 +363,8 @@ class Engine(Method):
         muon = workload.optimizer == MUON
         if muon and zero.get("stage") == 3:
             zero["reduce_scatter"] = False  # DeepSpeed's stage 3 wants it so
-        said = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
-        super().__init__(name, ", ".join(said))
+        setup = [f"{key} {value}" for key, value in zero.items()] + ["torch's compiler disabled"] * muon
+        super().__init__(name, ", ".join(setup))
         if muon:  # compiling its kernels takes minutes here
             torch._dynamo.config.disable = True
         params = MUON_PARAMETERS if muon else {**workload.adamw, "torch_adam": True}
@@ -423,7 +424,7 @@ class Engine(Method):
 
 
 class Ours(Engine):
-    """A strategy, with any keys beside it."""
+    """A strategy, with any other keys."""
 
     def __init__(self, workload: Workload, zero: dict[str, Any], name: str = "") -> None:
         self.strategy = parse_strategy(zero["paro_strategy"])
@@ -441,10 +442,14 @@ class Ours(Engine):
         states, families = held(self._engine), self._engine.optimizer.families.values()
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         hops = [family.reduce.inter for family in families]
-        errors = sum(getattr(kept, "nbytes", lambda: 0)() for hop in hops for kept in (hop.errors, hop.sums.errors))
+        errors = sum(
+            getattr(memory, "nbytes", lambda: 0)() for hop in hops for memory in (hop.errors, hop.sums.errors)
+        )
         outer = getattr(self._engine.optimizer.outer, "fragments", ())
-        kept = sum(part.nbytes for one in outer for part in (one.anchor, one.weights, one.momentum))
-        return replace(states, optimizer=states.optimizer + errors + kept)
+        memory = sum(
+            part.nbytes for fragment in outer for part in (fragment.anchor, fragment.weights, fragment.momentum)
+        )
+        return replace(states, optimizer=states.optimizer + errors + memory)
 
 
 PEERS: dict[str, Callable[[Workload], Method]] = {

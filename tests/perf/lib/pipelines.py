@@ -1,9 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline with DeepSpeed's ZeRO-1 and with strategies: a byte-level GPT, with embedding and head tied, in two
+"""A pipeline with DeepSpeed's ZeRO-1 and with strategies: a byte-level GPT, with tied embedding and head, in two
 stages of two nodes each, so four data-parallel ranks in two groups.
 
-Bytes are those that a rank receives, by the kernel's counters. Held are parameters and gradients before the flush.
+Bytes are those that a rank receives, by the kernel's counters. Memory is that of parameters and gradients before the
+flush.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ class Pipeline(Method):
             return StateBytes(states.parameters, states.gradients, 0)
         parameters = list(self._engine.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        return StateBytes(sum(one.nbytes for one in parameters), sum(one.nbytes for one in gradients), 0)
+        return StateBytes(sum(tensor.nbytes for tensor in parameters), sum(tensor.nbytes for tensor in gradients), 0)
 
     def weights(self) -> Tensor:
         return whole_weights(self._engine.module)
@@ -126,15 +127,15 @@ class PipelineMeasurement(Measurement):
         dist.barrier()
         turn = self.turns.a_step(method)
         self._meter.stop()
-        received, found = self._meter.read(), {"inter": 0.0, "intra": 0.0, "other_stages": 0.0}
+        received, bytes_by_kind = self._meter.read(), {"inter": 0.0, "intra": 0.0, "other_stages": 0.0}
         ranks, group = len(received), self.setting.ranks_per_node
         for rank, by_sender in enumerate(received):
             for sender, count in enumerate(by_sender):
                 same_stage = sender * STAGES // ranks == rank * STAGES // ranks
                 hop = "intra" if sender // group == rank // group else "inter"
-                found[hop if same_stage else "other_stages"] += count / ranks
+                bytes_by_kind[hop if same_stage else "other_stages"] += count / ranks
         steps = self.turns.steps_of(method) - before
-        self._received[method.name] = [count / steps for count in found.values()]
+        self._received[method.name] = [count / steps for count in bytes_by_kind.values()]
         return turn._replace(sent=self._received[method.name][0] * group)
 
     def complete(self, row: Row, rates: Rates | None) -> None:

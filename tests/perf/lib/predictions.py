@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the planner predicts for large models on many GPUs. Predictions, not measurements: no GPU takes part.
+"""Predictions of the planner for large models on many GPUs. These are not measurements: no GPU is used.
 
-*at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network a node, half of an A100's
-312 TFLOPS, bf16 with Adam; in brackets GB that a rank holds.
+*at_scale*: 7B and 65B on nodes of 8 GPUs, with NVLink of 300 GB/s and 200 Gbit/s of network per node, half of an
+A100's 312 TFLOPS, bf16 with Adam; in parentheses GB per rank.
 
 *expected*: 7B on 4 nodes of 8 GPUs, at several rates of the network, at accumulation 1 and 4; otherwise as *at_scale*.
 
@@ -12,8 +12,8 @@ a GPU has fewer micro-batches of up to 4,096 tokens, and so less compute between
 
 *predicted_host_parameters*: 70B on four nodes of eight GPUs, with parameters on the devices and in host memory, for
 LoRA and for full training with optimizer states in host memory. Inside a node a GPU receives 200 Gbit/s, as over PCIe
-4.0 x16, and copies 12 GB/s from and to host memory, half of what its lanes carry, since GPUs share the memory of their
-socket. Gradients and time of an offloaded optimizer are the same for all methods, and not in these figures.
+4.0 x16, and copies 12 GB/s from and to host memory, half of the rate of its lanes, because GPUs share the memory of
+their socket. Gradients and time of an offloaded optimizer are the same for all methods, and are left out.
 """
 
 from collections.abc import Iterable
@@ -42,14 +42,14 @@ EXPECTED_ACCUMULATION = (1, 4)
 PEERS = ("ZeRO-3", "III")  # III is HSDP
 
 
-def speeds(found: Plan, names: Iterable[str]) -> dict[str, tuple[float, Prediction]]:
-    """Return how many times as fast as plain ZeRO-3 these methods are, and their predictions."""
-    by_name = {one.name: one for one in (*found.predictions, *found.plain)}
+def speeds(plans: Plan, names: Iterable[str]) -> dict[str, tuple[float, Prediction]]:
+    """Return the speed of these methods relative to plain ZeRO-3, and their predictions."""
+    by_name = {prediction.name: prediction for prediction in (*plans.predictions, *plans.plain)}
     return {name: (by_name["ZeRO-3"].total_seconds / by_name[name].total_seconds, by_name[name]) for name in names}
 
 
 def at_scale(parameters: int, share: float) -> Table:
-    """Return the speed of each method times plain ZeRO-3's, for a model of which a share is trained."""
+    """Return the speed of each method relative to plain ZeRO-3, for a model of which a share is trained."""
     count = int(parameters * share)
     compute = (4 + 2 * share) / 6 * FLOPS * parameters * 4096 / 156e12
     cells: dict[str, list[str]] = {name: [] for name in (*SCALE_METHODS, "chosen")}
@@ -58,11 +58,11 @@ def at_scale(parameters: int, share: float) -> Table:
         rates = Rates.of_links(sizes, PER_NODE, 2400, 200, Latencies.of(sizes, PER_NODE), 1500e9)
         states = ModelStates.of(parameters, count)
         model = Model(states, accumulation=4, compute=compute, fetches=parameters // FETCHED)
-        found = plan(sizes, model, rates, 64e9)
-        for name, (speed, one) in speeds(found, SCALE_METHODS).items():
-            mark = "" if found.fits(one) else ", too large"
-            cells[name].append(f"{speed:.2f} ({one.total_memory / 1e9:.0f} GB{mark})")
-        cells["chosen"].append(found.choice.strategy if found.choice else "none")
+        plans = plan(sizes, model, rates, 64e9)
+        for name, (speed, prediction) in speeds(plans, SCALE_METHODS).items():
+            mark = "" if plans.fits(prediction) else ", too large"
+            cells[name].append(f"{speed:.2f} ({prediction.total_memory / 1e9:.0f} GB{mark})")
+        cells["chosen"].append(plans.choice.strategy if plans.choice else "none")
     return ["", *(f"{ranks} GPUs" for ranks in SCALE_RANKS)], [[name, *row] for name, row in cells.items()]
 
 
@@ -117,7 +117,7 @@ STEP_TOKENS, MICRO_TOKENS = 1 << 24, 4096
 
 @dataclass(frozen=True)
 class Trained:
-    """A model: parameters that all tokens use, those of experts, and of these the share that a token uses."""
+    """A model: parameters that all tokens use, those of experts, and the share of these that a token uses."""
 
     dense: int
     experts: int = 0
@@ -128,8 +128,10 @@ class Trained:
         """Return what a rank trains in a step."""
         tokens = min(MICRO_TOKENS, STEP_TOKENS // ranks)
         active = self.dense + self.used * self.experts
-        states, held = ModelStates.of(self.dense), ModelStates.of(self.experts // self.expert_parallel)
-        experts = Experts(self.expert_parallel, held, fetches=max(1, self.experts // self.expert_parallel // FETCHED))
+        states, expert_states = ModelStates.of(self.dense), ModelStates.of(self.experts // self.expert_parallel)
+        experts = Experts(
+            self.expert_parallel, expert_states, fetches=max(1, self.experts // self.expert_parallel // FETCHED)
+        )
         elements = self.dense + self.experts // self.expert_parallel
         return Model(
             states,
@@ -151,15 +153,15 @@ MODELS = {
 
 
 def on_cluster(name: str, model: str) -> Table:
-    """Return the speed of each method times plain ZeRO-3's; in brackets where it does not fit."""
+    """Return the speed of each method relative to plain ZeRO-3; in parentheses if it does not fit."""
     cluster = CLUSTERS[name]
     lines = [["III (HSDP)" if method == "III" else method] for method in METHODS] + [["IIG: of a step compute"]]
     for ranks in RANKS:
         sizes = GroupSizes(ranks, PER_NODE)
-        found = plan(sizes, MODELS[model].model(ranks, cluster), cluster.rates(sizes), 64 * GIGA)
-        by_name = speeds(found, METHODS)
-        for line, (speed, one) in zip(lines, by_name.values(), strict=False):
-            line.append(f"{speed:.2f}" if found.fits(one) else f"({speed:.2f})")
+        plans = plan(sizes, MODELS[model].model(ranks, cluster), cluster.rates(sizes), 64 * GIGA)
+        by_name = speeds(plans, METHODS)
+        for line, (speed, prediction) in zip(lines, by_name.values(), strict=False):
+            line.append(f"{speed:.2f}" if plans.fits(prediction) else f"({speed:.2f})")
         _, iig = by_name["IIG"]
         lines[-1].append(f"{iig.seconds['compute'] / iig.total_seconds:.0%}")
     return ["", *(f"{ranks:,}" for ranks in RANKS)], lines
@@ -176,21 +178,21 @@ HOST_METHODS = {"LoRA": ("ING", "IGG", "GNG", "GGG"), "full": ("IIG", "IGG", "GI
 
 def _host_model(kind: str, on_host: bool) -> Model:
     states = ModelStates.of(PARAMETERS, LORA if kind == "LoRA" else None)
-    held = replace(states, parameters=0.0) if on_host else states
+    device_states = replace(states, parameters=0.0) if on_host else states
     return Model(
         states,
         accumulation=4,
         compute=(4 * PARAMETERS + 2 * states.gradients / 2) * 4096 / 100e12,
         fetches=PARAMETERS // LAYER,
         largest_layer=2.0 * LAYER,
-        held=held if kind == "LoRA" else replace(held, optimizer=0.0),
+        held=device_states if kind == "LoRA" else replace(device_states, optimizer=0.0),
         host=HostParameters() if on_host else None,
     )
 
 
 def host_parameters(kind: str) -> Table:
     """Return seconds of a step over each link, a line for each method and place; ZeRO-3 is last in each place."""
-    found: dict[tuple[str, bool], list[str]] = {}
+    lines_by_method: dict[tuple[str, bool], list[str]] = {}
     for gbps in LINKS:
         rates = Rates.of_links(HOST_SIZES, PER_NODE, 200.0, gbps, Latencies.of(HOST_SIZES, PER_NODE), host=12e9)
         stock = predict_plain_stage("GGG", HOST_SIZES, _host_model(kind, True), rates).total_seconds
@@ -198,14 +200,16 @@ def host_parameters(kind: str) -> Table:
             model = _host_model(kind, on_host)
             for name in (*HOST_METHODS[kind], "ZeRO-3"):
                 where = HOST_SIZES, model, rates
-                one = predict(STRATEGIES[name], *where) if name in STRATEGIES else predict_plain_stage("GGG", *where)
-                fits = " ".join(str(gpu) for gpu in GPUS if one.total_memory <= SHARE * gpu * 1e9) or "none"
+                prediction = (
+                    predict(STRATEGIES[name], *where) if name in STRATEGIES else predict_plain_stage("GGG", *where)
+                )
+                fits = " ".join(str(gpu) for gpu in GPUS if prediction.total_memory <= SHARE * gpu * 1e9) or "none"
                 line = [
                     name,
                     "host" if on_host else "device",
-                    *(f"{n / 1e9:.1f}" for n in (one.total_memory, one.host)),
+                    *(f"{n / 1e9:.1f}" for n in (prediction.total_memory, prediction.host)),
                 ]
-                seconds = f"{one.total_seconds:.4g} s ({stock / one.total_seconds:.1f})"
-                found.setdefault((name, on_host), [*line, fits]).append(seconds)
+                seconds = f"{prediction.total_seconds:.4g} s ({stock / prediction.total_seconds:.1f})"
+                lines_by_method.setdefault((name, on_host), [*line, fits]).append(seconds)
     header = ["", "parameters", "GB on a device", "on the host", "fits GPUs of", *(f"{gbps} Gbit/s" for gbps in LINKS)]
-    return header, list(found.values())
+    return header, list(lines_by_method.values())

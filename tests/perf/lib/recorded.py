@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Reports of steps beside what is measured: what of a step is exposed, what recording costs, and predictions.
+"""Reports of steps compared with measurements: exposed communication, the cost of recording, and predictions.
 
-Exposed is what a step takes beside compute: in a report, the sum of all other parts.
+Exposed time is a step's time beyond compute: in a report, the sum of all other parts.
 """
 
 import statistics
@@ -61,18 +61,18 @@ class RecordedMeasurement(OverlapMeasurement):
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         means = [statistics.fmean(parts[name] for parts in self._parts[row.method]) for name in measures.PARTS]
-        told = [value / dist.get_world_size() for value in over_ranks(means, dist.ReduceOp.SUM)]
+        reported = [value / dist.get_world_size() for value in over_ranks(means, dist.ReduceOp.SUM)]
         recorded = self._seconds[row.method]
         row.more |= spread("seconds_recorded", recorded)
-        row.more |= {f"seconds_told_{part}": value for part, value in zip(measures.PARTS, told, strict=True)}
-        taken = statistics.median(recorded) - row.compute  # exposed, of the steps that were recorded
-        exposed = sum(told) - row.more[f"seconds_told_{measures.COMPUTE}"]
-        row.more |= {"seconds_exposed_recorded": taken, "error": exposed / taken - 1}
+        row.more |= {f"seconds_told_{part}": value for part, value in zip(measures.PARTS, reported, strict=True)}
+        measured_exposed = statistics.median(recorded) - row.compute  # exposed, of the steps that were recorded
+        exposed = sum(reported) - row.more[f"seconds_told_{measures.COMPUTE}"]
+        row.more |= {"seconds_exposed_recorded": measured_exposed, "error": exposed / measured_exposed - 1}
         row.more["overhead"] = statistics.median(recorded) / row.median - 1
 
     @classmethod
     def missed(cls, rows: Sequence[Row]) -> list[str]:
-        """Return methods whose reports are too far from what was measured, or cost too much."""
+        """Return methods whose reports differ too much from measurements, or cost too much."""
         return [
             f"{row.method}: exposed {row.more['error']:+.1%} apart, overhead {row.more['overhead']:+.1%}"
             for row in rows
@@ -81,7 +81,7 @@ class RecordedMeasurement(OverlapMeasurement):
 
 
 def recorded_turn(method: Any, turn: Callable[[Method], Turn], ranks_per_node: int) -> tuple[Turn, list[Step]]:
-    """Return a turn of one of DeepSpeed's methods, and what a recorder has of its steps."""
+    """Return a turn of one of DeepSpeed's methods, and the recorder's report of its steps."""
 
     def hop(group: Any) -> str:
         return hop_of(dist.get_process_group_ranks(dist.group.WORLD if group is None else group), ranks_per_node)
@@ -101,7 +101,8 @@ def recorded_turn(method: Any, turn: Callable[[Method], Turn], ranks_per_node: i
 
 
 class WhatIfMeasurement(BlocksMeasurement):
-    """How near ``plan --from`` is: steps at the rates of ``ELSEWHERE``, beside what reports at ``AT`` predict.
+    """Accuracy of ``plan --from``: steps at the rates of ``ELSEWHERE``, compared with predictions from reports at
+    ``AT``.
 
     From the report of ZeRO-3, all other methods are predicted as well. Rates of links are those of payload: a frame of
     1514 bytes carries 1448.
@@ -122,7 +123,7 @@ class WhatIfMeasurement(BlocksMeasurement):
         return self.turns.steps_in_a_row(method, self.args.steps)
 
     def _record(self, method: Any) -> Recorded:
-        """Return what a report has of a method. Collective."""
+        """Return the report of a method. Collective."""
         _, steps = recorded_turn(method, self.turn, self.setting.ranks_per_node)
         report = [make(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
         dist.broadcast_object_list(report)
@@ -135,21 +136,23 @@ class WhatIfMeasurement(BlocksMeasurement):
         row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
             cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
-            found = WhatIf(recorded, cluster, recorded.described.model)
-            seconds = next(o.seconds for o in found.rows if o.prediction.name == row.method and 8 not in o.bits)
+            what_if = WhatIf(recorded, cluster, recorded.described.model)
+            seconds = next(o.seconds for o in what_if.rows if o.prediction.name == row.method and 8 not in o.bits)
             row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
 
     @classmethod
     def table(cls, rows: Sequence[Row]) -> Table:
-        header = ["Mbit/s", "", "a step, s", *(f"predicted from {said}" for said in SOURCES.values())]
+        header = ["Mbit/s", "", "a step, s", *(f"predicted from {source}" for source in SOURCES.values())]
         lines = [[rate_name(row.mbit), row.method, seconds_of(row.median)] for row in rows]
         for row, line in zip(rows, lines, strict=True):
-            for one in SOURCES:
-                line.append(f"{seconds_of(row.more[f'seconds_predicted_{one}'])} ({row.more[f'error_{one}']:+.0%})")
+            for source in SOURCES:
+                line.append(
+                    f"{seconds_of(row.more[f'seconds_predicted_{source}'])} ({row.more[f'error_{source}']:+.0%})"
+                )
         return header, lines
 
     @classmethod
     def missed(cls, rows: Sequence[Row]) -> list[str]:
-        """Return the methods that are not near by their own reports, if fewer than ``ENOUGH`` are."""
+        """Return the methods that are not predicted well by their own reports, if fewer than ``ENOUGH`` are."""
         far = {row.method for row in rows if abs(row.more["error_own"]) > NEAR}
         return [f"{name}: more than {NEAR:.0%} apart" for name in far] if len(cls.methods) - len(far) < ENOUGH else []

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of all results: written with what they depend on, read again, and compared."""
+"""Rows of all results: written with the circumstances that they depend on, read again, and compared."""
 
 import csv
 import datetime
@@ -27,7 +27,7 @@ Table = tuple[list[str], list[list[str]]]  # header, lines
 
 
 def circumstances() -> dict[str, Any]:
-    """Return what a number depends on and does not say by itself."""
+    """Return the circumstances of a measurement: versions, machine, and command."""
     versions = [f"{name} {metadata.version(name)}" for name in ("deepspeed", "torch")]
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -38,16 +38,16 @@ def circumstances() -> dict[str, Any]:
 
 
 def command(words: Sequence[str]) -> str:
-    """Return a command line without the options that name a file or a folder of this machine alone."""
-    kept = list[str]()
+    """Return the command line without options that name a file or folder of this machine."""
+    portable = list[str]()
     for word in words[1:]:
         if word.startswith("--") and os.path.isabs(word.partition("=")[2]):
             continue
-        if os.path.isabs(word) and kept and kept[-1].startswith("--"):
-            kept.pop()
+        if os.path.isabs(word) and portable and portable[-1].startswith("--"):
+            portable.pop()
         else:
-            kept.append(word)
-    return shlex.join(["python", *kept])
+            portable.append(word)
+    return shlex.join(["python", *portable])
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
@@ -59,22 +59,22 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Append results, each with its circumstances. Earlier rows of the file get the columns that they lack."""
+    """Append results, each with its circumstances. Earlier rows of the file get columns that they lack."""
     added = [circumstances() | row for row in rows]
     before = read_rows(path)
     columns = list(dict.fromkeys(name for row in [*before[:1], *added] for name in row))
     path.parent.mkdir(parents=True, exist_ok=True)
-    same = bool(before) and columns == list(before[0])
-    with path.open("a" if same else "w", newline="", encoding="utf-8") as file:
+    same_columns = bool(before) and columns == list(before[0])
+    with path.open("a" if same_columns else "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="")
-        if not same:
+        if not same_columns:
             writer.writeheader()
             writer.writerows(before)
         writer.writerows(added)
 
 
 def _commit() -> str:
-    """Return the commit of the package that was measured; earlier rows of the same run do not count as changes."""
+    """Return the commit of the measured package; earlier rows of the same run do not count as changes."""
     git = ["git", "-C", str(Path(deepspeed_ext.__file__).parents[1])]
     changes = ["status", "--porcelain", "--untracked-files=no", "--", ".", ":!tests/perf/results"]
     try:
@@ -88,7 +88,7 @@ def _commit() -> str:
 
 
 def _processor() -> str:
-    """Return the kernel's name of it: ``platform`` knows the architecture only."""
+    """Return the kernel's name of the processor: ``platform`` has the architecture only."""
     info = Path("/proc/cpuinfo")
     name = re.search(r"^model name\s*:\s*(.*\S)", info.read_text() if info.exists() else "", re.MULTILINE)
     return name[1] if name else platform.machine()
@@ -99,14 +99,15 @@ def _processor() -> str:
 
 @dataclass
 class Row:
-    """What one method took in one setting.
+    """Measurements of one method in one setting.
 
     Attributes:
-        seconds, stolen: of each step, a list for each round; shares of the CPU that the machine's host took for
-        others. link_bytes, headers: that a node sent in a step, by its interface; how many that counts for one of a
-        payload. formula_bytes: that a node must receive from others; None for a peer. held: bytes of parameters,
-        gradients and optimizer states on the rank that holds most. difference: of the weights, or losses, to the first
-        method's. compute, more: seconds of a step without communication; other columns of the file.
+        seconds, stolen: of each step, a list for each round; shares of the CPU used by the machine's host.
+        link_bytes, headers: bytes that a node sent in a step, by its interface; bytes counted for a byte of payload.
+        formula_bytes: bytes that a node must receive from others; None for a peer.
+        held: bytes of parameters, gradients and optimizer states on the rank with the most.
+        difference: difference of the weights, or losses, to the first method's.
+        compute, more: seconds of a step without communication; other columns of the file.
     """
 
     setting: str
@@ -143,7 +144,7 @@ class Row:
 
     @property
     def predicted(self) -> Any:
-        """Seconds of a step by the planner; None if it was not asked."""
+        """Seconds of a step by the planner; None without a prediction."""
         return self.more.get("seconds_predicted")
 
     @property
@@ -164,7 +165,7 @@ class Row:
         self.link_bytes += (sent - self.link_bytes) * len(seconds) / len(self.steps)
 
     def to_csv(self) -> dict[str, Any]:
-        """Return what identifies a result, and the result."""
+        """Return the columns of a result, those that identify it first."""
         columns = {
             "setting": self.setting,
             "link_mbit": rate_name(self.mbit),
@@ -185,15 +186,17 @@ class Row:
         return {name: round(value, 5) if isinstance(value, float) else value for name, value in columns.items()}
 
     @classmethod
-    def from_csv(cls, kept: dict[str, str]) -> "Row":
-        """Return what a file has: of all steps the least, the median and the largest, as one round."""
-        numbers = {name: _number(value) for name, value in kept.items()}
-        rate = kept["link_mbit"]
+    def from_csv(cls, cells: dict[str, str]) -> "Row":
+        """Return the result of a row of a file; its round has the minimum, the median, and the maximum of all
+        steps.
+        """
+        numbers = {name: _number(value) for name, value in cells.items()}
+        rate = cells["link_mbit"]
         return cls(
-            kept["setting"],
+            cells["setting"],
             None if rate == UNLIMITED else float(rate),
-            kept["method"],
-            kept["setup"],
+            cells["method"],
+            cells["setup"],
             [[numbers[f"seconds_{part}"] for part in ("min", "median", "max")]],
             [numbers.get("stolen_median") or 0.0],
             numbers.get("link_bytes") or 0.0,
@@ -220,7 +223,7 @@ def _number(value: str) -> Any:
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float | None]:
-    """Return what a file has of a list: the median, the least and the largest; nothing of an empty one."""
+    """Return the columns for a list: the median, the minimum, and the maximum; empty for an empty list."""
     parts = {"median": statistics.median, "min": min, "max": max}
     return {f"{name}_{part}": round(of(values), 5) if values else None for part, of in parts.items()}
 
@@ -233,27 +236,32 @@ def read(file: str) -> list[Row]:
 
 
 def speed(row: Row, other: Row) -> Ratio:
-    """Return how many times as fast a method is as another, with the interval of ``deepspeed_ext.tools.compare``.
+    """Return the speed of a method relative to another, with the interval of ``deepspeed_ext.tools.compare``.
 
-    Rounds count that both have.
+    Only rounds that both have are used.
     """
     rounds = min(len(row.seconds), len(other.seconds))
     return ratio(row.seconds[:rounds], other.seconds[:rounds])
 
 
 def slower(rows: Sequence[Row], stock: str, least: dict[str, float]) -> list[str]:
-    """Return the methods of a setting that are not so many times as fast as ``stock``, where both are."""
-    found = {row.method: row for row in rows}
-    speeds = {name: speed(found[name], found[stock]) for name in least if {name, stock} <= set(found)}
+    """Return the methods of a setting that miss their required speed relative to ``stock``, if both were measured."""
+    rows_by_method = {row.method: row for row in rows}
+    speeds = {
+        name: speed(rows_by_method[name], rows_by_method[stock])
+        for name in least
+        if {name, stock} <= set(rows_by_method)
+    }
     return [
-        f"{name} is {one.value:.2f} times as fast as {stock} ({one.low:.2f} to {one.high:.2f}), not {least[name]:g}"
-        for name, one in speeds.items()
-        if one.value < least[name]
+        f"{name} is {ratio.value:.2f} times as fast as {stock} ({ratio.low:.2f} to {ratio.high:.2f}), "
+        f"not {least[name]:g}"
+        for name, ratio in speeds.items()
+        if ratio.value < least[name]
     ]
 
 
 def seconds_of(value: float) -> str:
-    """Return seconds as tables have them."""
+    """Return seconds as formatted in tables."""
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -263,9 +271,9 @@ def markdown(table: Table) -> str:
     return "\n".join([header, "|" + "---|" * len(table[0]), *lines, ""])
 
 
-def report(rows: Sequence[dict[str, Any]], path: Path | None, shown: Sequence[str] = ()) -> None:
+def report(rows: Sequence[dict[str, Any]], path: Path | None, columns: Sequence[str] = ()) -> None:
     """Print these columns of rows, by default all, and append the rows to a file if one is given."""
-    header = list(shown or rows[0])
+    header = list(columns or rows[0])
     cells = [
         [f"{row[name]:.4g}" if isinstance(row[name], float) else str(row[name]) for name in header] for row in rows
     ]

@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves: for how long they stop the training, at once and beside it, and what steps take meanwhile.
+"""Measures synchronous and asynchronous saves: how long they stop training, and the duration of steps meanwhile.
 
-Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. A turn of an
-asynchronous save is: undisturbed steps; the save; steps until it is committed. It stops the training for
-``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.at_step``. Each save goes
-to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves return
+Blocks sleep instead of computing, so that two cores do not determine the duration of a step. A turn of an asynchronous
+save consists of undisturbed steps, the save, and steps until it is committed. It stops training for
+``save_checkpoint`` on the last rank, and while later steps wait in ``AsyncSaves.at_step``. Each save is written to the
+real disk, and to an emulated slow one, where a file takes the time of its bytes at a rate. DeepSpeed's saves return
 while their bytes are in the page cache; ours have flushed them to the disk.
 """
 
@@ -45,13 +45,13 @@ PAUSE = {"25M": (1.0, 10.0), "200M": (2.0, 40.0)}  # seconds of a step's emulate
 
 
 class Disk:
-    """The disk of this rank; ``megabytes`` per second are written, None: without a limit."""
+    """The disk of this rank; ``megabytes`` are written per second, None: without a limit."""
 
     megabytes: float | None = None
 
     @contextlib.contextmanager
     def between(self) -> Iterator[None]:
-        """Put it between this process and its files: all engines write by ``torch.save``."""
+        """Put the disk between this process and its files: all engines write by ``torch.save``."""
         with mock.patch.object(torch, "save", self._slow(torch.save)):
             yield
 
@@ -124,8 +124,8 @@ class SavesMeasurement(Measurement):
                     f"{trained.setup}; checkpoint {self.sections[name]}",
                     {"disk": disk, "buffer_bytes": 0},
                 )
-                made = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
-                row = self._rows.setdefault((name, disk), made)
+                new_row = Row(self.setting.name, self.setting.mbit[0], name, setup, more=columns)
+                row = self._rows.setdefault((name, disk), new_row)
                 self._disk.megabytes = megabytes if disk == SLOW else None
                 row.more["slow_megabytes"] = self._disk.megabytes
                 for _ in range(self.saves):
@@ -194,7 +194,7 @@ class SavesMeasurement(Measurement):
 
     @classmethod
     def problems(cls, rows: Sequence[Row]) -> list[str]:
-        """Return whose host buffers are not those of the formula."""
+        """Return methods whose host buffers do not have the size of the formula."""
         due = {row.method: cls.buffers(cls.settings[row.setting], row.method) for row in rows}
         return [
             f"{row.method} has {row.more['buffer_bytes']:,.0f} bytes of host buffers, not {due[row.method]:,.0f}"
@@ -208,15 +208,15 @@ class SavesMeasurement(Measurement):
 
     @classmethod
     def missed(cls, rows: Sequence[Row]) -> list[str]:
-        """Return which asynchronous saves, in the order of ranks, stop or slow the training too much."""
-        found = []
+        """Return the asynchronous saves, in the order of ranks, that stop or slow down training too much."""
+        messages = []
         for row in (row for row in rows if "asynchronous" in row.method):
             where, share = f"{row.setting}, {row.more['disk']} disk: {row.method}", tabulated.stopped_share(row, rows)
             if (share or 0.0) > cls.critical:
-                found.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")
+                messages.append(f"{where} stops for {share:.1%} of a synchronous save, not {cls.critical:.0%}")
             if (row.more.get("beside_median") or 0.0) > cls.beside:
-                found.append(f"{where}: steps beside it take {row.more['beside_median']:.3f}, not {cls.beside}")
-        return found
+                messages.append(f"{where}: steps beside it take {row.more['beside_median']:.3f}, not {cls.beside}")
+        return messages
 
 
 def base_of(method: str) -> str:
@@ -264,7 +264,7 @@ class _Saver:
 
     def _beside(self, row: Row, aside: AsyncSaves, undisturbed: list[float], begin: float) -> float:
         """Take steps until the save is committed; return how long they have waited for its copies."""
-        found = functools.partial(self._ranks.list_of, row)
+        values_of = functools.partial(self._ranks.list_of, row)
         ended: list[float] = []
         watcher = threading.Thread(target=_watch, args=(aside._job, ended), daemon=True)
         watcher.start()
@@ -275,9 +275,9 @@ class _Saver:
             beside.append(self._ranks.step(self._trained))
             waited += over_ranks([self._waited], dist.ReduceOp.MAX)[0]
         watcher.join()
-        found("step_seconds").extend(undisturbed)
-        found("beside").extend(step / statistics.median(undisturbed) for step in beside)
-        found("until_committed_seconds").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
+        values_of("step_seconds").extend(undisturbed)
+        values_of("beside").extend(step / statistics.median(undisturbed) for step in beside)
+        values_of("until_committed_seconds").extend(over_ranks([ended[0] - begin], dist.ReduceOp.MAX))
         (row.more["buffer_bytes"],) = over_ranks([float(aside.buffers.nbytes)], dist.ReduceOp.MAX)
         return waited
 
@@ -306,19 +306,19 @@ def configure(engine: Any, section: dict[str, Any]) -> None:
 
 
 def _somewhere_at_work(aside: AsyncSaves) -> bool:
-    """Return whether some rank's writer is at work. Collective."""
+    """Return whether any rank's writer is still running. Collective."""
     return over_ranks([float(aside._job is not None and not aside._job.over)], dist.ReduceOp.MAX)[0] > 0
 
 
 def _watch(job: Any, ended: list[float]) -> None:
-    """Note when a job has ended; the optimizer, which waits for it, raises its error."""
+    """Record the time when a job has ended; the optimizer, which waits for it, raises its error."""
     with contextlib.suppress(Exception):
         job.wait()
     ended.append(time.perf_counter())
 
 
 def _shared_folder() -> Path:
-    """Return a new folder that all ranks know. Collective."""
-    made = [tempfile.mkdtemp(prefix="saves") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(made, 0)
-    return Path(made[0])
+    """Return a new folder, the same on all ranks. Collective."""
+    folders = [tempfile.mkdtemp(prefix="saves") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders, 0)
+    return Path(folders[0])

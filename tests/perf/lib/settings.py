@@ -17,8 +17,8 @@ NATIVE = " (gloo's collectives)"
 WIDE = " (reduces in fp32)"  # in bf16, where reductions are in bf16 otherwise
 SHIPPED = "ZeRO-1 as shipped"  # use_multi_rank_bucket_allreduce true
 HSDP_REDUCTIONS = {  # parameters from forward to backward, and the dtype of reductions: beside bf16 only
-    f"HSDP{kept} (reduces in {short})": (between, dtype)
-    for kept, between in ((" kept", "whole"), ("", "cut"))
+    f"HSDP{suffix} (reduces in {short})": (between, dtype)
+    for suffix, between in ((" kept", "whole"), ("", "cut"))
     for short, dtype in ((FP32, "float32"), (BF16, "bfloat16"))
 }
 SIZES = {  # blocks, their width, and the width of their hidden layer
@@ -33,7 +33,7 @@ SIZES = {  # blocks, their width, and the width of their hidden layer
 
 
 def rate_name(mbit: float | None) -> str:
-    """Return a rate as files and tables name it."""
+    """Return a rate as it is written in files and tables."""
     return UNLIMITED if mbit is None else f"{mbit:g}"
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What ``tests.perf.convergence`` trains: studies, the file of each run, what their losses say together, and rows.
+"""Studies of ``tests.perf.convergence``: methods, files of runs, verdicts from their losses, and rows.
 
 Imports neither torch nor DeepSpeed.
 """
@@ -41,11 +41,11 @@ class Method:
     """A way to train.
 
     Attributes:
-        strategy, against: its name, empty for ZeRO-2; the method that its losses are compared with.
-        zero, outer: more of ``zero_optimization``; ``paro_outer_optimizer``, but for its rate and momentum.
-        noise: that moves the first weights, in their size.
-        bound: of the difference from ``against``, on average over seeds; with every seed, if ``each``.
-        too_coarse: the difference is larger than the bound with every seed: the task shows what is too coarse.
+        strategy, against: name of the strategy, empty for ZeRO-2; the method that its losses are compared with.
+        zero, outer: additional keys of ``zero_optimization``; ``paro_outer_optimizer`` without rate and momentum.
+        noise: size of the perturbation of the first weights, relative to them.
+        bound: largest difference from ``against``, on average over seeds; with every seed, if ``each``.
+        too_coarse: the difference is larger than the bound with every seed: the task detects coarse methods.
     """
 
     strategy: str
@@ -69,8 +69,8 @@ class Study:
     """Methods that train the same model on the same text.
 
     Attributes:
-        file: of its rows, or the folder of its runs.
-        reference: the method that all are compared with on the page.
+        file: file of its rows, or the folder of its runs.
+        reference: the method with which all are compared on the page.
         groups, held_out: numbers of groups, and of evaluations on held-out text by outer weights.
         large: whether it trains the larger model, on the sources of DeepSpeed.
     """
@@ -187,13 +187,13 @@ class Run:
     """A training run.
 
     Attributes:
-        text: its fingerprint.
-        losses, norms: of each step: means over ranks; of the whole gradient before clipping.
-        held_out: the loss on held-out text, by the number of steps before.
-        own_loss: on held-out text, of each group's own weights, on average, a step before the end.
+        text: fingerprint of the text.
+        losses, norms: mean loss over ranks in each step; norm of the full gradient before clipping.
+        held_out: loss on held-out text, by the number of steps taken.
+        own_loss: mean loss on held-out text with each group's own weights, one step before the end.
         received: bytes that a rank received in a step from other groups, by the kernel's counters.
-        elements, matrices: of the model, and those that Muon trains.
-        parts: of each start of the program the step that came next, and what ``records.circumstances`` says.
+        elements, matrices: elements of the model, and those that Muon trains.
+        parts: for each start of the program, its first step and its ``records.circumstances``.
     """
 
     method: str
@@ -230,7 +230,7 @@ class Run:
         return self.held_out[str(self.steps)]
 
     def write(self, folder: Path) -> None:
-        """Write it, whole or not at all."""
+        """Write the run to its file, atomically."""
         held_out = {step: round(loss, DIGITS) for step, loss in self.held_out.items()}
         rounded = asdict(self) | {"losses": [round(loss, DIGITS) for loss in self.losses], "held_out": held_out}
         folder.mkdir(parents=True, exist_ok=True)
@@ -240,11 +240,11 @@ class Run:
 
     @classmethod
     def read(cls, path: Path) -> "Run":
-        """Return the run that a file has."""
+        """Return the run in a file."""
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
     def found(self, folder: Path) -> "Run | None":
-        """Return this run as its file has it; None if there is none.
+        """Return this run from its file; None if there is no file.
 
         Raises:
             ValueError: the file is of a run with another text or other steps.
@@ -253,7 +253,7 @@ class Run:
         if not path.exists():
             return None
         run = Run.read(path)
-        expected, got = ((one.name, one.text, one.steps) for one in (self, run))
+        expected, got = ((run_of_file.name, run_of_file.text, run_of_file.steps) for run_of_file in (self, run))
         if expected != got:
             raise ValueError(f"{path}: expected a run of {expected}, got one of {got}: move it away.")
         return run
@@ -261,13 +261,13 @@ class Run:
 
 def read_runs(study: Study) -> list[Run]:
     """Return the runs in a study's folder, by seed and in the order of the methods."""
-    found = [Run.read(path) for path in study.folder.glob("*.json")]
+    runs = [Run.read(path) for path in study.folder.glob("*.json")]
     order = list(study.methods)
-    return sorted(found, key=lambda run: (run.seed, order.index(run.method)))
+    return sorted(runs, key=lambda run: (run.seed, order.index(run.method)))
 
 
 def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seeds: Iterable[int]) -> list[Run]:
-    """Return the runs without their losses, in the order in which they train: a seed of all before the next one."""
+    """Return the runs without losses, in training order: one seed of all methods before the next one."""
     return [
         Run(method, seed, "", study.steps, optimizer=optimizer, groups=number)
         for seed, number, optimizer, method in itertools.product(seeds, groups, optimizers, study.methods)
@@ -279,28 +279,30 @@ def planned(study: Study, optimizers: Iterable[str], groups: Iterable[int], seed
 
 @dataclass(frozen=True)
 class Cell:
-    """The runs of one method with an optimizer and a number of groups, and losses by seed: its own, and beside it."""
+    """The runs of one method with an optimizer and a number of groups; losses by seed, its own and the reference's."""
 
     runs: Sequence[Run]
     losses: Mapping[int, float]
     reference: Mapping[int, float]
     against: Mapping[int, float]
 
-    def differences(self, others: Mapping[int, float]) -> list[float]:
-        """Return the relative differences from others with the same seeds, a seed each."""
-        return [loss / others[seed] - 1 for seed, loss in self.losses.items() if seed in others]
+    def differences(self, other_losses: Mapping[int, float]) -> list[float]:
+        """Return the relative differences from others with the same seeds, one per seed."""
+        return [loss / other_losses[seed] - 1 for seed, loss in self.losses.items() if seed in other_losses]
 
 
 def cells(study: Study, runs: Iterable[Run]) -> dict[tuple[str, int, str], Cell]:
     """Return the cells by optimizer, groups and method."""
-    found: dict[tuple[str, int, str], list[Run]] = {}
+    runs_by_cell: dict[tuple[str, int, str], list[Run]] = {}
     for run in runs:
-        found.setdefault((run.optimizer, run.groups, run.method), []).append(run)
+        runs_by_cell.setdefault((run.optimizer, run.groups, run.method), []).append(run)
     end = "final_held_out" if study.held_out and not study.large else "final_loss"
-    losses = {key: {run.seed: getattr(run, end) for run in some} for key, some in found.items()}
+    losses = {key: {run.seed: getattr(run, end) for run in cell_runs} for key, cell_runs in runs_by_cell.items()}
     return {
-        (*at, name): Cell(some, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against)))
-        for (*at, name), some in found.items()
+        (*at, name): Cell(
+            cell_runs, *(losses.get((*at, other), {}) for other in (name, study.reference, method.against))
+        )
+        for (*at, name), cell_runs in runs_by_cell.items()
         for method in [study.methods[name]]
     }
 
@@ -313,10 +315,10 @@ def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
         if method.bound is None or not each:
             continue
         own = [seed for seed in cell.losses if seed in cell.against]
-        found = ratio([[cell.against[seed]] for seed in own], [[cell.losses[seed]] for seed in own])
-        mean, low, high = found.value - 1, found.low - 1, found.high - 1
-        kept = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
-        passed = min(each) > method.bound if method.too_coarse else kept
+        interval = ratio([[cell.against[seed]] for seed in own], [[cell.losses[seed]] for seed in own])
+        mean, low, high = interval.value - 1, interval.low - 1, interval.high - 1
+        within_bound = max(map(abs, each)) <= method.bound if method.each else abs(mean) <= method.bound
+        passed = min(each) > method.bound if method.too_coarse else within_bound
         line = (
             f"{optimizer}, {groups} groups, {name}: the final loss is {mean:+.2%} ({low:+.2%} to {high:+.2%}) from "
             f"{method.against}, {'more than' if method.too_coarse else 'bound'} {method.bound:.1%}"
@@ -328,9 +330,9 @@ def judged(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
 
 def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]]:
     """Judge the gradients' norms of methods that have bounds with every seed, by the ratio of means over a run."""
-    found = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
+    runs_by_key = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
     for run in (run for run in runs if study.methods[run.method].each):
-        other = found[run.optimizer, run.groups, study.methods[run.method].against, run.seed]
+        other = runs_by_key[run.optimizer, run.groups, study.methods[run.method].against, run.seed]
         norms = statistics.fmean(run.norms) / statistics.fmean(other.norms)
         passed, line = NORM_BOUNDS[0] <= norms <= NORM_BOUNDS[1], f"{run.name}: norms of gradients are {norms:.3f} of"
         yield passed, f"{'PASS' if passed else 'FAIL'}  {line} the exact ones"
@@ -340,12 +342,12 @@ def judged_norms(study: Study, runs: Sequence[Run]) -> Iterator[tuple[bool, str]
 
 
 def rows_of(study: Study, runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return a row for each cell: its seeds beside those of ``Method.against`` and of the reference."""
-    found = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
+    """Return a row for each cell, with the seeds of ``Method.against`` and of the reference."""
+    runs_by_key = {(run.optimizer, run.groups, run.method, run.seed): run for run in runs}
     rows = []
     for (optimizer, groups, name), cell in cells(study, runs).items():
         against = study.methods[name].against
-        pairs = [(run, found.get((optimizer, groups, against, run.seed))) for run in cell.runs]
+        pairs = [(run, runs_by_key.get((optimizer, groups, against, run.seed))) for run in cell.runs]
         norms = [statistics.fmean(run.norms) / statistics.fmean(o.norms) for run, o in pairs if o and run.norms]
         apart = study.held_out and not study.large  # the loss is held out, that of training another one
         each, losses = cell.differences(cell.against), list(cell.losses.values())
@@ -384,7 +386,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def formula(study: Study, run: Run) -> float:
-    """Return the bytes that a rank receives between groups in a step, as the planner has them: with Muon the most."""
+    """Return the bytes that a rank receives between groups in a step, by the planner; with Muon, an upper bound."""
     method, width = study.methods[run.method], 2 if study.bf16 else 4
     sent = Compression.parse(*(method.zero.get(key) for key in ("zeropp_loco_param", "paro_quantized_updates")))
     sizes = GroupSizes(run.groups * study.group_size, study.group_size)
@@ -395,10 +397,10 @@ def formula(study: Study, run: Run) -> float:
 
 
 def read(study: Study) -> list[dict[str, str]]:
-    """Return the last row of each cell that a study has today, in the order of its methods."""
-    found = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
-    at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in found)
-    return [found[(*key, name)] for key in at for name in study.methods if (*key, name) in found]
+    """Return the last row of each cell of a study, in the order of its methods."""
+    rows_by_key = {(row["optimizer"], row["ranks"], row["method"]): row for row in read_rows(RESULTS / study.file)}
+    at = dict.fromkeys((optimizer, ranks) for optimizer, ranks, _ in rows_by_key)
+    return [rows_by_key[(*key, name)] for key in at for name in study.methods if (*key, name) in rows_by_key]
 
 
 def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -414,8 +416,8 @@ def table(study: Study, rows: Sequence[Mapping[str, Any]]) -> Table:
         line.append(_percents(row.get("from_reference_by_seed", "")) if against != study.reference else "")
         line += [_loss(row.get(f"{name}_loss")) for name in ("own", "training", "held_out")]
         lines.append([*line, f"{float(row['inter_bytes']) / 1e3:.1f}" if row.get("inter_bytes") else ""])
-    shown = [at for at in range(len(header)) if any(line[at] for line in lines)]
-    return [header[at] for at in shown], [[line[at] for at in shown] for line in lines]
+    columns = [at for at in range(len(header)) if any(line[at] for line in lines)]
+    return [header[at] for at in columns], [[line[at] for at in columns] for line in lines]
 
 
 def _loss(value: Any) -> str:
@@ -423,7 +425,7 @@ def _loss(value: Any) -> str:
 
 
 def _percents(listed: str) -> str:
-    return ", ".join(f"{100 * float(one):+.2f}" for one in listed.split())
+    return ", ".join(f"{100 * float(number):+.2f}" for number in listed.split())
 
 
 def stored(name: str, *optimizers: str) -> Table:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of what was measured on emulated clusters, and how well the planner predicts it. Pure."""
+"""Tables of measurements on emulated clusters, and of the planner's accuracy on them. Pure."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,8 @@ NEAR = 0.1  # a prediction is
 
 
 def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
-    """Return a step of each method at each rate: its seconds, floor, speed beside ``stock``, bytes; the slowest first.
+    """Return a step of each method at each rate: seconds, floor, speed relative to ``stock``, and bytes; slowest
+    first.
 
     Columns that are empty in all lines are left out.
     """
@@ -27,19 +28,23 @@ def measured(rows: Sequence[Row], stock: str = "ZeRO-3") -> Table:
     places = list(dict.fromkeys((row.setting, row.mbit, row.more.get("wire_of_compute")) for row in rows))
     lines = []
     for row in sorted(rows, key=lambda row: -row.median):
-        place = row.setting, row.mbit, row.more.get("wire_of_compute")
-        there = [one for one in rows if one.method == stock and (one.setting, one.mbit) == place[:2]]
+        point = row.setting, row.mbit, row.more.get("wire_of_compute")
+        stock_rows = [
+            stock_row
+            for stock_row in rows
+            if stock_row.method == stock and (stock_row.setting, stock_row.mbit) == point[:2]
+        ]
         due = row.formula_bytes
-        line = [", ".join([place[0], rate_name(place[1])] + ([f"W {place[2]:g}"] if place[2] else [])), row.method]
+        line = [", ".join([point[0], rate_name(point[1])] + ([f"W {point[2]:g}"] if point[2] else [])), row.method]
         least, most = (seconds_of(of(row.steps)) for of in (min, max))
         line += [seconds_of(row.median), f"{least} .. {most}", seconds_of(row.floor)]
-        line += [f"{speed(row, there[0]).value:.1f}" if there else "", f"{row.bytes_between / 1e6:.4g}"]
+        line += [f"{speed(row, stock_rows[0]).value:.1f}" if stock_rows else "", f"{row.bytes_between / 1e6:.4g}"]
         line += [f"{row.bytes_between / due:.3f}" if due else "", _megabytes(row.more.get("formula_expert_bytes"))]
         line += [_megabytes(row.more.get("copied_bytes")), _megabytes(row.memory)]
-        lines.append((places.index(place), line))
-    found = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
-    kept = [at for at in range(len(header)) if any(line[at] for line in found)]
-    return [header[at] for at in kept], [[line[at] for at in kept] for line in found]
+        lines.append((places.index(point), line))
+    sorted_lines = [line for _, line in sorted(lines, key=lambda pair: pair[0])]
+    columns = [at for at in range(len(header)) if any(line[at] for line in sorted_lines)]
+    return [header[at] for at in columns], [[line[at] for at in columns] for line in sorted_lines]
 
 
 def _megabytes(nbytes: float | None) -> str:
@@ -55,42 +60,42 @@ def setting(rows: Sequence[Row], name: str) -> Table:
     rows = [row for row in rows if row.setting == name and NATIVE not in row.method]
     header = ["", *(f"{rate_name(rate)} Mbit/s" if rate else rate_name(rate) for rate in rates), "MB held"]
     header.insert(2, "floor")
-    found = {(row.method, row.mbit): row for row in rows}
+    rows_by_key = {(row.method, row.mbit): row for row in rows}
     lines = []
     for first in sorted((row for row in rows if row.mbit == rates[0]), key=lambda row: row.median):
-        times = [seconds_of(found[first.method, rate].median) for rate in rates]
+        times = [seconds_of(rows_by_key[first.method, rate].median) for rate in rates]
         lines.append([first.method, times[0], seconds_of(first.floor), *times[1:], f"{first.memory / 1e6:.0f}"])
     return header, lines
 
 
 def all_settings(rows: Sequence[Row]) -> Table:
-    """Return NIG against peers and its floor, and the planner's order and choice, in each setting at each rate: with
-    AdamW, which all peers have, in fp32.
+    """Return NIG compared with peers and its floor, and the planner's order and choice, in each setting at each rate:
+    with AdamW, which all peers have, in fp32.
     """
     header = ["setting", "Mbit/s", *(f"NIG against {PEERS[0]}", *PEERS[1:]), "NIG of its floor"]
-    header += [f"{what}, {which}" for what in ("order", "choice") for which in ("exact", "LoCo")]
+    header += [f"{quantity}, {form}" for quantity in ("order", "choice") for form in ("exact", "LoCo")]
     lines = []
-    for one in BLOCKS.values():
-        for rate in one.mbit if one.optimizer != MUON and one.dtype == FP32 else ():
-            some = {row.method: row for row in rows if (row.setting, row.mbit) == (one.name, rate)}
-            if "NIG" in some:
-                lines.append([one.name, rate_name(rate), *_figures(some)])
+    for case in BLOCKS.values():
+        for rate in case.mbit if case.optimizer != MUON and case.dtype == FP32 else ():
+            rows_by_method = {row.method: row for row in rows if (row.setting, row.mbit) == (case.name, rate)}
+            if "NIG" in rows_by_method:
+                lines.append([case.name, rate_name(rate), *_figures(rows_by_method)])
     return header, lines
 
 
-def _figures(some: dict[str, Row]) -> Iterator[str]:
-    ours = some["NIG"]
+def _figures(rows_by_method: dict[str, Row]) -> Iterator[str]:
+    ours = rows_by_method["NIG"]
     for peer in PEERS:
-        yield f"{speed(ours, some[peer]).value:.2f}" if peer in some else ""
+        yield f"{speed(ours, rows_by_method[peer]).value:.2f}" if peer in rows_by_method else ""
     yield f"{ours.median / ours.floor:.2f}"
     for judge in (order, regret):
         for suffix in ("", LOCO):
-            planned = [some[name + suffix] for name in STRATEGIES if name + suffix in some]
+            planned = [rows_by_method[name + suffix] for name in STRATEGIES if name + suffix in rows_by_method]
             yield f"{judge(planned):.3f}" if len(planned) == len(STRATEGIES) else ""  # some say nothing about all
 
 
 def regret(rows: Sequence[Row]) -> float:
-    """Return the worst ratio, over all limits of memory, of the choice's time to that of the best that fits."""
+    """Return the worst ratio, over all memory limits, of the choice's time to that of the fastest method that fits."""
     worst = 1.0
     for limit in (row.memory for row in rows):
         fitting = [row for row in rows if row.memory <= limit]
@@ -99,7 +104,7 @@ def regret(rows: Sequence[Row]) -> float:
 
 
 def chosen(rows: Sequence[Row]) -> Row:
-    """Return what the planner chooses among these."""
+    """Return the planner's choice among these."""
     return best(rows, lambda row: row.predicted or 0.0, lambda row: row.memory)
 
 
@@ -134,7 +139,9 @@ def _beside(row: Row, peer: Row) -> str:
 
 
 def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Row | None:
-    """Return the row of NIG or IIG in one of these forms that takes no longer than the peer and holds least."""
+    """Return the row of NIG or IIG in one of these forms that is at least as fast as the peer and takes the least
+    memory.
+    """
     names = {name + form for name in ("NIG", "IIG") for form in forms}
     as_fast = [row for row in rows if row.method in names and speed(row, peer).value >= 1]
     return min(as_fast, key=lambda row: (row.memory, row.median), default=None)
@@ -146,11 +153,11 @@ def smallest_as_fast(peer: Row, rows: Sequence[Row], forms: Sequence[str]) -> Ro
 def overlap_seconds(rows: Sequence[Row]) -> Table:
     """Return a step's seconds of each method with W as long as a micro-batch's compute, and MB held on 2 x 2 ranks;
     the fastest first."""
-    some = {(row.setting, row.method): row for row in rows if row.more["wire_of_compute"] == 1}
-    first = sorted((row for row in some.values() if row.setting == "2x2-1"), key=lambda row: row.median)
+    rows_by_key = {(row.setting, row.method): row for row in rows if row.more["wire_of_compute"] == 1}
+    first = sorted((row for row in rows_by_key.values() if row.setting == "2x2-1"), key=lambda row: row.median)
     lines = [
         [row.method]
-        + [f"{some[at, row.method].median:.2f}" if (at, row.method) in some else "" for at in OVERLAP]
+        + [f"{rows_by_key[at, row.method].median:.2f}" if (at, row.method) in rows_by_key else "" for at in OVERLAP]
         + [f"{row.memory / 1e6:.1f}"]
         for row in first
     ]
@@ -158,15 +165,18 @@ def overlap_seconds(rows: Sequence[Row]) -> Table:
 
 
 def overlap_against(rows: Sequence[Row]) -> Table:
-    """Return, for each setting and compute: how many times as fast as a peer the best strategy is in no more memory;
-    the planner's order, what its choice costs, and near predictions."""
+    """Return, for each setting and compute: the speed of the best strategy that takes no more memory relative to a
+    peer, the planner's order, the cost of its choice, and the share of accurate predictions.
+    """
     header = ["setting", "W", *OVERLAP_PEERS, "order", "choice", "within 10 %"]
     lines = []
     for name, ratio in ((name, ratio) for name in OVERLAP for ratio in RATIOS):
-        some = {row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)}
-        ours = [row for method, row in some.items() if method in STRATEGIES]
+        rows_by_method = {
+            row.method: row for row in rows if (row.setting, row.more["wire_of_compute"]) == (name, ratio)
+        }
+        ours = [row for method, row in rows_by_method.items() if method in STRATEGIES]
         line = [name, f"{ratio:g}"]
-        for peer in (some.get(method) for method in OVERLAP_PEERS):
+        for peer in (rows_by_method.get(method) for method in OVERLAP_PEERS):
             rivals = [row for row in ours if peer is not None and row.memory <= NOISE * peer.memory]
             line.append(f"{speed(min(rivals, key=lambda row: row.median), peer).value:.2f}" if rivals else "")
         planned = [row for row in ours if row.predicted is not None]
@@ -182,19 +192,23 @@ def overlap_against(rows: Sequence[Row]) -> Table:
 
 
 def outer(rows: Sequence[Row], ranks_per_node: int = 1) -> Table:
-    """Return seconds of a step of each method at each rate, and what of them is exposed; kB of a step, MB held."""
-    found = {(row.setting, row.method): row for row in rows}
-    places = [one for one in OUTER.values() if one.ranks_per_node == ranks_per_node]
+    """Return seconds of a step of each method at each rate, the exposed part of them, kB of a step, and MB per
+    rank.
+    """
+    rows_by_key = {(row.setting, row.method): row for row in rows}
+    cases = [case for case in OUTER.values() if case.ranks_per_node == ranks_per_node]
     lines = []
     for name in dict.fromkeys(row.method for row in rows):
-        known = [row for one in places if (row := found.get((one.name, name)))]
-        cells = [f"{row.median:.3f} ({row.exposed:.3f})" for row in known]
-        lines.append([name, *cells, f"{known[-1].bytes_between / 1e3:.0f}", f"{known[-1].memory / 1e6:.0f}"])
-    return ["", *(rate_name(one.mbit[0]) for one in places), "kB a step", "MB held"], lines
+        method_rows = [row for case in cases if (row := rows_by_key.get((case.name, name)))]
+        cells = [f"{row.median:.3f} ({row.exposed:.3f})" for row in method_rows]
+        lines.append(
+            [name, *cells, f"{method_rows[-1].bytes_between / 1e3:.0f}", f"{method_rows[-1].memory / 1e6:.0f}"]
+        )
+    return ["", *(rate_name(case.mbit[0]) for case in cases), "kB a step", "MB held"], lines
 
 
 def saves(rows: Sequence[Row]) -> Table:
-    """Return what saves of each method took in each setting, on each disk."""
+    """Return the duration of saves of each method in each setting, on each disk."""
     header = ["parameters, Mbit/s, disk", "", "save, s", "min .. max", "stall, s", "of synchronous"]
     header += ["committed after", "a step, s", "during a write", "MB of buffers", "MB between"]
     lines = []
@@ -204,8 +218,10 @@ def saves(rows: Sequence[Row]) -> Table:
         return "" if value is None else f"{value:.{digits}f}"
 
     order = list(settings.SAVES), ["real", "slow"], list(settings.SAVE_SECTIONS)
-    known = [row for row in rows if row.method in settings.SAVE_SECTIONS]
-    for row in sorted(known, key=lambda row: [*map(list.index, order, (row.setting, row.more["disk"], row.method))]):
+    save_rows = [row for row in rows if row.method in settings.SAVE_SECTIONS]
+    for row in sorted(
+        save_rows, key=lambda row: [*map(list.index, order, (row.setting, row.more["disk"], row.method))]
+    ):
         share, (_, size, rate) = stopped_share(row, rows), row.setting.split("-")
         saved = [f"{row.median:.2f}", f"{min(row.steps):.2f} .. {max(row.steps):.2f}"]
         saved += [f"{row.more['critical_seconds']:.2f}", "" if share is None else f"{share:.1%}"]
@@ -217,9 +233,11 @@ def saves(rows: Sequence[Row]) -> Table:
 
 
 def stopped_share(row: Row, rows: Sequence[Row]) -> float | None:
-    """Return for how long an asynchronous save stops the training, of a synchronous one's; None for others."""
+    """Return the time for which an asynchronous save stops training, relative to a synchronous save; None for
+    others.
+    """
     if "asynchronous" not in row.method:
         return None
-    wanted = (row.setting, row.more["disk"], row.method.partition(",")[0])
-    whole = next((one for one in rows if (one.setting, one.more["disk"], one.method) == wanted), None)
-    return None if whole is None else row.more["critical_seconds"] / whole.more["critical_seconds"]
+    key = (row.setting, row.more["disk"], row.method.partition(",")[0])
+    synchronous = next((other for other in rows if (other.setting, other.more["disk"], other.method) == key), None)
+    return None if synchronous is None else row.more["critical_seconds"] / synchronous.more["critical_seconds"]

@@ -46,12 +46,12 @@ SUMMED, OVERLAPPING, EMULATED = "small models", "large model", "emulated compute
 
 @dataclass(frozen=True)
 class Case:
-    """A measured row, and what was known before.
+    """A measured row, with the inputs of its prediction.
 
     Attributes:
-        row, campaign: what was measured; see above. In the first campaign nothing overlapped yet.
-        plain, strategy: whether it is a plain stage, and the strategy that this is without groups.
-        sent, sizes, model: what was trained, with the compute that was measured without communication.
+        row, campaign: the measurement; see above. In the first campaign nothing overlaps.
+        plain, strategy: whether it is a plain stage, and its strategy without groups.
+        sent, sizes, model: compression, group sizes, and the model, with the compute measured without communication.
     """
 
     row: Row
@@ -64,7 +64,7 @@ class Case:
 
     @property
     def extra_bytes(self) -> float:
-        """How many bytes cross between nodes for one of the formula's: gloo's collectives send more than need be."""
+        """Bytes sent between nodes for each byte of the formula: gloo's collectives send more than necessary."""
         if not self.plain:
             return 1.0
         volume = self.strategy.volume(self.sizes, self.model.states, self.model.accumulation)
@@ -72,14 +72,14 @@ class Case:
 
 
 def cases() -> tuple[list[Case], Counter[str]]:
-    """Return all rows that the planner predicts, and how many there are of each other method, by name."""
-    found, others = [], Counter[str]()
+    """Return all rows that the planner predicts, and the number of rows of each other method, by name."""
+    predicted, unpredicted = [], Counter[str]()
     for row, case in [*_of_clusters(), *_of_overlap()]:
         if case is None:
-            others[row.method] += 1
+            unpredicted[row.method] += 1
         else:
-            found.append(case)
-    return found, others
+            predicted.append(case)
+    return predicted, unpredicted
 
 
 def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
@@ -102,8 +102,8 @@ def _of_clusters() -> Iterator[tuple[Row, Case | None]]:
 
 def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
     _, width, hidden = SIZES["narrow"]
-    same = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
-    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **same)
+    shared_settings = {"bucket": 2 * width * hidden, "streams": False, "overlap": True, "overlap_updates": True}
+    described = replace(describe(make_blocks(*SIZES["narrow"], Pauses())), **shared_settings)
     for row in records.read("overlap.csv"):
         setting = OVERLAP[row.setting]
         compute = row.compute / setting.accumulation
@@ -112,7 +112,7 @@ def _of_overlap() -> Iterator[tuple[Row, Case | None]]:
 
 
 def _case(row: Row, campaign: str, sizes: GroupSizes, model: Model) -> Case | None:
-    """Return what the planner can say; None of peers and collectives that it does not know."""
+    """Return the planner's case; None for peers and collectives that it does not support."""
     form = next((form for form in sorted(FORMS, key=len, reverse=True) if row.method.endswith(form)), "")
     name = row.method.removesuffix(form)
     if row.method.endswith(NATIVE):
@@ -133,7 +133,7 @@ def _cluster_model(size: str, muon: bool) -> Model:
 
 
 def kind(case: Case) -> str:
-    """Return under which link a row was measured, and whether compute was emulated."""
+    """Return the link under which a row was measured, and whether compute was emulated."""
     rate = rate_name(case.row.mbit)
     return f"{rate}, {EMULATED}" if case.campaign == EMULATED else rate
 
@@ -151,7 +151,7 @@ Vector = NDArray[numpy.float64]
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds on a core of its own; see Note [Host costs]."""
+    """Seconds on a separate core; see Note [Host costs]."""
 
     within: float = 1e-9
     between: float = 1e-9
@@ -179,13 +179,13 @@ class HostCosts:
         rates = self.rates(case, slowness)
         if case.plain:
             return predict_plain_stage(case.strategy.name, case.sizes, case.model, rates).total_seconds
-        one = predict(case.strategy, case.sizes, case.model, rates, case.sent)
+        prediction = predict(case.strategy, case.sizes, case.model, rates, case.sent)
         host = case.sizes.ranks / CORES * slowness
-        return one.total_seconds + host * self.coding * _coded_bytes(case)
+        return prediction.total_seconds + host * self.coding * _coded_bytes(case)
 
 
 def _coded_bytes(case: Case) -> float:
-    """Return the bytes that a rank has coded in a step, as they are before."""
+    """Return the unencoded bytes that a rank has encoded in a step."""
     if case.sent.loco is None:
         return 0.0
     return sum(
@@ -196,16 +196,16 @@ def _coded_bytes(case: Case) -> float:
 
 
 def compute_of_element(case: Case) -> float:
-    """Return the seconds of compute of an element in a micro-batch, on a core of its own."""
+    """Return the seconds of compute of an element in a micro-batch, on a separate core."""
     model = case.model
     share = model.accumulation / (model.accumulation + UPDATE)
     return model.compute * share / model.trainable / case.sizes.ranks * CORES
 
 
 def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
-    """Return the costs with which the ratios of predicted to measured steps are nearest to 1.
+    """Return the costs whose ratios of predicted to measured steps are nearest to 1.
 
-    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors, near where the search begins.
+    Gauss-Newton, damped, on the logarithms of both, by the sum of absolute errors, near the start of the search.
     """
     begin = numpy.log(numpy.array(astuple(start)))
     identity = numpy.eye(len(begin))
@@ -214,12 +214,12 @@ def fit(cases: Sequence[tuple[Case, float]], start: HostCosts) -> HostCosts:
         costs = HostCosts(*map(float, numpy.exp(values)))
         return numpy.array([math.log(costs.seconds(case, slow) / case.row.median) for case, slow in cases])
 
-    def loss(values: Vector, found: Vector) -> float:
-        return float(numpy.abs(found).sum() + NEARNESS / 2 * numpy.square(values - begin).sum())
+    def loss(values: Vector, residuals: Vector) -> float:
+        return float(numpy.abs(residuals).sum() + NEARNESS / 2 * numpy.square(values - begin).sum())
 
     values, now, damping = begin, errors(begin), 1e-2
     for _ in range(STEPS):
-        slopes = numpy.stack([(errors(values + 1e-3 * one) - now) / 1e-3 for one in identity], 1)
+        slopes = numpy.stack([(errors(values + 1e-3 * direction) - now) / 1e-3 for direction in identity], 1)
         weights = 1 / numpy.maximum(numpy.abs(now), LEAST_ERROR)
         normal = slopes.T @ (weights[:, None] * slopes) + NEARNESS * identity
         gradient = slopes.T @ (weights * now) + NEARNESS * (values - begin)

@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Methods that take turns on an emulated cluster, in the same processes, as a rank sees it.
+"""Methods that take turns on an emulated cluster, in the same processes, as seen by one rank.
 
-In rounds whose order alternates, so that other load falls on all of them. A turn from which the host of a virtual
-machine has taken the CPU away (/proc/stat) is repeated unless it is long.
+The order alternates between rounds, so that other load affects all methods. A turn from which the host of a virtual
+machine has taken CPU time (/proc/stat) is repeated unless it is long.
 """
 
 import ctypes
@@ -43,9 +43,9 @@ class Turn(NamedTuple):
 
 
 class Compute(Method):
-    """What no method can do without: forward and backward on whole parameters, and an update of 1/n of them.
+    """Work that every method needs: forward and backward on full parameters, and an update of 1/n of them.
 
-    Muon's update is that of whole matrices, of every n-th one here.
+    Muon's update is that of full matrices, of every n-th one here.
 
     Attributes:
         orthogonalizing: seconds of Muon's last update.
@@ -57,8 +57,8 @@ class Compute(Method):
         super().__init__("compute", "no communication")
         self._model, self._accumulation = workload.make_model().to(workload.dtype), workload.accumulation
         trainable = [p for p in self._model.parameters() if p.requires_grad]
-        mine = trainable[dist.get_rank() :: dist.get_world_size()]
-        self._momenta = [(p, torch.zeros_like(p)) for p in mine] if workload.optimizer == MUON else []
+        own_matrices = trainable[dist.get_rank() :: dist.get_world_size()]
+        self._momenta = [(p, torch.zeros_like(p)) for p in own_matrices] if workload.optimizer == MUON else []
         flat = torch.cat([p.detach().flatten() for p in trainable]).float()
         self._share = nn.Parameter(flat[: -(-flat.numel() // dist.get_world_size())].clone())
         self._share.grad = torch.zeros_like(self._share)
@@ -109,7 +109,7 @@ def methods(names: Sequence[str], workload: Workload, keys: Mapping[str, Any]) -
 
 
 class Turns:
-    """A rank's link, and how it times methods; ``batches`` makes its micro-batches of the step of a number."""
+    """A rank's link, and its timing of methods; ``batches`` makes its micro-batches of a step, given its number."""
 
     def __init__(self, group_size: int, batches: Callable[[int], list[Batch]]) -> None:
         self.link = Link()
@@ -132,7 +132,9 @@ class Turns:
         return self._make_batches(self._steps[method.name])
 
     def warm_up(self, method: Method, watch: bool = True) -> list[float]:
-        """Open connections, record modules, make moments; return the bytes of states, on the rank with most."""
+        """Open connections, record modules, and create moments; return the bytes of states on the rank with the
+        most.
+        """
         for number in range(WARM_UP_STEPS):
             method.step(self._batches(method), watch=watch and number > 0)
             method.finish()
@@ -140,13 +142,13 @@ class Turns:
         return over_ranks([float(n) for n in asdict(method.held()).values()], dist.ReduceOp.MAX)
 
     def take(self, method: Method, count: int) -> None:
-        """Take so many steps that are not timed."""
+        """Take this many steps without timing them."""
         for _ in range(count):
             method.step(self._batches(method))
         method.finish()
 
     def a_step(self, method: Method) -> Turn:
-        """Time one step, and what it leaves under way."""
+        """Time one step, including its work in flight."""
 
         def run() -> list[float]:
             batches = self._batches(method)
@@ -160,9 +162,9 @@ class Turns:
         return self._undisturbed(run, 1)
 
     def steps_in_a_row(self, method: Method, count: int, before: int = 1) -> Turn:
-        """Time so many steps after others, since each step waits for what the previous one has left under way.
+        """Time this many steps after others, because each step waits for the previous one's work in flight.
 
-        A step lasts from the end of the one before to its own, each on the last rank: a machine has one clock.
+        A step lasts from the end of the previous one to its own, each on the last rank: a machine has one clock.
         """
 
         def run() -> list[float]:
@@ -177,7 +179,9 @@ class Turns:
         return self._undisturbed(run, count + before)
 
     def _undisturbed(self, run: Callable[[], list[float]], steps: int) -> Turn:
-        """Take a turn from which the host of this machine has taken little: the best of some, none of them long."""
+        """Take a turn from which the host of this machine has taken little CPU time: the best of several, unless it is
+        long.
+        """
         tried: list[Turn] = []
         while len(tried) < TRIES:
             tried.append(self._turn(run, steps))
@@ -202,7 +206,7 @@ class Turns:
         return result, over_ranks([self.link.sent() - before], dist.ReduceOp.SUM)[0]
 
     def headers(self) -> float:
-        """Return the bytes that the interfaces count for each of a known transfer."""
+        """Return the bytes that the interfaces count for each byte of a known transfer."""
         groups, shard = self.topology.sizes.groups, torch.zeros(CALIBRATION)
         gathered, group = shard.new_empty(shard.numel() * groups), self.topology.inter
         _, sent = self.counted(lambda: dist.all_gather_into_tensor(gathered, shard, group=group))
@@ -212,11 +216,11 @@ class Turns:
 def differences(methods: Mapping[str, Method]) -> dict[str, float]:
     """Return the difference of each method's weights to the first one's, relative to the largest. Collective."""
     first = next(iter(methods.values())).weights()
-    found = {}
+    by_method = {}
     for name, method in methods.items():
         apart = ((method.weights() - first).abs().max() / first.abs().max()).nan_to_num(float("inf"))
-        (found[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
-    return found
+        (by_method[name],) = over_ranks([apart.item()], dist.ReduceOp.MAX)
+    return by_method
 
 
 def cpu_times() -> tuple[int, int]:
@@ -226,7 +230,7 @@ def cpu_times() -> tuple[int, int]:
 
 
 def give_back_memory() -> None:
-    """Make the C library return free memory, so that one method's is not held during the many others."""
+    """Make the C library return free memory, so that one method's memory is not kept during the others."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
     if trim is not None:
         trim(0)
@@ -234,6 +238,6 @@ def give_back_memory() -> None:
 
 def over_ranks(values: list[float], op: Any) -> list[float]:
     """Return values of all ranks, combined. Collective."""
-    found = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(found, op=op)
-    return found.tolist()
+    reduced = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(reduced, op=op)
+    return reduced.tolist()

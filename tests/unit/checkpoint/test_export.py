@@ -92,7 +92,7 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
             engine.train()
         gathers = list(getattr(engine.optimizer, "gathers", {}).values())
         for one in gathers:
-            one.live.most = 0
+            one.live.peak = 0
         export = deepspeed_ext.export_weights(
             engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
         )
@@ -107,7 +107,7 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
         differing = [k for k in saved if k not in whole or not torch.equal(saved[k], whole[k])]
         differing += [k for k in saved if k in whole and saved[k].dtype != whole[k].dtype]
         deepspeed_ext.export_weights(engine, f"{folder}/some", dtype=torch.float16, exclude_frozen_parameters=True)
-        live = max((one.live.most for one in gathers), default=0)
+        live = max((one.live.peak for one in gathers), default=0)
         some = load_file(f"{folder}/some/model.safetensors")
         wanted = {k: v.half() if v.is_floating_point() else v for k, v in saved.items() if k not in FROZEN}
         differing += [k for k in wanted | some if not torch.equal(some[k], wanted[k])]

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages for NCCL begin at multiples of 16 bytes, for any number of ranks; otherwise NCCL copies single elements."""
+"""Messages for NCCL start at multiples of 16 bytes for any number of ranks; otherwise NCCL copies single elements."""
 
 from typing import Any
 from unittest import mock
@@ -9,34 +9,36 @@ import pytest
 import torch
 
 from deepspeed_ext.comm import collectives, layout
-from deepspeed_ext.comm.packing import aligned_rows
+from deepspeed_ext.comm.packing import align_rows
 from deepspeed_ext.comm.spans import Span
 from tests.harness import training
 from tests.harness.training import PARTITIONED, REPLICATED
 
 
 @pytest.mark.quick
-def test_windows_begin_at_multiples_of_16_elements() -> None:
+def test_windows_start_at_multiples_of_16_elements() -> None:
     for rows in range(2, 4097):
         for most in (500_000_000, 1 << 24):
-            found = layout.windows(Span(0, 3 * most // rows + 5), rows, most)
-            assert sum(width for _, width in found) == 3 * most // rows + 5
-            assert all(start % 16 == 0 and width * rows <= most for start, width in found)
+            windows = layout.windows(Span(0, 3 * most // rows + 5), rows, most)
+            assert sum(width for _, width in windows) == 3 * most // rows + 5
+            assert all(start % 16 == 0 and width * rows <= most for start, width in windows)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("windows", [[(0, 32)], [(1, 32)], [(0, 30)], [(0, 7), (9, 25)]], ids=str)
-def test_rows_are_filled_up_to_16_elements(windows: list[tuple[int, int]]) -> None:
+def test_rows_are_padded_to_16_elements(windows: list[tuple[int, int]]) -> None:
     row = torch.arange(1.0, 65.0).view(1, 64)
     pieces = [row[:, start : start + width] for start, width in windows]
-    filled, given = aligned_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
-    assert filled.is_contiguous() and not filled.storage_offset() % 16 and filled.shape == (1, 32)
-    assert torch.equal(filled[:, : given.shape[1]], given) and not filled[:, given.shape[1] :].any()
-    assert (filled.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
+    padded, concatenated = align_rows(pieces, torch.float32, "cpu", 16), torch.cat(pieces, dim=1)
+    assert padded.is_contiguous() and not padded.storage_offset() % 16 and padded.shape == (1, 32)
+    assert (
+        torch.equal(padded[:, : concatenated.shape[1]], concatenated) and not padded[:, concatenated.shape[1] :].any()
+    )
+    assert (padded.data_ptr() == row.data_ptr()) == (windows == [(0, 32)])  # a view where that can be
 
 
 @pytest.mark.parametrize("names", [REPLICATED, PARTITIONED], ids=["p=N", "p=I,G"])
-def test_parts_of_messages_begin_at_multiples_of_16_bytes(ranks: Any, names: tuple[str, ...]) -> None:
+def test_message_parts_start_at_multiples_of_16_bytes(ranks: Any, names: tuple[str, ...]) -> None:
     for begins in ranks(6).run(begins_case, names):
         assert begins.keys() == set(names)
         for name, operations in begins.items():
@@ -44,22 +46,22 @@ def test_parts_of_messages_begin_at_multiples_of_16_bytes(ranks: Any, names: tup
 
 
 def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
-    """Train two groups of three ranks as on NCCL.
+    """Train two groups of three ranks as with NCCL.
 
     Returns:
-        of each strategy and collective where its parts begin in their allocations: bytes modulo 16.
+        by strategy and collective, the offsets of the parts in their allocations: bytes modulo 16.
     """
-    found: dict[str, dict[str, set[int]]] = {}
+    offsets: dict[str, dict[str, set[int]]] = {}
     start = collectives.Collectives.start
 
     def note(group: Any, operation: str, collective: Any, *arguments: Any) -> Any:
-        tensors = [one for one in arguments if isinstance(one, torch.Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         smallest = min(tensor.numel() for tensor in tensors)
         for tensor in tensors:
             assert tensor.is_contiguous() and tensor.numel()
             step = tensor.numel() if operation == "all_reduce" else smallest
             begins = (tensor.storage_offset() + part for part in range(0, tensor.numel(), step))
-            found[name].setdefault(f"{group.name} {operation}", set()).update(
+            offsets[name].setdefault(f"{group.name} {operation}", set()).update(
                 begin * tensor.element_size() % 16 for begin in begins
             )
         return start(group, operation, collective, *arguments)
@@ -70,6 +72,6 @@ def begins_case(names: tuple[str, ...]) -> dict[str, dict[str, set[int]]]:
         mock.patch.object(collectives.Collectives, "start", note),
     ):
         for name in names:
-            found[name] = {}
+            offsets[name] = {}
             training.train(job, training.placed(name, 3))
-    return found
+    return offsets

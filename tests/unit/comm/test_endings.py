@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of scripts while updated parameters are under way: every process ends as stock's would, and nothing is lost.
+"""Exits of scripts while updated parameters are in flight: processes exit as with stock ZeRO, and no data is lost.
 
-Most cases are two real processes that end by Python's own finalization, with one rank that takes its last step later.
+Most cases are two real processes that end by Python's own finalization; one rank takes its last step later.
 """
 
 import time
@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 import deepspeed_ext
-from deepspeed_ext.comm import background
+from deepspeed_ext.comm import worker_thread
 from deepspeed_ext.comm.hops import GatherHop
 from deepspeed_ext.comm.transfer_queue import TransferQueue
 from tests.campaigns.endings import Case, Ended, served
@@ -41,64 +41,65 @@ def ends(request: pytest.FixtureRequest) -> dict[str, Ended]:
     return dict(zip(cases, served(list(cases.values())), strict=True))
 
 
-def test_whoever_ends_first_completes_what_a_late_rank_reads(ends: dict[str, Ended]) -> None:
-    """That rank destroys its groups, and ends; both strategies give the same weights."""
+def test_first_rank_to_exit_completes_updates_for_late_rank(ends: dict[str, Ended]) -> None:
+    """The first rank destroys its groups and exits. Both strategies give the same weights."""
     of_slices, of_windows = ends["read, IIG"], ends["read, ahead"]
     assert (of_slices.statuses, of_windows.statuses) == ((0, 0), (0, 0)), of_slices.written + of_windows.written
     assert of_slices.weights is not None and of_slices.weights == of_windows.weights
 
 
 @pytest.mark.parametrize("name", ["read, IIG", "read, ahead", *deep("destroy, all", "exit, IIG")])
-def test_no_thread_is_alive_when_the_interpreter_is_torn_down(ends: dict[str, Ended], name: str) -> None:
+def test_no_thread_is_alive_at_interpreter_shutdown(ends: dict[str, Ended], name: str) -> None:
     ended = ends[name]
     assert ended.statuses == ((3, 3) if "exit" in name else (0, 0)), ended.written
     assert not ended.alive and "Traceback" not in ended.written
 
 
-def test_updates_that_did_not_arrive_are_in_the_exit_status(ends: dict[str, Ended]) -> None:
-    """The other rank is killed before it takes its last step: the script of the first one has ended well by itself."""
+def test_missing_updates_set_the_exit_status(ends: dict[str, Ended]) -> None:
+    """The other rank is killed before its last step, while the script of the first rank has ended normally."""
     ended = ends["killed late and destroyed, ahead"]
     assert ended.statuses == (1, -9), ended.written
-    assert "Updated parameters of the last step did not arrive" in ended.written
+    assert "Updated parameters of the last step were not received" in ended.written
     assert "Traceback" in ended.written and not ended.alive
 
 
 @pytest.mark.parametrize("kind", ["error on all", *deep("end")])
-def test_a_save_that_goes_on_is_completed(ends: dict[str, Ended], kind: str) -> None:
+def test_running_save_is_completed_at_exit(ends: dict[str, Ended], kind: str) -> None:
     ended = ends[f"saving, {kind}"]
     assert ended.saved and ended.statuses == ((1, 1) if "error" in kind else (0, 0)) and not ended.alive, ended.written
 
 
 @pytest.mark.parametrize("kind", ["exit", *deep("destroy")])
-def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
-    """Whatever the script had wanted it to be; and the error is told."""
+def test_save_failure_at_exit_sets_the_exit_status(ends: dict[str, Ended], kind: str) -> None:
+    """This holds for any exit status of the script, and the error is printed."""
     ended = ends[f"failing, {kind}"]
     assert ended.statuses == (1, 1) and not ended.saved and not ended.alive, ended.written
     assert ended.written.count("could not be written, and what was there is untouched: rank 1: ") >= 3, ended.written
     assert "No space left on device" in ended.written
 
 
-def test_who_fails_keeps_nobody_waiting(ends: dict[str, Ended]) -> None:
+def test_failing_rank_does_not_block_others(ends: dict[str, Ended]) -> None:
     ended = ends["error on one, all"]
     assert ended.statuses == (1, 1) and "the script's own" in ended.written, ended.written
     assert ended.seconds < 10
 
 
-def test_a_signal_ends_all(ends: dict[str, Ended]) -> None:
+def test_signal_ends_all_ranks(ends: dict[str, Ended]) -> None:
     ended = ends["interrupted, ahead"]
     assert set(ended.statuses) <= {-2, 1} and -2 in ended.statuses and not ended.alive, ended.written
 
 
 def given_up_case() -> tuple[float, str, int]:
-    """An end after an error, where the other rank never takes part in a reduction: its seconds, what has become of the
-    reduction, and how many threads run."""
+    """Exit after an error while the other rank does not join a reduction. Return the seconds, the error of the
+    reduction, and the number of running threads.
+    """
     group = dist.new_group([0, 1])
-    queue, failure = TransferQueue(overlap=True, background=True), "none"
+    queue, failure = TransferQueue(overlap=True, on_thread=True), "none"
     if dist.get_rank() == 0:
         started = queue.start(GatherHop(group).all_gather(torch.ones(3)))
         time.sleep(0.1)
         begin = time.monotonic()
-        assert background.complete(after_an_error=True) is None  # gradients are owed to nobody
+        assert worker_thread.complete_before_exit(after_an_error=True) is None  # gradients are owed to nobody
         seconds = time.monotonic() - begin
         try:
             started.wait()
@@ -106,19 +107,19 @@ def given_up_case() -> tuple[float, str, int]:
             failure = str(error)
     else:
         seconds = 0.0
-    running = len(background.running())
+    running = len(worker_thread.running_workers())
     dist.barrier()
     return seconds, failure, running
 
 
-def test_after_an_error_a_reduction_is_given_up(ranks: Any) -> None:
+def test_reductions_are_dropped_after_an_error(ranks: Any) -> None:
     (seconds, failure, running), _ = ranks(2).run(given_up_case)
     assert seconds < 3 and running == 0
     assert "closure" in failure  # of the connections that the thread waited on
 
 
 def finalizer_case() -> tuple[bool, bool]:
-    """Whether what is owed is complete: after the end of a process of multiprocessing, as this one is, and before."""
+    """Return whether transfers are complete after the finalizer of a multiprocessing process, and before it."""
     done: list[bool] = []
 
     def transfer() -> Any:
@@ -127,20 +128,22 @@ def finalizer_case() -> tuple[bool, bool]:
         return torch.ones(1)
         yield
 
-    TransferQueue(overlap=True, background=True, owed=True).start(transfer())
+    TransferQueue(overlap=True, on_thread=True, finish_before_exit=True).start(transfer())
     before = bool(done)
-    (finalizer,) = background._finalizers
+    (finalizer,) = worker_thread._finalizers
     finalizer()
-    background._finalizers.clear()  # the next case has one of its own
+    worker_thread._finalizers.clear()  # the next case has one of its own
     return bool(done), before
 
 
-def test_a_forked_process_completes_what_it_owes_without_atexit(ranks: Any) -> None:
+def test_multiprocessing_child_completes_updates_at_exit(ranks: Any) -> None:
     assert ranks(1).run(finalizer_case) == [(True, False)]
 
 
 def wait_case() -> tuple[int, int]:
-    """Transfers that run after a step of IIG which the other group takes later: before ``wait_for_updates``, after."""
+    """Return the number of unfinished transfers of IIG before and after ``wait_for_updates``; the other group steps
+    late.
+    """
     job = training.Job(empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **training.SMALL))
     x, y = next(training.batches(job))
@@ -154,7 +157,7 @@ def wait_case() -> tuple[int, int]:
 
     engine.optimizer.optimizer.step = late
     engine.step()
-    before = len([one for one in background.running() if one.owed])
+    before = len([worker for worker in worker_thread.running_workers() if worker.finish_before_exit])
     if dist.get_rank() == 0:
         _get_default_store().set("the first group has seen what runs", "")
     deepspeed_ext.wait_for_updates()

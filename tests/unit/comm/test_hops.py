@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What arrives over hops, whatever collectives the backend uses."""
+"""Results of hops are the same with the collectives of every backend."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,13 +14,13 @@ from deepspeed import comm as dist
 from deepspeed_ext.comm import backends, collectives
 from deepspeed_ext.comm.backends import AllReduceReduce, AllToAllReduce, NativeReduce, make_reduce
 from deepspeed_ext.comm.hops import ReduceHop
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from tests.harness.transfers import Handle, result
 
 pytestmark = pytest.mark.quick
 
 
-def test_rooted_reduces_are_one_launch() -> None:
+def test_rooted_reduces_are_coalesced() -> None:
     log: list[str] = []
 
     @contextmanager
@@ -40,7 +40,7 @@ def test_rooted_reduces_are_one_launch() -> None:
         mock.patch.object(collectives, "get_coalescing_manager", launch),
         mock.patch.object(collectives, "get_process_group_ranks", lambda group: range(4)),
         mock.patch.multiple(collectives.dist, reduce=reduce, **ranks),
-        mock.patch.object(backends, "_OF_A_STEP", 0),
+        mock.patch.object(backends, "_ELEMENTS_PER_STEP", 0),
     ):
         move = backends.NativeReduce(group).reduce_scatter(torch.arange(127.0), [100, 0, 7, 20])
         next(move).wait()
@@ -54,7 +54,7 @@ def test_rooted_reduces_are_one_launch() -> None:
     "present, numel, rooted",
     [(512, 1000, False), (300, 1000, False), (1, 1000, True), (4, 1 << 20, True), (300, 1 << 20, False)],
 )
-def test_parts_are_reduced_one_by_one_where_that_is_faster(present: int, numel: int, rooted: bool) -> None:
+def test_parts_use_rooted_reduces_if_these_are_faster(present: int, numel: int, rooted: bool) -> None:
     with (
         mock.patch.object(collectives, "backend_of", lambda group: "nccl"),
         mock.patch.multiple(collectives.dist, get_world_size=lambda group: 512, get_rank=lambda group: 0),
@@ -64,7 +64,7 @@ def test_parts_are_reduced_one_by_one_where_that_is_faster(present: int, numel: 
 
 
 class Echo(ReduceHop):
-    """Two ranks; the other one has zeros. Keeps what it is given."""
+    """A process group of two ranks, of which the other one has zeros. Records its inputs."""
 
     size, multiple = 2, 1
 
@@ -81,10 +81,10 @@ class Echo(ReduceHop):
         yield
 
 
-def test_an_all_reduce_copies_only_what_has_to_be_padded() -> None:
+def test_all_reduce_copies_only_if_it_pads() -> None:
     for numel in (6, 7):
         hop, flat = Echo(), torch.arange(numel)
-        assert Started(hop.all_reduce(flat)).finish().numel() == numel
+        assert ActiveTransfer(hop.all_reduce(flat)).finish().numel() == numel
         assert (hop.given.data_ptr() == flat.data_ptr()) == (numel == 6)
         assert hop.given[:numel].tolist() == flat.tolist() and not hop.given[numel:].any()
 
@@ -93,13 +93,13 @@ SIZES = [([0, 3, 0, 0], 7), ([0, 0, 0, 0], 0), ([5, 5, 5, 5], 50), ([40, 0, 17, 
 
 
 def test_all_hops_give_the_same_sums(ranks: Any) -> None:
-    for rank, found in enumerate(ranks(4).run(hops_case)):
-        for (splits, numel), answers in zip(SIZES, found, strict=True):
+    for rank, results in enumerate(ranks(4).run(hops_case)):
+        for (splits, numel), answers in zip(SIZES, results, strict=True):
             assert len(answers) == 4
             start = sum(splits[:rank])
-            for kind, part, whole, gathered in answers:
+            for kind, part, sums, gathered in answers:
                 assert part == [4.0 * i + 6 for i in range(start, start + splits[rank])], kind
-                assert whole == [4.0 * i + 6 for i in range(numel)], kind
+                assert sums == [4.0 * i + 6 for i in range(numel)], kind
                 assert gathered == [float(r) for r in range(4) for _ in range(splits[0])], kind
 
 
@@ -126,7 +126,7 @@ def hops_case() -> list[list[tuple[str, list[float], list[float], list[float]]]]
     ]
 
 
-def test_16_bit_gradients_are_added_in_fp32_and_rank_order(ranks: Any) -> None:
+def test_16_bit_gradients_are_summed_in_fp32_in_rank_order(ranks: Any) -> None:
     answers = ranks(4).run(precision_case)
     assert all(answer == answers[0] for answer in answers)
     exact, summed = answers[0]

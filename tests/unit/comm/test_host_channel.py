@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Channels of threads: few connections, any text, disks slower than a timeout, and lost connections."""
+"""Host channels: number of connections, any text, disks slower than the timeout, and lost connections."""
 
 import time
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ TEXTS = ("", "plain", "Zoë", BYTES, "half of a pair \ud800", "é" * 5000)
 
 
 @pytest.mark.parametrize("world", [1, 2, 31, 32, 33, 1024, 1025, 4096])
-def test_groups_of_a_tree_are_the_same_on_all_members_and_small(world: int) -> None:
+def test_tree_groups_are_small_and_equal_on_all_members(world: int) -> None:
     trees = [tree(rank, world) for rank in range(world)]
     for rank, groups in enumerate(trees):
         assert all(groups[level] == trees[member][level] for level, ranks in enumerate(groups) for member in ranks)
@@ -40,7 +40,7 @@ def test_votes_texts_and_slow_disks(ranks: Any) -> None:
 
 
 def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
-    """Numbers, texts and messages over a tree of pairs; what disks return, one of which is slower than the timeout."""
+    """Return votes, texts, and messages over a tree of pairs, and results of disks, one slower than the timeout."""
     with (
         mock.patch.object(host_channel, "_FAN_OUT", 2),
         mock.patch.object(host_channel, "timeout_of", lambda group: timedelta(seconds=2.5)),
@@ -61,13 +61,13 @@ def channel_case() -> tuple[list[int], list[str], list[str], list[Any], float]:
 
     results = [channel.wait_for(slow), error_of(channel.wait_for, fail)]
     seconds = time.monotonic() - begin
-    channel.rest()
+    channel.end_worker()
     channel.close()
     return numbers, texts, messages, results, seconds
 
 
 @pytest.mark.parametrize("vote", [True, False])
-def test_a_lost_connection_is_an_error_on_all_ranks_at_once(ranks: Any, vote: bool) -> None:
+def test_lost_connection_raises_on_all_ranks_at_once(ranks: Any, vote: bool) -> None:
     for message, seconds in ranks(3).run(lost_case, vote):
         assert message.startswith("ChannelError: ") and seconds < 60.0, (message, seconds)
         assert vote or "closed" in message, message
@@ -90,23 +90,23 @@ def lost_case(vote: bool) -> tuple[str, float]:
 
 
 class Unreadable(Exception):
-    """Its text cannot be read."""
+    """An error whose text cannot be read."""
 
     def __str__(self) -> str:
         raise LookupError("no text")
 
 
-def test_texts_of_errors_reach_all_ranks_whatever_they_hold(ranks: Any) -> None:
-    for messages, texts, same in ranks(2).run(texts_case):
-        for message, says in zip(
+def test_all_ranks_receive_any_error_text(ranks: Any) -> None:
+    for messages, texts, comparisons in ranks(2).run(texts_case):
+        for message, text in zip(
             messages, ("\\udcff\\udce9", "\\udcff\\udce9", "LookupError", "LookupError"), strict=True
         ):
-            assert message.startswith("RuntimeError: rank 1: it failed: ") and says in message, message
-        assert texts == [[text, f"{text}1"] for text in TEXTS] and same == ["", ""]
+            assert message.startswith("RuntimeError: rank 1: it failed: ") and text in message, message
+        assert texts == [[text, f"{text}1"] for text in TEXTS] and comparisons == ["", ""]
 
 
 def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
-    """Errors of one rank; texts of both; whether such texts can be compared."""
+    """Return the errors of one rank, the texts of both, and whether such texts can be compared."""
     channel, rank = HostChannel(unique_number()), dist.get_rank()
 
     def fail(error: Exception) -> None:
@@ -122,7 +122,7 @@ def texts_case() -> tuple[list[str], list[list[str]], list[str]]:
 
     messages = messages_of((OSError(28, "No space", BYTES), Unreadable()))
     texts = [all_gather_texts(text if rank == 0 else f"{text}1") for text in TEXTS]
-    same = [error_of(require_same, "a text", text) for text in (BYTES, TEXTS[4])]
-    channel.rest()
+    comparisons = [error_of(require_same, "a text", text) for text in (BYTES, TEXTS[4])]
+    channel.end_worker()
     channel.close()
-    return messages, texts, same
+    return messages, texts, comparisons

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of elements, layouts of flat buffers, plans of buckets, and owners of whole matrices."""
+"""Spans of elements, layouts of flat buffers, bucket plans, and owners of full matrices."""
 
 import itertools
 import random
@@ -9,39 +9,39 @@ from collections import Counter
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from deepspeed_ext.comm.layout import FlatLayout, Stripe, plan_bucket
-from deepspeed_ext.comm.owners import Job, assign, rounds
+from deepspeed_ext.comm.owners import Job, assign_owners, rounds
 from deepspeed_ext.comm.parameter_bucket import _runs
-from deepspeed_ext.comm.spans import ShardSpan, Span, neighbors_joined, split_as, split_spans
+from deepspeed_ext.comm.spans import ShardSpan, Span, merge_neighbors, split_as, split_spans
 from deepspeed_ext.zero.flat.buffers import stripe_starts
 
 pytestmark = pytest.mark.quick
 
-ONE_STRIPE = some.builds(FlatLayout, numel=some.integers(1, 300), rows=some.integers(1, 4), cols=some.integers(1, 4))
-SEVERAL = some.builds(
+ONE_STRIPE = st.builds(FlatLayout, numel=st.integers(1, 300), rows=st.integers(1, 4), cols=st.integers(1, 4))
+SEVERAL = st.builds(
     lambda numels, rows, cols: FlatLayout(sum(numels), rows, cols, (0, *itertools.accumulate(numels[:-1]))),
-    some.lists(some.integers(1, 90), min_size=2, max_size=5),
-    some.integers(1, 4),
-    some.integers(1, 4),
+    st.lists(st.integers(1, 90), min_size=2, max_size=5),
+    st.integers(1, 4),
+    st.integers(1, 4),
 )
-LAYOUTS = some.one_of(ONE_STRIPE, SEVERAL)
+LAYOUTS = st.one_of(ONE_STRIPE, SEVERAL)
 
 
 def positions(layout: FlatLayout) -> torch.Tensor:
-    """(rows, cols, chunk): which element of the flat buffer is where, -1 for padding."""
-    found = torch.full((layout.rows, layout.cols, layout.chunk), -1)
+    """Return the element of the flat buffer at each position, (rows, cols, chunk); -1 for padding."""
+    elements_at = torch.full((layout.rows, layout.cols, layout.chunk), -1)
     for stripe in layout.stripes:
         for cell in range(layout.rows * layout.cols):
             first = stripe.span.start + cell * stripe.width
-            held = torch.arange(first, max(first, min(first + stripe.width, stripe.span.stop)))
+            cell_elements = torch.arange(first, max(first, min(first + stripe.width, stripe.span.stop)))
             row, col = divmod(cell, layout.cols)
-            found[row, col, stripe.column : stripe.column + len(held)] = held
-    return found
+            elements_at[row, col, stripe.column : stripe.column + len(cell_elements)] = cell_elements
+    return elements_at
 
 
-def test_lists_of_parameters_are_divided_into_runs() -> None:
+def test_parameter_lists_are_divided_into_runs() -> None:
     layouts = [FlatLayout(numel, 2, 2) for numel in (40, 60, 40, 60, 50, 50, 50, 70)]
     assert [(run.first, len(run.pattern), run.times) for run in _runs(layouts, 4)] == [(0, 2, 2), (4, 1, 3), (7, 1, 1)]
 
@@ -59,7 +59,7 @@ def test_each_element_is_in_one_cell(layout: FlatLayout) -> None:
         assert sum(piece.span.numel for piece in pieces) == stripe.span.numel
 
 
-def test_stripes_hold_whole_parameters_and_are_balanced() -> None:
+def test_stripes_have_complete_parameters_and_are_balanced() -> None:
     numels = [10**6] * 40
     offsets = [0, *itertools.accumulate(numels[:-1])]
     starts = stripe_starts(offsets, numels, 5 * 10**8, 8)
@@ -71,11 +71,11 @@ def test_stripes_hold_whole_parameters_and_are_balanced() -> None:
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.data())
-def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: some.DataObject) -> None:
-    starts = data.draw(some.lists(some.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
-    ends = [data.draw(some.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
-    spans = data.draw(some.permutations([Span.between(a, b) for a, b in zip(starts, ends, strict=True)]))
+@given(LAYOUTS, st.data())
+def test_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: st.DataObject) -> None:
+    starts = data.draw(st.lists(st.integers(0, layout.numel - 1), min_size=1, max_size=6, unique=True).map(sorted))
+    ends = [data.draw(st.integers(a + 1, b)) for a, b in zip(starts, [*starts[1:], layout.numel], strict=True)]
+    spans = data.draw(st.permutations([Span.between(a, b) for a, b in zip(starts, ends, strict=True)]))
     bucket = [position for span in spans for position in range(span.start, span.stop)]  # values = flat positions
     plan = plan_bucket((layout,), tuple((0, span) for span in spans))
 
@@ -99,7 +99,7 @@ def test_a_plan_sends_each_element_to_its_cell_once(layout: FlatLayout, data: so
     assert message == expected and sorted(message) == sorted(bucket)
 
 
-def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
+def test_plan_size_does_not_depend_on_ranks() -> None:
     sizes = []
     for groups in (16, 512):
         layout = FlatLayout(10**9, groups, 8, (0, 4 * 10**8))
@@ -109,7 +109,7 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
     assert sizes[0] == pytest.approx(sizes[1], abs=8) and sizes[1] < 100, sizes
 
 
-def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
+def test_plan_separates_two_buffers() -> None:
     layouts = (FlatLayout(8, 2, 2), FlatLayout(12, 2, 2))
     plan = plan_bucket(layouts, ((1, Span(2, 5)), (0, Span(0, 8))))
     assert [plan.splits(col, 2) for col in range(2)] == [[3, 3], [5, 2]]
@@ -121,21 +121,21 @@ def test_a_plan_over_two_buffers_keeps_them_apart() -> None:
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(LAYOUTS, some.integers(1, 400), some.booleans())
-def test_windows_cover_the_chunk_and_cells_are_placed(layout: FlatLayout, most: int, add: bool) -> None:
+@given(LAYOUTS, st.integers(1, 400), st.booleans())
+def test_windows_cover_the_chunk_and_are_unpacked(layout: FlatLayout, most: int, add: bool) -> None:
     flat = torch.zeros(layout.numel)
     where = positions(layout)
-    found = layout.windows(layout.rows, most)
-    assert sum(width for _, width in found) == layout.chunk
-    for start, width in found:
+    windows = layout.windows(layout.rows, most)
+    assert sum(width for _, width in windows) == layout.chunk
+    for start, width in windows:
         assert width == 1 or width * layout.rows <= most
         cells = where[:, :, start : start + width].transpose(0, 1).float()
-        layout.place(flat, start, cells, add=add)
+        layout.unpack_window(flat, start, cells, add=add)
     assert torch.equal(flat, torch.arange(layout.numel).float())
 
 
 @settings(deadline=None)  # the machine may be busy
-@given(ONE_STRIPE, some.sampled_from([torch.float32, torch.bfloat16]), some.integers(0, 3))
+@given(ONE_STRIPE, st.sampled_from([torch.float32, torch.bfloat16]), st.integers(0, 3))
 def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int) -> None:
     flat = torch.arange(1, layout.numel + 1).to(torch.bfloat16).float()  # no zeros, exact in both dtypes
     # A window of a message that other buffers share; every element of it must be written.
@@ -146,50 +146,50 @@ def test_unpack_inverts_pack(layout: FlatLayout, dtype: torch.dtype, before: int
     for col in range(layout.cols):
         for row in range(layout.rows):
             start = (row * layout.cols + col) * layout.chunk
-            held = flat[start : start + layout.chunk]
-            assert torch.equal(cells[col, row, : held.numel()].float(), held)
-            assert not cells[col, row, held.numel() :].any()
+            chunk = flat[start : start + layout.chunk]
+            assert torch.equal(cells[col, row, : chunk.numel()].float(), chunk)
+            assert not cells[col, row, chunk.numel() :].any()
     placed = torch.full((layout.numel,), torch.nan)
-    layout.place(placed, 0, cells.float())
+    layout.unpack_window(placed, 0, cells.float())
     assert torch.equal(layout.unpack(cells).float(), flat) and torch.equal(placed, flat)
 
 
-SPANS = some.builds(Span, some.integers(0, 30), some.integers(0, 20))
+SPANS = st.builds(Span, st.integers(0, 30), st.integers(0, 20))
 
 
 def elements(*spans: Span) -> list[int]:
-    """Those of spans, in order."""
+    """Return the elements of spans, in order."""
     return [element for span in spans for element in range(span.start, span.stop)]
 
 
 @given(SPANS, SPANS)
-def test_common_elements_and_those_that_are_left(one: Span, other: Span) -> None:
-    both = one.common(other)
-    assert elements(both) == sorted({*elements(one)} & {*elements(other)}) and both.numel >= 0
+def test_span_intersection_and_remainder(first: Span, second: Span) -> None:
+    both = first.common(second)
+    assert elements(both) == sorted({*elements(first)} & {*elements(second)}) and both.numel >= 0
     if both.numel:
-        mine, taken = ShardSpan(2, 1, *one), ShardSpan(2, 1, *other)
-        assert mine.common(taken) == ShardSpan(2, 1, *both)
-        left = mine.without(mine.common(taken))
-        assert elements(*(span.elements for span in left)) == sorted({*elements(one)} - {*elements(other)})
-        assert all(span.numel and (span.buffer, span.row) == (2, 1) for span in left)
+        span, other_span = ShardSpan(2, 1, *first), ShardSpan(2, 1, *second)
+        assert span.common(other_span) == ShardSpan(2, 1, *both)
+        remainder = span.without(span.common(other_span))
+        assert elements(*(part.elements for part in remainder)) == sorted({*elements(first)} - {*elements(second)})
+        assert all(part.numel and (part.buffer, part.row) == (2, 1) for part in remainder)
 
 
-@given(some.lists(SPANS))
-def test_neighbors_are_joined_in_their_order(spans: list[Span]) -> None:
-    joined = neighbors_joined(spans)
+@given(st.lists(SPANS))
+def test_neighboring_spans_are_merged_in_order(spans: list[Span]) -> None:
+    joined = merge_neighbors(spans)
     assert elements(*joined) == elements(*spans)
     assert all(before.stop != after.start for before, after in itertools.pairwise(joined))
 
 
-@given(some.lists(SPANS), some.integers(0, 3))
-def test_what_is_side_by_side_is_split_as_its_spans(spans: list[Span], padding: int) -> None:
+@given(st.lists(SPANS), st.integers(0, 3))
+def test_tensor_is_split_by_spans(spans: list[Span], padding: int) -> None:
     source = torch.arange(50).expand(2, 50)
     packed = torch.cat([*(span.of(source) for span in spans), torch.zeros(2, padding)], dim=1)
     parts = split_as(packed, spans)
     assert [part[1].tolist() for part in parts] == [elements(span) for span in spans]
 
 
-def test_spans_of_a_part_are_cut_where_it_is() -> None:
+def test_spans_are_split_at_part_boundaries() -> None:
     spans = ShardSpan(0, 1, 5, 7), ShardSpan(3, 1, 2, 4)
     first, second, third, fourth = split_spans(spans, [3, 0, 6, 9])
     assert first == (ShardSpan(0, 1, 5, 3),) and second == ()
@@ -197,31 +197,31 @@ def test_spans_of_a_part_are_cut_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("origin, width", [(0, 7), (-5, 7), (-40, 16), (0, 1000)])
-def test_parts_of_ranks_make_the_whole(origin: int, width: int) -> None:
+def test_rank_parts_add_up_to_the_span(origin: int, width: int) -> None:
     job = Job(Span(11, 90), Stripe(Span(origin, 200), 0, width), 1.0)
     covered: list[int] = []
     for rank in job.holders(20):
-        held = job.held(rank)
-        assert held.numel
-        covered += range(held.start, held.stop)
+        local_span = job.local_span(rank)
+        assert local_span.numel
+        covered += range(local_span.start, local_span.stop)
     assert covered == list(range(11, 101))
-    assert sum(held.numel for held in map(job.held, range(200))) == 90  # others have nothing
+    assert sum(local_span.numel for local_span in map(job.local_span, range(200))) == 90  # others have nothing
 
 
-def test_costs_are_balanced_and_few_jobs_are_spread_over_groups() -> None:
+def test_owners_balance_costs_and_spread_jobs_over_groups() -> None:
     generator = random.Random(5)
     ranks, group = 12, 4
     costs = [generator.uniform(1, 9) for _ in range(200)]
     jobs = [Job(Span(0, 120), Stripe(Span(0, 120), 0, 10), cost) for cost in costs]
     loads = Counter[int]()
-    for owner, cost in zip(assign(jobs, ranks, group), costs, strict=True):
+    for owner, cost in zip(assign_owners(jobs, ranks, group), costs, strict=True):
         loads[owner] += cost
     assert len(loads) == ranks and max(loads.values()) < 1.05 * sum(costs) / ranks
-    few = assign(jobs[:6], ranks, group)
+    few = assign_owners(jobs[:6], ranks, group)
     assert Counter(owner // group for owner in few) == {0: 2, 1: 2, 2: 2}
 
 
-def test_holders_own_and_what_one_rank_has_stays() -> None:
+def test_owners_hold_elements_and_local_jobs_stay_local() -> None:
     stripe = Stripe(Span(0, 400), 0, 100)
     jobs = [
         Job(Span(0, 90), stripe, 5.0),  # all of it is rank 0's
@@ -229,17 +229,17 @@ def test_holders_own_and_what_one_rank_has_stays() -> None:
         Job(Span(110, 80), stripe, 1.0),  # rank 1's
         Job(Span(190, 150), stripe, 3.0),  # of ranks 1, 2 and 3
     ]
-    assert [job.stays for job in jobs] == [True, False, True, False]
-    assert assign(jobs, 4, 2) == [0, 1, 1, 2]
-    assert not Job(Span(0, 5), None, 1.0).stays
+    assert [job.is_local for job in jobs] == [True, False, True, False]
+    assert assign_owners(jobs, 4, 2) == [0, 1, 1, 2]
+    assert not Job(Span(0, 5), None, 1.0).is_local
 
 
-def test_rounds_are_filled_owner_by_owner() -> None:
+def test_rounds_are_filled_per_owner() -> None:
     stripe = Stripe(Span(0, 120), 0, 10)
     jobs = [Job(Span(0, numel), stripe, 1.0) for numel in (50, 30, 30, 20, 20, 8)]
     owners = [0, 1, 1, 1, 0, 0]
-    found = rounds(jobs, owners, most=50)
-    assert found == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
-    assert sorted(number for some in rounds(jobs, owners, most=1) for number in some) == list(range(6))
-    for numbers in rounds(jobs, owners, most=1):
+    job_rounds = rounds(jobs, owners, most_numel=50)
+    assert job_rounds == [[0, 1], [2, 3, 4], [5]]  # what stays comes last
+    assert sorted(number for numbers in rounds(jobs, owners, most_numel=1) for number in numbers) == list(range(6))
+    for numbers in rounds(jobs, owners, most_numel=1):
         assert max(Counter(owners[number] for number in numbers).values()) == 1

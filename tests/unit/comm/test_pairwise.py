@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between pairs of ranks, which replace gloo's collectives: of any length, and any number on the wire."""
+"""Pairwise messages, which replace gloo's collectives: of any length, and several in flight."""
 
 import gc
 import time
@@ -13,13 +13,13 @@ from deepspeed.comm.comm import comms_logger
 
 from deepspeed_ext.comm import collectives
 from deepspeed_ext.comm.hops import GatherHop
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
 
 pytestmark = pytest.mark.quick
 
 
 def parts(sender: int, size: int, number: int) -> list[Any]:
-    """What a rank sends in the swap of this number: to each rank another length, to some nothing."""
+    """Return this rank's parts of an all-to-all: a different length for each rank, some empty."""
     return [
         torch.full((sender * receiver + number,), float(100 * number + 10 * sender + receiver))
         for receiver in range(size)
@@ -27,8 +27,9 @@ def parts(sender: int, size: int, number: int) -> list[Any]:
 
 
 def swap_case(late: int, dropped: bool) -> list[bool]:
-    """Several swaps over the same pairs, all started before one is waited for; one rank comes late. Whether each
-    brought what was sent; one may be dropped meanwhile, and so is not looked at."""
+    """Return whether each all-to-all delivered its parts. All are started before the first wait, and one rank starts
+    late. One handle may be dropped meanwhile; its result is not checked.
+    """
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
     if rank == late:
         time.sleep(0.3)
@@ -46,43 +47,45 @@ def swap_case(late: int, dropped: bool) -> list[bool]:
     for handle, received, due in started:
         handle.wait()
         handle.wait()  # again, as one may who does not know
-        right.append(all(torch.equal(one, other) for one, other in zip(received, due, strict=True)))
+        right.append(all(torch.equal(part, expected) for part, expected in zip(received, due, strict=True)))
     dist.barrier()
-    kept = len(collectives._under_way.get(group, ()))
-    return [*right, kept == int(dropped)]
+    in_flight = len(collectives._in_flight.get(group, ()))
+    return [*right, in_flight == int(dropped)]
 
 
-def test_swaps_bring_what_was_sent(ranks: Any) -> None:
+def test_all_to_all_delivers_all_parts(ranks: Any) -> None:
     for late in (0, 2):
-        assert all(all(found) for found in ranks(3).run(swap_case, late, False))
+        assert all(all(results) for results in ranks(3).run(swap_case, late, False))
 
 
-def test_a_swap_that_is_dropped_disturbs_no_other(ranks: Any) -> None:
-    assert all(all(found) for found in ranks(3).run(swap_case, 1, True))
+def test_dropped_all_to_all_does_not_affect_others(ranks: Any) -> None:
+    assert all(all(results) for results in ranks(3).run(swap_case, 1, True))
 
 
 def background_case() -> list[list[float]]:
-    """Two queues over one group, which ranks begin in different orders, beside messages of the main thread."""
+    """Run two queues over one group, which ranks start in different orders, while the main thread sends messages."""
     comms_logger.enabled = comms_logger.prof_all = True  # it times what threads start
     rank, hop = dist.get_rank(), GatherHop(dist.group.WORLD)
-    found: list[list[float]] = [[], [], []]
-    queues = [TransferQueue(overlap=True, background=True) for _ in range(2)]
+    sums_by_thread: list[list[float]] = [[], [], []]
+    queues = [TransferQueue(overlap=True, on_thread=True) for _ in range(2)]
 
     def submit(number: int) -> None:
         for at in range(20):
             shard = torch.full((1,), 100.0 * number + 10 * rank + at)
-            queues[number].submit(hop.all_gather(shard), lambda sums: found[number].append(sums.sum().item()))
+            queues[number].submit(hop.all_gather(shard), lambda sums: sums_by_thread[number].append(sums.sum().item()))
 
     for number in (0, 1) if rank else (1, 0):
         submit(number)
         time.sleep(0.05)
     for at in range(20):
-        found[2].append(Started(hop.all_gather(torch.full((1,), 1000.0 + at))).finish().sum().item())
+        sums_by_thread[2].append(ActiveTransfer(hop.all_gather(torch.full((1,), 1000.0 + at))).finish().sum().item())
     for queue in queues:
         queue.drain()
-    return found
+    return sums_by_thread
 
 
-def test_queues_of_their_own_threads_do_not_mix(ranks: Any) -> None:
-    for found in ranks(3).run(background_case):
-        assert found == [[3 * (first + at) + 30 * (first < 1000) for at in range(20)] for first in (0, 100, 1000)]
+def test_messages_of_different_queues_do_not_mix(ranks: Any) -> None:
+    for sums_by_thread in ranks(3).run(background_case):
+        assert sums_by_thread == [
+            [3 * (first + at) + 30 * (first < 1000) for at in range(20)] for first in (0, 100, 1000)
+        ]

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups inside groups and between them, within the data-parallel group only."""
+"""Process groups inside groups and between them, only within the data-parallel group."""
 
 import os
 import re
@@ -16,12 +16,12 @@ from deepspeed import comm as dist
 from deepspeed_ext.comm import disjoint_groups, process_groups
 from deepspeed_ext.comm.disjoint_groups import timeout_of
 from deepspeed_ext.comm.process_groups import (
-    crossings,
     data_parallel_ranks,
     default_group_size,
     get_topology,
     inter_ranks,
     intra_ranks,
+    placement_warning,
     ranks_per_node,
 )
 from deepspeed_ext.strategy import Placement
@@ -35,14 +35,14 @@ def test_launcher_variables() -> None:
     assert ranks_per_node({"LOCAL_WORLD_SIZE": "", "LOCAL_SIZE": "0"}) is None
 
 
-def test_default_is_the_data_parallel_ranks_of_a_node() -> None:
+def test_default_group_is_data_parallel_ranks_of_a_node() -> None:
     assert default_group_size(range(8), 4) == 4
     assert default_group_size([0, 2, 4, 6, 8, 10], 4) == 2  # two-way tensor parallelism on nodes of four
     assert default_group_size([1, 9, 17], 8) == 1
     assert default_group_size([3], None) == 1
 
 
-def test_default_refuses_unequal_nodes_and_unknown_ones() -> None:
+def test_default_refuses_unequal_or_unknown_nodes() -> None:
     with pytest.raises(ValueError, match=r"nodes of 4 processes.*6 data-parallel ranks: \[4, 2\].*paro_group_size"):
         default_group_size(range(6), 4)
     with pytest.raises(
@@ -74,33 +74,33 @@ def test_ranks_of_groups() -> None:
         ("abcdeabcde", 2, "5 of 5 groups"),
     ],
 )
-def test_groups_that_span_more_hosts_than_they_need(hosts: str, size: int, spread: str) -> None:
+def test_warning_if_groups_span_too_many_hosts(hosts: str, size: int, spread: str) -> None:
     ranks = range(10, 10 + 2 * len(hosts), 2)
-    text = crossings(ranks, size, [ord(host) for host in hosts])
+    text = placement_warning(ranks, size, [ord(host) for host in hosts])
     assert spread in text and bool(spread) == bool(text), text
     if hosts == "abab":
-        assert "ranks [10, 12] make a group, and the 2 hosts hold the ranks [10, 14], [12, 16]. Have" in text
+        assert "ranks [10, 12] are a group, and the 2 hosts have the ranks [10, 14], [12, 16]. Start" in text
 
 
-def test_ranks_that_are_dealt_out_to_hosts_are_told_once(ranks: Any) -> None:
+def test_cyclic_rank_placement_is_warned_about_once(ranks: Any) -> None:
     for rank, (block, cyclic) in enumerate(ranks(4).run(placement_case)):
         assert not block
         assert len(cyclic) == (1 if rank == 0 else 0), cyclic
-        assert all("[0, 1] make a group, and the 2 hosts hold the ranks [0, 2], [1, 3]" in line for line in cyclic)
+        assert all("[0, 1] are a group, and the 2 hosts have the ranks [0, 2], [1, 3]" in line for line in cyclic)
 
 
 def placement_case() -> tuple[list[str], list[str]]:
-    """Warnings where hosts hold consecutive ranks, and where they do not."""
-    found = []
+    """Return the warnings if hosts have consecutive ranks, and if they do not."""
+    warnings = []
     for hosts in ("aabb", "abab"):
         with mock.patch.object(socket, "gethostname", lambda hosts=hosts: hosts[dist.get_rank()]), logged() as lines:
             for _ in range(2):
                 get_topology(dist.new_group(list(range(4))), 2)
-        found.append([text for level, text in lines if level == "WARNING" and "hosts" in text])
-    return found[0], found[1]
+        warnings.append([text for level, text in lines if level == "WARNING" and "hosts" in text])
+    return warnings[0], warnings[1]
 
 
-def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> None:
+def test_groups_are_created_once_per_data_parallel_group(ranks: Any) -> None:
     for rank, ((first, split), replicas) in enumerate(ranks(4).run(topology_case)):
         j = rank // 2
         assert replicas == {"N": [0, 1, 2, 3], "I": [rank % 2, rank % 2 + 2], "G": None}
@@ -110,8 +110,9 @@ def test_groups_are_made_once_and_inside_the_data_parallel_group(ranks: Any) -> 
 
 
 def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]], dict[str, list[int] | None]]:
-    """Ranks of the groups of this rank, and whether a second call returns the same object; ranks that hold the same
-    shard, by placement."""
+    """Return the ranks of this rank's groups, whether a second call returns the same groups, and ranks with the same
+    shard by placement.
+    """
     halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     answers = []
     for group, size in ((None, 2), (halves[dist.get_rank() % 2], 1)):
@@ -126,16 +127,17 @@ def topology_case() -> tuple[list[tuple[list[int], list[int], list[int], bool]],
 
 
 @pytest.mark.parametrize("collides", [False, True])
-def test_one_split_makes_all_groups_of_a_kind(ranks: Any, collides: bool) -> None:
-    for rank, (found, splits) in enumerate(ranks(4).run(splitting_case, collides)):
+def test_one_split_creates_all_disjoint_groups(ranks: Any, collides: bool) -> None:
+    for rank, (group_ranks, splits) in enumerate(ranks(4).run(splitting_case, collides)):
         j = rank // 2
-        assert found == [[2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank]]
+        assert group_ranks == [[2 * j, 2 * j + 1], [rank % 2, rank % 2 + 2], [rank]]
         assert splits == [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0], [1]]]
 
 
 def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
-    """Ranks of groups that a backend makes by splits, and what these were given; ``collides``: the first two lists of
-    the first split have one hash."""
+    """Return the ranks of groups that a backend creates by splits, and the arguments of the splits. ``collides``: the
+    first two lists of the first split have the same hash.
+    """
     splits: list[Any] = []
 
     def split(parent: Any = None, split_ranks: Any = (), timeout: Any = None) -> Any:
@@ -144,27 +146,27 @@ def splitting_case(collides: bool) -> tuple[list[list[int]], list[Any]]:
         lists = [[members[number] for number in numbers] for numbers in split_ranks]
         if collides and len(splits) == 1:
             lists = [sorted(lists[0] + lists[1])]
-        mine = next(some for some in lists if dist.get_rank() in some)
-        return torch.distributed.new_group(mine, timeout=timeout, use_local_synchronization=True)
+        own_ranks = next(members for members in lists if dist.get_rank() in members)
+        return torch.distributed.new_group(own_ranks, timeout=timeout, use_local_synchronization=True)
 
     world = dist.new_group(list(range(4)))
     with (
         mock.patch.object(torch.distributed, "split_group", split),
         mock.patch.object(disjoint_groups, "_splits", lambda: True),
     ):
-        made = get_topology(world, 2, alone=True)
-    assert made.alone is not None
-    return [data_parallel_ranks(group) for group in (made.intra, made.inter, made.alone)], splits
+        topology = get_topology(world, 2, alone=True)
+    assert topology.alone is not None
+    return [data_parallel_ranks(group) for group in (topology.intra, topology.inter, topology.alone)], splits
 
 
-def test_groups_have_the_timeout_of_the_group_that_they_divide(ranks: Any) -> None:
+def test_groups_inherit_the_timeout_of_their_parent(ranks: Any) -> None:
     assert ranks(4).run(timeout_case) == [[77.0] * 4] * 4
 
 
 def timeout_case() -> list[float]:
-    """Seconds, of a data-parallel group and of those inside it."""
-    made = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
-    groups = (made.world, made.intra, made.inter, made.alone)
+    """Return the timeouts, in seconds, of a data-parallel group and of the groups inside it."""
+    topology = get_topology(torch.distributed.new_group(list(range(4)), timeout=timedelta(seconds=77)), 2, alone=True)
+    groups = (topology.world, topology.intra, topology.inter, topology.alone)
     return [timeout_of(group).total_seconds() for group in groups]  # type: ignore[union-attr]
 
 
@@ -176,22 +178,22 @@ def timeout_case() -> list[float]:
         ("444422", "Set zero_optimization.paro_group_size to 2, the largest size with which no group spans two nodes"),
     ],
 )
-def test_nodes_that_disagree_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
+def test_different_node_sizes_are_refused_on_all_ranks(ranks: Any, sizes: str, message: str) -> None:
     errors = ranks(len(sizes)).run_expect_error(nodes_case, sizes)
     for error in errors:
         assert error.type == "ValueError" and re.search(message, error.message), error
 
 
 def nodes_case(sizes: str) -> None:
-    """Each rank is told another node size, as on nodes with different numbers of devices."""
+    """Give each rank another node size, as on nodes with different numbers of devices."""
     os.environ["LOCAL_WORLD_SIZE"], os.environ["LOCAL_SIZE"] = sizes[dist.get_rank()], ""
     host = 0 if len(sizes) == 4 else int(sizes[dist.get_rank()])
     with mock.patch.object(process_groups, "_host", lambda: host):
         get_topology(None)
 
 
-def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
-    """Each case has a process group of its own; the threads that serve ours must go when it goes."""
+def test_groups_are_destroyed_with_their_parent(ranks: Any) -> None:
+    """Each case has its own process group; the threads that serve its subgroups must end with it."""
     pool = ranks(4)
     pool.run(topology_case)
     before = pool.run(threads_case)
@@ -201,5 +203,5 @@ def test_groups_end_with_the_group_that_they_are_made_in(ranks: Any) -> None:
 
 
 def threads_case() -> int:
-    """Threads of this process."""
+    """Return the number of threads of this process."""
     return len(os.listdir("/proc/self/task"))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of many, on torch's fake process group: what must not grow with their number."""
+"""One of many ranks on torch's fake process group: numbers that must not grow with the number of ranks."""
 
 import json
 from typing import Any
@@ -25,18 +25,18 @@ OPTIONS = f"--json --no-memory --rounds 1 --methods {' '.join(METHODS)} --worlds
 
 
 def grown(*worlds: int) -> list[dict[str, Any]]:
-    """What ``tests.perf.growth`` counts with so many ranks, by method: of each number of ranks."""
+    """Return the counts of ``tests.perf.growth`` by method, for each number of ranks."""
     options = {str(ranks): ["growth", *OPTIONS, str(ranks)] for ranks in worlds}
     pieces = {
         name: f"import sys\nsys.argv = {words}\nfrom tests.perf import growth\ngrowth.main()"
         for name, words in options.items()
     }
-    found = run_in_forks(FIRST, pieces)
-    return [{row["method"]: row for row in json.loads(found[name].splitlines()[-1])} for name in options]
+    outputs = run_in_forks(FIRST, pieces)
+    return [{row["method"]: row for row in json.loads(outputs[name].splitlines()[-1])} for name in options]
 
 
 @pytest.mark.parametrize("world", [128, *deep(256)])
-def test_messages_do_not_grow_and_bytes_match_the_formulas(world: int) -> None:
+def test_message_count_is_constant_and_bytes_match_formulas(world: int) -> None:
     few, many = grown(64, world)
     states = ModelStates.of(NUMEL)
     for name in METHODS:

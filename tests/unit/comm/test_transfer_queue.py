@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is on the wire together, and who waits."""
+"""Order and overlap of transfers, and the threads and streams that wait for them."""
 
 import os
 import threading
@@ -15,9 +15,9 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed_ext.comm import background
-from deepspeed_ext.comm.background import Background
-from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
+from deepspeed_ext.comm import worker_thread
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer, TransferQueue
+from deepspeed_ext.comm.worker_thread import WorkerThread
 from tests.harness.stream_order import Order, Stream, device_with_streams
 from tests.harness.transfers import Handle
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.quick
 
 
 def transfer(log: list[str], name: str) -> Any:
-    """Two hops."""
+    """A transfer of two hops."""
     for hop in (1, 2):
         log.append(f"start {name}{hop}")
         yield Handle(log, f"{name}{hop}")
@@ -34,11 +34,11 @@ def transfer(log: list[str], name: str) -> Any:
 
 
 def ignore(result: torch.Tensor) -> None:
-    """Deliver it nowhere."""
+    """Deliver to no destination."""
 
 
 class Late(threading.Thread):
-    """A thread that begins late, and a signal in between."""
+    """A thread that starts late, after a signal."""
 
     def start(self) -> None:
         with mock.patch.object(self._started, "wait", side_effect=KeyboardInterrupt):  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ class Late(threading.Thread):
 
 
 class Listed(threading.Thread):
-    """A signal when the thread is listed, and the system has not been asked."""
+    """A thread that is listed but never starts, because of a signal."""
 
     def start(self) -> None:
         listed = mock.patch.object(threading, "enumerate", lambda: [self])
@@ -59,14 +59,14 @@ class Listed(threading.Thread):
 
 
 class Refused(threading.Thread):
-    """The system has no more threads."""
+    """A thread that the system refuses to start."""
 
     def start(self) -> None:
         raise RuntimeError("can't start new thread")
 
 
-def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
-    jobs, done = Background(), threading.Event()
+def test_join_waits_for_thread_with_interrupted_start() -> None:
+    jobs, done = WorkerThread(), threading.Event()
     with mock.patch.object(threading, "Thread", Late), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
     assert jobs.join() and done.is_set()
@@ -74,9 +74,9 @@ def test_a_thread_whose_start_was_interrupted_is_waited_for() -> None:
     assert not done.is_set()
 
 
-def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
-    jobs, done = Background(), threading.Event()
-    with mock.patch.object(jobs, "_begin", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+def test_waits_end_if_a_signal_interrupts_job_start() -> None:
+    jobs, done = WorkerThread(), threading.Event()
+    with mock.patch.object(jobs, "_start_thread", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         jobs.add(done.set)
     jobs.wait()
     jobs.add(done.set).wait()
@@ -84,10 +84,10 @@ def test_waits_end_if_a_signal_interrupts_the_start_of_a_job() -> None:
 
 
 @pytest.mark.parametrize("kind", [Listed, Refused])
-def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread]) -> None:
-    jobs, done = Background(), threading.Event()
+def test_waits_return_if_thread_never_starts(kind: type[threading.Thread]) -> None:
+    jobs, done = WorkerThread(), threading.Event()
     with (
-        mock.patch.object(background, "_COMES", 0.05),
+        mock.patch.object(worker_thread, "_START_TIMEOUT", 0.05),
         mock.patch.object(threading, "Thread", kind),
         pytest.raises((KeyboardInterrupt, RuntimeError)),
     ):
@@ -99,15 +99,15 @@ def test_nobody_waits_for_a_thread_that_never_begins(kind: type[threading.Thread
     assert done.is_set()
 
 
-def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
-    jobs, done, begun = Background(), list[int](), mock.Mock(side_effect=threading.Thread)
-    with mock.patch.object(background, "_LINGERS", 30.0), mock.patch.object(threading, "Thread", begun):
+def test_idle_thread_waits_for_next_job_until_joined() -> None:
+    jobs, done, begun = WorkerThread(), list[int](), mock.Mock(side_effect=threading.Thread)
+    with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 30.0), mock.patch.object(threading, "Thread", begun):
         for number in range(3):
             jobs.add(partial(done.append, number)).wait()
         begin = time.monotonic()
         while jobs.busy and time.monotonic() < begin + 10:  # it has said that a job is done, and looks for the next
             time.sleep(0.001)
-        assert background.running() == [] and jobs.join()
+        assert worker_thread.running_workers() == [] and jobs.join()
         assert begun.call_count == 1 and not jobs.busy and time.monotonic() - begin < 10
         jobs.add(partial(done.append, 3)).wait()
         assert begun.call_count == 2 and jobs.join()
@@ -116,18 +116,21 @@ def test_a_thread_lingers_for_the_next_job_until_it_is_joined() -> None:
     assert done == [0, 1, 2, 3]
 
 
-def test_join_waits_for_threads_that_took_their_last_job() -> None:
-    jobs, threads = Background(), list[threading.Thread]()
-    take = Background._next
+def test_join_waits_for_threads_after_their_last_job() -> None:
+    jobs, threads = WorkerThread(), list[threading.Thread]()
+    take = WorkerThread._next_job
 
-    def take_slowly(self: Background) -> background.Job | None:
+    def take_slowly(self: WorkerThread) -> worker_thread.Job | None:
         job = take(self)
         if job is None and not threads:
             threads.append(threading.current_thread())
             time.sleep(0.5)  # another thread takes what is added now
         return job
 
-    with mock.patch.object(Background, "_next", take_slowly), mock.patch.object(background, "_LINGERS", 0.01):
+    with (
+        mock.patch.object(WorkerThread, "_next_job", take_slowly),
+        mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 0.01),
+    ):
         jobs.add(lambda: None).wait()
         ends = time.monotonic() + 10
         while not threads and time.monotonic() < ends:
@@ -136,9 +139,9 @@ def test_join_waits_for_threads_that_took_their_last_job() -> None:
         assert threads[0].is_alive() and jobs.join() and not threads[0].is_alive()
 
 
-def test_a_forked_process_has_none_of_the_threads() -> None:
-    jobs = Background()
-    with mock.patch.object(background, "_LINGERS", 30.0):
+def test_forked_process_starts_its_own_thread() -> None:
+    jobs = WorkerThread()
+    with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 30.0):
         jobs.add(lambda: None).wait()
         with jobs._lock:  # as it may be held where another thread forks
             pid = os.fork()
@@ -149,20 +152,20 @@ def test_a_forked_process_has_none_of_the_threads() -> None:
         assert os.waitpid(pid, 0)[1] == 0 and jobs.join()
 
 
-def test_a_thread_that_has_no_jobs_ends_by_itself_and_keeps_none() -> None:
+def test_idle_thread_ends_and_frees_its_jobs() -> None:
     class Large:
-        """Something that a job refers to."""
+        """An object that a job references."""
 
     large = Large()
-    alive, jobs = weakref.ref(large), Background()
-    with mock.patch.object(background, "_LINGERS", 2.0):
+    alive, jobs = weakref.ref(large), WorkerThread()
+    with mock.patch.object(worker_thread, "_IDLE_TIMEOUT", 2.0):
         jobs.add(lambda large=large: None).wait()  # type: ignore[misc]
         del large
-        assert jobs._takes and alive() is None
+        assert jobs._accepts_jobs and alive() is None
         ends = time.monotonic() + 10
-        while jobs._takes and time.monotonic() < ends:
+        while jobs._accepts_jobs and time.monotonic() < ends:
             time.sleep(0.01)
-    assert not jobs._takes and jobs.join()
+    assert not jobs._accepts_jobs and jobs.join()
 
 
 def test_overlapped_transfers_are_one_hop_apart() -> None:
@@ -198,20 +201,20 @@ def test_without_overlap_a_transfer_ends_before_the_next_starts() -> None:
     for name in "ab":
         queue.submit(transfer(log, name), ignore)
     assert log == [
-        f"{what}" for n in "ab" for what in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
+        f"{event}" for n in "ab" for event in (f"start {n}1", f"wait {n}1", f"start {n}2", f"wait {n}2", f"done {n}")
     ]
 
 
-def test_started_has_one_hop_on_the_wire_until_it_is_finished() -> None:
+def test_transfer_advances_only_when_finished() -> None:
     log: list[str] = []
-    started = Started(transfer(log, "a"))
+    started = ActiveTransfer(transfer(log, "a"))
     assert log == ["start a1"]
     result = started.finish()
     assert log == ["start a1", "wait a1", "start a2", "wait a2", "done a"]
     assert started.finish() is result and log[-1] == "done a"
 
 
-def test_all_hops_start_at_once_where_waits_do_not_block() -> None:
+def test_all_hops_are_launched_if_waits_do_not_block() -> None:
     log: list[str] = []
     with mock.patch("deepspeed_ext.comm.transfer_queue.get_accelerator") as accelerator:
         accelerator().is_synchronized_device.return_value = False
@@ -221,7 +224,7 @@ def test_all_hops_start_at_once_where_waits_do_not_block() -> None:
 
 
 class Behind:
-    """A communication on a stream of its own; a stream that waits is ordered after it."""
+    """A communication on its own stream; a stream that waits is ordered after it."""
 
     def __init__(self, order: Order, wire: Stream) -> None:
         self.order = order
@@ -235,20 +238,20 @@ class Behind:
 
 @contextmanager
 def wired() -> Iterator[tuple[Order, list[Stream]]]:
-    """A device with streams, and a stream for each of the two links."""
+    """A device with streams, and a stream for each of two links."""
     with device_with_streams() as order:
         yield order, [Stream(order, "intra"), Stream(order, "inter")]
 
 
 def over(order: Order, wires: list[Stream]) -> Any:
-    """A hop over each of these."""
+    """A transfer with a hop over each of these links."""
     for wire in wires:
         yield Behind(order, wire)
     return torch.empty(0)
 
 
 def seen(stream: Stream, wires: list[Stream]) -> list[int]:
-    """How many communications of each wire this stream is ordered after."""
+    """Return the number of communications of each link that this stream is ordered after."""
     return [stream.clock.get(wire.number, 0) for wire in wires]
 
 
@@ -264,16 +267,16 @@ def test_streams_wait_only_for_results_that_they_need() -> None:
 
 
 @pytest.mark.parametrize("owed", [True, False])
-def test_who_ends_waits_on_the_host_for_what_a_device_owes(owed: bool) -> None:
+def test_exit_waits_only_for_transfers_that_others_need(owed: bool) -> None:
     with wired() as (order, wires):
-        updates = TransferQueue(overlap=True, side_streams=True, owed=owed)
+        updates = TransferQueue(overlap=True, side_streams=True, finish_before_exit=owed)
         for _ in range(3):
             updates.start(over(order, wires))
-        assert background.complete(after_an_error=False) is None
+        assert worker_thread.complete_before_exit(after_an_error=False) is None
         assert [order.host.get(wire.number, 0) for wire in wires] == [3 * owed] * 2
 
 
-def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
+def test_packing_waits_only_for_the_bucket_before_last() -> None:
     delivered: list[list[int]] = []
     with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
@@ -287,7 +290,7 @@ def test_the_packing_stream_is_free_for_the_next_buckets() -> None:
     assert delivered == [[number, number] for number in (1, 2, 3, 4)]  # in their order, each after its own hops
 
 
-def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
+def test_bucket_with_one_hop_is_delivered_in_order() -> None:
     behind: list[bool] = []
     with wired() as (order, wires):
         reductions = TransferQueue(overlap=True, side_streams=True)
@@ -296,15 +299,15 @@ def test_a_bucket_of_one_hop_is_delivered_in_order() -> None:
     assert behind == [True]
 
 
-def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
-    """As error feedback does: the next bucket between groups may have the same error."""
-    kept: list[tuple[Stream, int]] = []
+def test_hop_state_is_ordered_between_transfers() -> None:
+    """Error feedback needs this: the next bucket between groups may have the same error."""
+    writes: list[tuple[Stream, int]] = []
     behind: list[bool] = []
 
     def keeping(order: Order, wires: list[Stream]) -> Any:
         yield Behind(order, wires[0])
-        behind.extend(order.current.clock.get(stream.number, 0) >= number for stream, number in kept)
-        kept.append((order.current, order.current.begin()))
+        behind.extend(order.current.clock.get(stream.number, 0) >= number for stream, number in writes)
+        writes.append((order.current, order.current.begin()))
         yield Behind(order, wires[1])
         return torch.empty(0)
 
@@ -315,7 +318,7 @@ def test_state_of_a_hop_passes_between_transfers_in_order() -> None:
     assert behind == [True] * 3
 
 
-def test_what_is_dropped_is_over_for_what_comes_next() -> None:
+def test_current_stream_waits_for_dropped_transfers() -> None:
     with device_with_streams() as order:
         wires = [Stream(order, "intra")]
         reductions = TransferQueue(overlap=True, side_streams=True)
@@ -324,7 +327,7 @@ def test_what_is_dropped_is_over_for_what_comes_next() -> None:
         assert seen(order.default, wires) == [1]
 
 
-def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
+def test_thread_completes_one_transfer_after_another() -> None:
     log: list[str] = []
     may = threading.Event()
 
@@ -334,7 +337,7 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
         assert not torch.is_grad_enabled()
         return torch.ones(1)
 
-    queue = TransferQueue(overlap=True, side_streams=True, background=True)
+    queue = TransferQueue(overlap=True, side_streams=True, on_thread=True)
     assert queue.unattended and not TransferQueue(overlap=True, side_streams=True).unattended
     first = queue.start(held_up())
     queue.submit(transfer(log, "b"), lambda _: log.append("delivered b"))
@@ -344,10 +347,10 @@ def test_a_thread_takes_transfers_to_their_ends_one_by_one() -> None:
     queue.drain()
     hops = [[f"start {name}1", f"wait {name}1", f"start {name}2", f"wait {name}2", f"done {name}"] for name in "ab"]
     assert log == [*hops[0], *hops[1], "delivered b"]
-    assert not TransferQueue(overlap=False, background=True).unattended
+    assert not TransferQueue(overlap=False, on_thread=True).unattended
 
 
-def test_a_thread_completes_transfers_and_the_host_waits() -> None:
+def test_host_waits_for_third_transfer_in_flight() -> None:
     log: list[str] = []
     may = threading.Event()
 
@@ -362,7 +365,7 @@ def test_a_thread_completes_transfers_and_the_host_waits() -> None:
             yield HeldUp(log, f"{name}{hop}")
         return torch.empty(0)
 
-    queue = TransferQueue(overlap=True, completed=True)
+    queue = TransferQueue(overlap=True, thread_completes=True)
     assert not queue.unattended
     for name in "ab":
         queue.submit(held_up(name), lambda _, name=name: log.append(f"delivered {name}"))
@@ -377,14 +380,14 @@ def test_a_thread_completes_transfers_and_the_host_waits() -> None:
     ]
 
 
-def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
+def test_thread_errors_are_raised_by_waits() -> None:
     log: list[str] = []
 
     def failing() -> Any:
         yield Handle(log, "a1")
         raise ConnectionError("a rank is gone")
 
-    queue = TransferQueue(overlap=True, background=True)
+    queue = TransferQueue(overlap=True, on_thread=True)
     queue.submit(failing(), ignore)
     queue.submit(transfer(log, "b"), ignore)
     for _ in range(2):
@@ -395,7 +398,7 @@ def test_what_a_thread_raises_is_raised_where_somebody_waits() -> None:
     queue.drain()
 
 
-def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
+def test_dropped_transfers_still_run_on_thread() -> None:
     log: list[str] = []
     may = threading.Event()
 
@@ -404,7 +407,7 @@ def test_what_a_thread_has_goes_on_when_it_is_dropped() -> None:
         yield from transfer(log, "a")
         return torch.empty(0)
 
-    queue = TransferQueue(overlap=True, background=True)
+    queue = TransferQueue(overlap=True, on_thread=True)
     queue.submit(held_up(), ignore)
     queue.drop()
     queue.drain()  # of nothing

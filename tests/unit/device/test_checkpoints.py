@@ -25,10 +25,10 @@ RESUMED: list[tuple[str, dict[str, Any], tuple[str, ...], bool]] = [
 
 @pytest.mark.parametrize(
     "optimizer, zero, names, from_device",
-    [*((*one, names[:1], way) for *one, names, way in RESUMED[1::2]), *deep(*RESUMED)],
+    [*((*options, names[:1], from_device) for *options, names, from_device in RESUMED[1::2]), *deep(*RESUMED)],
     ids=str,
 )
-def test_a_resumed_run_is_the_uninterrupted_one_on_both(
+def test_resumed_run_matches_uninterrupted_run_on_both(
     run_on_device: Any,
     tmp_path: Path,
     optimizer: str,
@@ -40,7 +40,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_on_both(
         assert rows == [(name, {}, {}, {}) for name in names]
 
 
-def test_an_export_from_the_device_is_the_model(run_on_device: Any, tmp_path: Path) -> None:
+def test_export_from_device_equals_model(run_on_device: Any, tmp_path: Path) -> None:
     for rows in run_on_device(cases.export, str(tmp_path), ("NIG", "IIG")):
         assert rows == [("NIG", []), ("NIG", []), ("IIG", []), ("IIG", [])]
 
@@ -56,10 +56,10 @@ MORE: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize("rows", [ROWS, *deep(MORE)], ids=len)
-def test_asynchronous_saves_write_the_files_of_synchronous_ones(
+def test_asynchronous_saves_equal_synchronous_saves(
     run_on_device: Any, tmp_path: Path, rows: list[tuple[str, str, dict[str, Any], str]]
 ) -> None:
-    for found in run_on_device(cases.twins, str(tmp_path), rows):
-        assert len(found) == len(rows)
-        for one in found:
-            assert one.different == [] and one.files >= 28 and one.same, tuple(one)
+    for twins in run_on_device(cases.twins, str(tmp_path), rows):
+        assert len(twins) == len(rows)
+        for twin in twins:
+            assert twin.different == [] and twin.files >= 28 and twin.same, tuple(twin)

@@ -1,22 +1,22 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The simulated device is not the host: it raises where CUDA refuses, and it finds missing waits of the host."""
+"""The simulated device is not the host: it raises errors as CUDA does, and detects missing host waits."""
 
 import re
 from collections.abc import Callable
 from typing import Any
 
 
-def test_what_is_on_two_devices_is_refused(run_on_device: Any) -> None:
+def test_operands_on_two_devices_are_refused(run_on_device: Any) -> None:
     for refused in run_on_device(mixing_case):
         assert len(refused) == 13
-        for name, said in refused.items():
+        for name, message in refused.items():
             expected = "on the same device|No backend type|can be pinned" if name.startswith("!") else "^$"
-            assert re.search(expected, said), (name, said)
+            assert re.search(expected, message), (name, message)
 
 
 def mixing_case(library: str) -> dict[str, str]:
-    """What small programs raise; those that must have names that begin with "!"."""
+    """Return the errors of small programs; the names of programs that must raise start with "!"."""
     import torch
     from deepspeed import comm as dist
     from torch.nn.functional import linear
@@ -25,32 +25,32 @@ def mixing_case(library: str) -> dict[str, str]:
     from tests.harness.snapshots import error_of
 
     with device_on_host(library):
-        here, there = torch.ones(3, device="sim"), torch.ones(3)
+        on_device, on_host = torch.ones(3, device="sim"), torch.ones(3)
         programs: dict[str, Callable[[], Any]] = {
-            "!sum": lambda: here + there,
-            "!in place": lambda: there.add_(here),
-            "!list": lambda: torch.cat([here, there]),
-            "!matrices": lambda: linear(here.view(1, 3), there.view(1, 3)),
-            "!number of the device": lambda: there + here.sum(),
-            "!number written": lambda: torch.zeros(()).add_(here.sum()),
-            "!other device": lambda: here + here.to("sim:1"),
-            "!collective": lambda: dist.all_reduce(there),
+            "!sum": lambda: on_device + on_host,
+            "!in place": lambda: on_host.add_(on_device),
+            "!list": lambda: torch.cat([on_device, on_host]),
+            "!matrices": lambda: linear(on_device.view(1, 3), on_host.view(1, 3)),
+            "!number of the device": lambda: on_host + on_device.sum(),
+            "!number written": lambda: torch.zeros(()).add_(on_device.sum()),
+            "!other device": lambda: on_device + on_device.to("sim:1"),
+            "!collective": lambda: dist.all_reduce(on_host),
             "!pinned memory of the device": lambda: torch.empty(3, device="sim", pin_memory=True),
-            "number of the host": lambda: here * there.sum(),
-            "copy": lambda: here.copy_(there),
-            "data": lambda: setattr(torch.nn.Parameter(there), "data", here),
-            "collective": lambda: dist.all_reduce(here),
+            "number of the host": lambda: on_device * on_host.sum(),
+            "copy": lambda: on_device.copy_(on_host),
+            "data": lambda: setattr(torch.nn.Parameter(on_host), "data", on_device),
+            "collective": lambda: dist.all_reduce(on_device),
         }
         return {name: error_of(program) for name, program in programs.items()}
 
 
-def test_what_the_host_does_not_wait_for_is_found(run_on_device: Any) -> None:
-    for found in run_on_device(waiting_case):
-        assert found == {name: name.startswith("!") for name in found} and len(found) == 8
+def test_missing_host_wait_is_detected(run_on_device: Any) -> None:
+    for reported in run_on_device(waiting_case):
+        assert reported == {name: name.startswith("!") for name in reported} and len(reported) == 8
 
 
 def waiting_case(library: str) -> dict[str, bool]:
-    """Whether anything is found in small programs; those that lack an order have names that begin with "!"."""
+    """Return whether small programs are reported; the names of those without an order start with "!"."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -85,9 +85,9 @@ def waiting_case(library: str) -> dict[str, bool]:
         "pageable, written": lambda: overwritten(False),
         "freed at once": lambda: [copied(True, True), torch.zeros(8)][1].sum(),
     }
-    found = {}
+    reported = {}
     for name, program in programs.items():
         with device_on_host(library) as order, order.watch():
             program()
-        found[name] = bool(order.findings)
-    return found
+        reported[name] = bool(order.findings)
+    return reported

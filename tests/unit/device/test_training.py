@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On a device that is not the host, training gives the host's results, and tensors are where they should be."""
+"""On a device that is not the host, training gives the host's results, and tensors are on the expected device."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from tests.harness.device_on_host import cases
 from tests.harness.tiers import deep
 from tests.harness.training import Job
 
-EVERY = {options: given.strategies for options, given in cases.OPTIONS.items()}
-# Others in the first tier have what these have.
+EVERY = {name: options.strategies for name, options in cases.OPTIONS.items()}
+# Options in the second tier only: others cover their code.
 LATER = ("pinned", "pageable", "overflow", "LoCo, pageable", "parameters, cached", "outer", "Muon, pinned")
 SOME = {"on the device": ("NIG", "GGG"), "parameters": ("IGG",), "parameters, in few bits": ("ING",)}
 SOME |= {"outer, pinned": ("INI",), "Muon": ("NIG",)}
 
 
-CASES = [(one, names) for one, names in (EVERY | SOME).items() if one not in LATER]
+CASES = [(options, names) for options, names in (EVERY | SOME).items() if options not in LATER]
 
 
-@pytest.mark.parametrize("options, names", CASES + deep(*((one, EVERY[one]) for one in (*SOME, *LATER))))
-def test_training_is_that_on_the_host_to_the_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("options, names", CASES + deep(*((options, EVERY[options]) for options in (*SOME, *LATER))))
+def test_training_matches_the_host_bit_for_bit(run_on_device: Any, options: str, names: tuple[str, ...]) -> None:
     optimizers = "cpu" if "offload_optimizer" in cases.OPTIONS[options].zero else "sim"
     for rows in run_on_device(cases.beside, options, names):
         assert [row.strategy for row in rows] == list(names)
@@ -38,9 +38,15 @@ WATCHED = [
     ("parameters and offload", ("IGG",)),
     ("saves aside", ("NIG", "IIG")),
     *deep(
-        *((one, ("NIG", "IGG")) for one in ("offload", "offload, LoCo")),
-        *((one, ("ING",)) for one in ("in few bits, offload", "parameters on the host", "parameters, in few bits")),
-        *((one, ("IIG",)) for one in ("in few bits, offload", "parameters, in few bits", "parameters, pageable")),
+        *((options, ("NIG", "IGG")) for options in ("offload", "offload, LoCo")),
+        *(
+            (options, ("ING",))
+            for options in ("in few bits, offload", "parameters on the host", "parameters, in few bits")
+        ),
+        *(
+            (options, ("IIG",))
+            for options in ("in few bits, offload", "parameters, in few bits", "parameters, pageable")
+        ),
         ("saves aside", ("NIG", "IIG", "NNI", "III", "GGG")),
         ("saves aside, offload", ("NIG", "IIG")),
         ("pageable", ("NGG",)),
@@ -54,22 +60,24 @@ WATCHED = [
 
 
 @pytest.mark.parametrize("options, names", WATCHED)
-def test_the_host_waits_for_what_it_reads(run_on_device: Any, tmp_path: Path, options: str, names: Any) -> None:
-    for found in run_on_device(cases.watched, options, names, str(tmp_path)):
-        assert found == {name: [] for name in names}
+def test_host_waits_for_values_before_reading_them(
+    run_on_device: Any, tmp_path: Path, options: str, names: Any
+) -> None:
+    for missing_waits in run_on_device(cases.watched, options, names, str(tmp_path)):
+        assert missing_waits == {name: [] for name in names}
 
 
 SHAPES = ("NIG", "NNI", "IIG", "GGG")
 
 
 @pytest.mark.parametrize("pinned, names", [(True, ("IIG",)), *deep((True, SHAPES), (False, SHAPES))])
-def test_states_are_on_the_host_between_offload_and_reload(run_on_device: Any, pinned: bool, names: Any) -> None:
+def test_states_are_on_the_host_while_offloaded(run_on_device: Any, pinned: bool, names: Any) -> None:
     for rows in run_on_device(cases.offload_states, names, "Muon", pinned, {"zeropp_loco_param": {}}):
         assert rows == [(name, True, ("cpu", True), "sim") for name in names]
 
 
 @pytest.mark.parametrize("name", ["III", *deep("NII")])
-def test_so_are_those_of_an_outer_optimizer(run_on_device: Any, name: str) -> None:
+def test_outer_states_are_on_the_host_while_offloaded(run_on_device: Any, name: str) -> None:
     for rows in run_on_device(cases.offload_states, [name], "Muon", False, cases.OUTER):
         assert rows == [(name, True, ("cpu", True), "sim")]
 
@@ -81,8 +89,8 @@ ACTIVATIONS = 10_000  # bytes, with their gradients
 SLICED = ("ING", "IIG", "IGG")
 
 
-@pytest.mark.parametrize("frozen, names", [(1, ("IIG",)), *deep(*((one, SLICED) for one in range(2)))])
-def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
+@pytest.mark.parametrize("frozen, names", [(1, ("IIG",)), *deep(*((frozen, SLICED) for frozen in range(2)))])
+def test_device_has_few_modules_and_host_has_one_slice(run_on_device: Any, frozen: int, names: Any) -> None:
     at_a_time = {"stage3_prefetch_bucket_size": LAYER, "stage3_max_live_parameters": 2 * LAYER}
     zero = {"paro_parameter_cache_bytes": BUDGET, "sub_group_size": 2 * LAYER}
     buckets = {"allgather_bucket_size": LAYER, "reduce_bucket_size": LAYER}
@@ -95,12 +103,12 @@ def test_the_device_holds_few_modules_and_the_host_one_slice(run_on_device: Any,
         frozen=range(1, LAYERS - 1) if frozen else (),
         config={"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "fp32"},
     )
-    found = run_on_device(cases.slices_held, names, job, zero)
-    for whole, rows in found:
+    results = run_on_device(cases.slices_held, names, job, zero)
+    for full_bytes, rows in results:
         assert [row.strategy for row in rows] == list(names)
         for row in rows:
             assert row.places == {("cpu", True)}
-            assert row.host == pytest.approx(whole / 2, rel=0.01), row
+            assert row.host == pytest.approx(full_bytes / 2, rel=0.01), row
             assert row.on_host == pytest.approx(row.host, rel=0.01), row
             assert 0.5 * BUDGET < row.cached <= BUDGET, row
             assert row.peak <= row.cached + 2 * LAYER * BF16 + 2 * WINDOW + ACTIVATIONS, row

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules become units: flags, hooks and the report; and configurations that are refused."""
+"""Choice of units: flags, hooks, the report, and refused configurations."""
 
 import contextlib
 import io
@@ -36,32 +36,32 @@ INSIDE = {"Stem": 2, "Layer": 27, "Mixer": 3, "MixtureOfExperts": 22, "Expert": 
 def chosen(
     name: str, budget: int | None, threshold: int = 0, most_live: int = LIVE, change: str = ""
 ) -> dict[str, Any]:
-    """For each kind the names of modules; the hooks, before and after; the report."""
+    """Return for each kind the names of modules, the hooks before and after, and the report."""
     model = getattr(mixtures, name)((13, 7))
     if change == "set":
         set_z3_leaf_modules(model, [mixtures.MixtureOfExperts])
     if change == "unset":
         unset_z3_leaf_modules(model, [mixtures.Layer])
     settings = Settings(budget, threshold, most_live)
-    found = choose(model, settings)
+    choices = choose(model, settings)
     kinds: dict[str, list[str]] = {}
-    for one in found:
-        kinds.setdefault(one.kind.value, []).append(one.name)
-    chunks = [[len(chunk) for chunk in one.chunks] for one in found if one.chunks]
-    set_leaves(found)
+    for choice in choices:
+        kinds.setdefault(choice.kind.value, []).append(choice.name)
+    chunks = [[len(chunk) for chunk in choice.chunks] for choice in choices if choice.chunks]
+    set_leaves(choices)
     flagged = [key for key, module in model.named_modules() if getattr(module, "_z3_leaf", False)]
     return {
         **kinds,
-        "classes": sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"}),
+        "classes": sorted({type(choice.module).__name__ for choice in choices if choice.kind.value == "coarse"}),
         "chunks": chunks,
         "flagged": flagged,
-        "hooks": hooks(found, model),
-        "granularity": {type(one.module).__name__: one.granularity for one in found if one.granularity},
-        "text": choice_table(found, model, settings, LiveLimits(LIVE, 0, 0, 0)),
+        "hooks": hooks(choices, model),
+        "granularity": {type(choice.module).__name__: choice.granularity for choice in choices if choice.granularity},
+        "text": choice_table(choices, model, settings, LiveLimits(LIVE, 0, 0, 0)),
     }
 
 
-def test_granularity_is_deepspeeds() -> None:
+def test_granularity_matches_deepspeed() -> None:
     assert chosen("Mixtures", None, 1)["granularity"] == GRANULARITY
 
 
@@ -79,7 +79,7 @@ def test_granularity_is_deepspeeds() -> None:
         (10**12, ["Layer", "Stem"]),  # never the root, although its 85 qualifies as well
     ],
 )
-def test_the_threshold_takes_parents_first_and_never_the_root(threshold: int, classes: list[str]) -> None:
+def test_threshold_chooses_parents_first_but_not_the_root(threshold: int, classes: list[str]) -> None:
     result = chosen("Mixtures", None, threshold)
     counts = {"Stem": 1, "Layer": 2, "Mixer": 2}
     assert result["classes"] == classes
@@ -93,7 +93,7 @@ def test_one_fp32_parameter_does_not_double_the_default_budget() -> None:
     assert 3 * 2 * LIVE < default_budget(mixed, LIVE) < 1.01 * 3 * 2 * LIVE
 
 
-def test_the_cap_is_what_may_be_live() -> None:
+def test_max_live_parameters_caps_units() -> None:
     # A layer has 1936 parameters, its mixture 1696, an expert 413.
     assert chosen("Mixtures", None, 10**12, 1936)["classes"] == ["Layer", "Stem"]
     result = chosen("Mixtures", None, 10**12, 1935)
@@ -117,14 +117,14 @@ def test_the_cap_is_what_may_be_live() -> None:
         (12 * 200, [], []),
     ],
 )
-def test_the_budget_takes_layers_then_mixtures_then_chunks(
+def test_budget_chooses_layers_then_mixtures_then_chunks(
     budget: int, classes: list[str], chunks: list[list[int]]
 ) -> None:
     result = chosen("Mixtures", budget)
     assert (result["classes"], result["chunks"]) == (classes, chunks)
 
 
-def test_what_is_entered_from_elsewhere_is_no_unit() -> None:
+def test_modules_entered_from_outside_are_no_units() -> None:
     result = chosen("Tied", 10**9)
     assert result["classes"] == ["Layer"] and "it shares parameters with other modules" in result["text"]
     result = chosen("SharedModule", 10**9)
@@ -132,7 +132,7 @@ def test_what_is_entered_from_elsewhere_is_no_unit() -> None:
     assert "is in several places of the model" in result["text"]
 
 
-def test_layers_are_found_in_lists_in_dictionaries() -> None:
+def test_layers_are_found_in_lists_inside_dictionaries() -> None:
     class Tower(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -141,11 +141,14 @@ def test_layers_are_found_in_lists_in_dictionaries() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x
 
-    found = choose(nn.Sequential(Tower()), Settings(10**9, 0, LIVE))
-    assert [one.name for one in found if one.kind == LeafKind.UNIT] == ["0.parts.layers.0", "0.parts.layers.1"]
+    choices = choose(nn.Sequential(Tower()), Settings(10**9, 0, LIVE))
+    assert [choice.name for choice in choices if choice.kind == LeafKind.UNIT] == [
+        "0.parts.layers.0",
+        "0.parts.layers.1",
+    ]
 
 
-def test_flags_of_the_user_are_respected() -> None:
+def test_user_flags_are_respected() -> None:
     result = chosen("Mixtures", 10**9, change="set")
     assert result["coarse"] == ["stem", *(f"layers.{i}.{name}" for i in range(2) for name in ("mixer", "mixture"))]
     assert "has been set as a leaf module" in result["text"]
@@ -153,14 +156,14 @@ def test_flags_of_the_user_are_respected() -> None:
     assert "Layer" not in result["classes"] and "it has been unset as a leaf module" in result["text"]
 
 
-def test_lists_in_lists() -> None:
+def test_nested_lists() -> None:
     result = chosen("Nested", 10**9)
     # A pair holds lists of different things, not a stack: it is a unit.
     assert result["coarse"] == ["stem", "layers.0", "layers.1"]
 
 
-def test_the_table_is_shown(ranks: Any) -> None:
-    (by_budget, by_granularity, nothing, split), others = ranks(2).run(report_case)
+def test_choice_table_is_logged(ranks: Any) -> None:
+    (by_budget, by_granularity, nothing, split), other_ranks = ranks(2).run(report_case)
     for lines, where in ((by_budget, "INFO"), (by_granularity, "printed")):
         table = next(line for level, line in lines if level == where and "leaf modules of Mixtures" in line)
         assert re.search(r"Layer +2 +1,936 +84 +23,232  as one", table), table
@@ -170,11 +173,13 @@ def test_the_table_is_shown(ranks: Any) -> None:
     assert len(warnings) == 1 and "the smallest granularity is 60 (Mixer layers.0.mixer)" in warnings[0]
     warnings = [line for level, line in split if level == "WARNING" and "mixtures of experts" in line]
     assert len(warnings) == 1 and "MixtureOfExperts layers.0.mixture" in warnings[0]
-    assert not any(is_ours(line) for lines in others for level, line in lines)
+    assert not any(is_ours(line) for lines in other_ranks for level, line in lines)
 
 
 def report_case() -> list[list[tuple[str, str]]]:
-    """What is logged and printed with a budget, a threshold, one that does nothing, and one that splits experts."""
+    """Return the logged and printed lines with a budget, a threshold, one without effect, and one that splits
+    experts.
+    """
     job = training.Job(network=mixtures.Mixtures, empty=False)
     thresholds = ({"paro_strategy": "GGG", "stage3_module_granularity_threshold": n} for n in (100, 5, 60))
     keys = [{"stage3_leaf_bytes": True}, *thresholds]
@@ -211,14 +216,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_bad_keys_are_refused_on_all_ranks(ranks: Any) -> None:
-    for found in ranks(2).run(bad_case):
-        for (zero, message), error in zip(BAD, found, strict=True):
+def test_invalid_keys_are_refused_on_all_ranks(ranks: Any) -> None:
+    for errors in ranks(2).run(bad_case):
+        for (zero, message), error in zip(BAD, errors, strict=True):
             assert error.startswith("ValueError: ") and re.search(message, error), (zero, error)
 
 
 def bad_case() -> list[str]:
-    """The errors of engines with bad keys."""
+    """Return the errors of engines with invalid keys."""
     return [error_of(make, zero) for zero, _ in BAD]
 
 
@@ -229,12 +234,12 @@ def make(zero: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("off", [0, False])
-def test_zero_changes_nothing(ranks: Any, off: Any) -> None:
+def test_zero_budget_changes_nothing(ranks: Any, off: Any) -> None:
     assert ranks(1).run(make, {"stage": 3, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer_Stage3"]
     assert ranks(1).run(make, {"stage": 2, "stage3_leaf_bytes": off}) == ["DeepSpeedZeroOptimizer"]
 
 
-def test_the_command(
+def test_leaf_command(
     ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "maker.py").write_text(
@@ -264,7 +269,7 @@ def test_the_command(
 
 
 def command_case(folder: str, command: list[str]) -> str:
-    """What a command prints that is alone in its process, with the modules of a folder."""
+    """Return the output of a command in its own process, with the modules of a folder."""
     dist.destroy_process_group()
     alone = {key: value for key, value in os.environ.items() if not key.endswith(("RANK", "SIZE", "ADDR", "PORT"))}
     with (
@@ -288,10 +293,12 @@ def command_case(folder: str, command: list[str]) -> str:
         ((10**9, 50, 50, 4), 80),  # all there is
     ],
 )
-def test_what_is_live_at_a_time_is_predicted(live: tuple[int, int, int, int], expected: int) -> None:
+def test_prediction_of_live_parameters(live: tuple[int, int, int, int], expected: int) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
-    found = [modules.ModuleChoice(str(n), one, 20, None, 80, modules.LeafKind.FINE) for n, one in enumerate(model)]
-    assert predicted_live(found, model, LiveLimits(*live)) == expected
+    choices = [
+        modules.ModuleChoice(str(n), module, 20, None, 80, modules.LeafKind.FINE) for n, module in enumerate(model)
+    ]
+    assert predicted_live(choices, model, LiveLimits(*live)) == expected
 
 
 # Of configurations with their defaults, which are a published model's: classes that become units.
@@ -308,19 +315,19 @@ PUBLISHED = {
 
 
 @since(transformers="5.23")  # classes are those of a release
-def test_what_the_default_budget_takes_of_published_models(ranks: Any) -> None:
+def test_default_budget_on_published_models(ranks: Any) -> None:
     assert ranks(1).run(published_case) == [PUBLISHED]
 
 
 def published_case() -> dict[str, list[str]]:
-    """The classes that become units of the models in ``PUBLISHED``."""
+    """Return the classes that become units of the models in ``PUBLISHED``."""
     import transformers
 
-    taken = {}
+    classes = {}
     for name in PUBLISHED:
         config = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
-        found = choose(model, Settings(default_budget(model, LIVE), 0, LIVE))
-        taken[name] = sorted({type(one.module).__name__ for one in found if one.kind.value == "coarse"})
-    return taken
+        choices = choose(model, Settings(default_budget(model, LIVE), 0, LIVE))
+        classes[name] = sorted({type(choice.module).__name__ for choice in choices if choice.kind.value == "coarse"})
+    return classes

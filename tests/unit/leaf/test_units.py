@@ -1,10 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Modules fetched as one train what unmodified ZeRO-3 trains.
+"""Modules fetched as one unit train like unmodified ZeRO-3.
 
-On two ranks they agree bit for bit, since a sum over two ranks has one order. But leaf modules, even DeepSpeed's own,
-leave fewer nodes in autograd's graph: if a tensor has three or more consumers, its gradients may be summed in another
-order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set by hand.
+On two ranks, results are equal bit for bit, because a sum over two ranks has one order. But leaf modules, including
+DeepSpeed's own, add fewer nodes to autograd's graph: if a tensor has three or more consumers, its gradients may be
+summed in another order. Such networks are compared bit for bit with stock ZeRO-3 that has the same leaf modules, set
+by hand.
 """
 
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import deepspeed
 import pytest
 import torch
 
-from deepspeed_ext.leaf.gradients import LateGradients
+from deepspeed_ext.leaf.gradients import DelayedGradients
 from deepspeed_ext.leaf.units import UNIT, linear
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from tests.harness import mixtures, training
@@ -27,7 +28,7 @@ BLOCKS = {"stage3_leaf_bytes": 22_000}  # blocks of experts fit, and layers do n
 
 
 def exact(rows: list[Any]) -> None:
-    """Not a bit is different."""
+    """Check that no bit differs."""
     for row in rows:
         assert (row.weights, row.losses, row.norms) == (0.0, 0.0, 0.0), row
         assert row.replicas_equal and row.same_decisions, row
@@ -40,7 +41,7 @@ OTHERWISE = [*((name, not chunks) for name, chunks in IN_TURNS), ("Mixtures", Tr
 BY_HAND = {"stage": 3, "leaf_module": {"classes": ["Layer"]}}
 
 
-def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
+def test_only_unit_weights_use_the_fast_linear() -> None:
     def detour(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         calls.append(weight)
         return torch.ops.aten.linear(input, weight, bias)
@@ -51,16 +52,16 @@ def test_only_weights_in_units_skip_the_detour_of_linear() -> None:
     for weight in (alone, inside):
         assert linear(detour, torch.ones(1, 3), weight).tolist() == [[1.0] * 3]
     assert len(calls) == 1 and calls[0] is alone
-    torch.func.vmap(lambda one: linear(detour, one, inside))(torch.ones(1, 3))
+    torch.func.vmap(lambda row: linear(detour, row, inside))(torch.ones(1, 3))
     assert len(calls) == 2 and calls[1] is inside
 
 
-def test_gradients_that_were_delayed_are_reduced_once() -> None:
+def test_delayed_gradients_are_reduced_once() -> None:
     reduced: list[Any] = []
     optimizer: Any = SimpleNamespace(leaf_parameters={}, _leaf_module_hooks=[], ipg_buckets={})
     optimizer.reduce_ready_partitions_and_remove_grads = reduced.append
-    late, param = LateGradients(optimizer), SimpleNamespace(ds_id=0, grad=torch.ones(1))
-    late._late[torch.nn.Identity()] = [param]
+    late, param = DelayedGradients(optimizer), SimpleNamespace(ds_id=0, grad=torch.ones(1))
+    late._delayed[torch.nn.Identity()] = [param]
     late.end_of_backward()
     late.end_of_backward()
     assert reduced == [param]
@@ -77,7 +78,7 @@ def test_every_network_on_two_ranks(ranks: Any, name: str, chunks: bool) -> None
 
 
 @pytest.mark.parametrize("name", ["Routed", *deep("Mixtures", "Tied")])
-def test_the_same_units_by_hand(ranks: Any, name: str) -> None:
+def test_units_chosen_by_hand(ranks: Any, name: str) -> None:
     job = job_of(getattr(mixtures, name), accumulation=2, steps=1)
     exact(ranks(2).run(training.against, job, [{"stage": 3, **AUTO}], BY_HAND)[0])
 
@@ -102,41 +103,41 @@ def test_thresholds(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_units_of_which_one_parameter_is_missing(ranks: Any, world: int) -> None:
+def test_units_with_one_missing_parameter(ranks: Any, world: int) -> None:
     assert ranks(world).run(one_missing_case) == [True] * world
 
 
 def one_missing_case() -> bool:
-    """Whether a model gives the same where the other parameter of a unit of two is gathered by hand."""
+    """Return whether a model gives the same output if one of two parameters of a unit is gathered by hand."""
     job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": 20})
     engine, model = training.make_engine(job, training.placed("GGG", group_size=1, **AUTO))
     x, _ = next(training.batches(job))
     units = [getattr(param, UNIT) for param in model.parameters() if hasattr(param, UNIT)]
-    one = next(unit.params[0] for unit in units if len(unit.params) == 2)
+    gathered_param = next(unit.params[0] for unit in units if len(unit.params) == 2)
     with torch.no_grad():
         expected = engine(x)
-        with deepspeed.zero.GatheredParameters([one]):
-            found = engine(x)
+        with deepspeed.zero.GatheredParameters([gathered_param]):
+            output = engine(x)
     engine.destroy()
-    return torch.equal(found, expected)
+    return torch.equal(output, expected)
 
 
-def test_no_full_bucket_waits_for_the_next_module(ranks: Any) -> None:
+def test_full_buckets_do_not_wait_for_the_next_module(ranks: Any) -> None:
     assert ranks(2).run(full_case) == [{False}] * 2
 
 
 def full_case() -> set[bool]:
-    """Whether a bucket that gradients of a unit have filled is still there when they have been handed over."""
-    size, found, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
+    """Return whether a bucket that a unit's gradients have filled is still open after they have been reduced."""
+    size, open_buckets, reduce_leaf = 5, set[bool](), GradientReduction.reduce_leaf  # less than any parameter has
 
     def looked_at(reduction: Any, params: Any) -> None:
         reduce_leaf(reduction, params)
-        found.add(any(bucket.elements > size for bucket in reduction._optimizer.ipg_buckets.values()))
+        open_buckets.add(any(bucket.elements > size for bucket in reduction._optimizer.ipg_buckets.values()))
 
     with mock.patch.object(GradientReduction, "reduce_leaf", looked_at):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "reduce_bucket_size": size}, steps=1)
         training.train(job, training.placed("IGG", **AUTO))
-    return found
+    return open_buckets
 
 
 @pytest.mark.parametrize("reentrant", [True, *deep(False)])
@@ -166,7 +167,7 @@ def test_activation_checkpointing(ranks: Any, reentrant: bool) -> None:
     ],
     ids=lambda more: str(more).replace("'", "")[:70],
 )
-def test_with_what_else_may_be_set(ranks: Any, world: int, more: dict[str, Any]) -> None:
+def test_other_options(ranks: Any, world: int, more: dict[str, Any]) -> None:
     job = job_of(mixtures.Mixtures, accumulation=2, steps=2, **more)
     variants = [training.placed("IIG", **AUTO), training.placed("GGG", **CHUNKS)]
     # Stock ZeRO-3 counts the gradients of coalesced micro-steps in another way; stage 2 does not.

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters in units are read, changed, saved and held like others; and what stock does with leaf modules."""
+"""Parameters in units are read, changed, saved, and released like others, and like stock's leaf modules."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ TIGHT = {**SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance":
 
 
 @pytest.mark.parametrize("keys", [AUTO, CHUNKS, {"stage3_leaf_bytes": 25_000}], ids=["layers", "chunks", "blocks"])
-def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
+def test_peak_of_gathered_elements(ranks: Any, keys: dict[str, Any]) -> None:
     router = 44 if keys == CHUNKS else 0  # is used while a chunk is
     for budget, most, largest, predicted in ranks(2).run(live_case, keys):
         assert (most - router) * 12 <= budget, (most, budget)
@@ -32,47 +32,48 @@ def test_what_is_gathered_at_a_time(ranks: Any, keys: dict[str, Any]) -> None:
 
 
 def live_case(keys: dict[str, Any]) -> tuple[int, int, int, int]:
-    """The budget; elements gathered at a time, the largest unit, and what the report says."""
+    """Return the budget, the elements gathered at a time, the largest unit, and the report's prediction."""
     job = job_of(mixtures.Mixtures, zero=TIGHT)
     most: list[int] = []
 
     def look(engine: Any) -> None:
-        most.append(engine.optimizer.gathers["dense"].live.most)
+        most.append(engine.optimizer.gathers["dense"].live.peak)
 
     training.train(job, {"stage": 3, **keys}, look)
     budget = 10**9 if keys == AUTO else keys["stage3_leaf_bytes"]
     model = mixtures.Mixtures((13, 7))
-    found = choose(model, Settings(budget, 0, 10**9))
-    sizes = [one.numel for one in found if one.kind.value == "coarse"]
-    sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for one in found for chunk in one.chunks]
+    choices = choose(model, Settings(budget, 0, 10**9))
+    sizes = [choice.numel for choice in choices if choice.kind.value == "coarse"]
+    sizes += [sum(numel_of(p) for e in chunk for p in e.parameters()) for choice in choices for chunk in choice.chunks]
     return (
         budget,
         most[0],
         max(sizes),
-        predicted_live(found, model, LiveLimits(10**9, 0, 0, 0)),
+        predicted_live(choices, model, LiveLimits(10**9, 0, 0, 0)),
     )
 
 
-def test_what_persists_stays_before_the_record_is_complete(ranks: Any) -> None:
+def test_persistent_parameters_stay_during_first_step(ranks: Any) -> None:
     for plain, units, stock in ranks(2).run(persistent_case):
         assert plain == units == [True] * 3 and not any(stock[:1]), (plain, units, stock)
 
 
 def persistent_case() -> list[list[bool]]:
-    """Whether all small parameters are there after each of three forwards, with ours, without and with units, and with
-    stock."""
-    found, ours = [], {"paro_strategy": "GGG"}
+    """Return whether all small parameters are available after each of three forwards: with our optimizer without and
+    with units, and with stock.
+    """
+    rows, ours = [], {"paro_strategy": "GGG"}
     for keys in (ours, {**ours, "stage3_module_granularity_threshold": 60}, {"stage": 3}):
         job = job_of(mixtures.Mixtures, zero={"stage3_param_persistence_threshold": 100})
         engine, model = training.make_engine(job, keys)
-        there = []
+        available = []
         for x, _ in (next(training.batches(job)) for _ in range(3)):
             engine(x)
             small = [p for p in model.parameters() if p.ds_persist]
-            there.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
-        found.append(there)
+            available.append(all(p.ds_status == ZeroParamStatus.AVAILABLE for p in small) and len(small) > 20)
+        rows.append(available)
         engine.destroy()
-    return found
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def persistent_case() -> list[list[bool]]:
         *deep((4, "Mixtures", "IIG", CHUNKS), (4, "Mixtures", "GGG", AUTO)),
     ],
 )
-def test_checkpoints_know_neither_units_nor_windows(
+def test_checkpoints_do_not_depend_on_units_or_windows(
     ranks: Any, tmp_path: Path, world: int, network: str, strategy: str, keys: dict[str, Any]
 ) -> None:
     for losses, differences, off in ranks(world).run(checkpoint_case, str(tmp_path), network, keys, strategy):
@@ -94,11 +95,12 @@ def test_checkpoints_know_neither_units_nor_windows(
 def checkpoint_case(
     folder: str, network: str, keys: dict[str, Any], strategy: str
 ) -> tuple[list[list[float]], list[dict[str, float]], float | None]:
-    """Losses of a run, after a load out of units or windows, after a resume in these, and after a load into them; what
-    differs after these three; how far zero_to_fp32's weights are off."""
+    """Return the losses of a run, after a load from units or windows, after a resume with these, and after a load into
+    them; the differences after these three; and the distance of zero_to_fp32's weights.
+    """
     job = job_of(getattr(mixtures, network))
-    whole = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
-    plain, ours = training.placed(strategy, **whole), training.placed(strategy, **keys)
+    leaf_section = {"leaf_module": {"classes": ["PackedMixture"]}} if network == "Packed" else {}
+    plain, ours = training.placed(strategy, **leaf_section), training.placed(strategy, **keys)
     snaps: list[dict[str, Any]] = []
     losses = []
     for number, (zero, loads) in enumerate(((ours, (None,)), (plain, (0,)), (ours, (0, 1)))):
@@ -123,14 +125,15 @@ def checkpoint_case(
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_parameters_of_units_are_read_and_changed_alone(ranks: Any, keys: dict[str, Any]) -> None:
+def test_unit_parameters_are_read_and_changed_alone(ranks: Any, keys: dict[str, Any]) -> None:
     for same_inside, forwards in ranks(2).run(gathered_case, keys):
         assert same_inside and forwards == [True] * 3, (same_inside, forwards)
 
 
 def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
-    """Whether a forward inside of GatheredParameters, where one of a unit is changed, sees it; and whether forwards
-    after it do, with all of the unit gathered again, and with small ones that persist."""
+    """Return whether a change of one of a unit's parameters inside GatheredParameters is visible in a forward there,
+    and in later forwards, which gather the complete unit again; and the same with small persistent parameters.
+    """
     forwards = []
     for persistence in (0, 100, 10**6):
         job = job_of(mixtures.Mixtures, zero={**SMALL, "stage3_param_persistence_threshold": persistence})
@@ -155,13 +158,14 @@ def gathered_case(keys: dict[str, Any]) -> tuple[bool, list[bool]]:
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_without_an_optimizer_and_without_gradients(ranks: Any, keys: dict[str, Any]) -> None:
+def test_units_without_optimizer_or_gradients(ranks: Any, keys: dict[str, Any]) -> None:
     assert ranks(2).run(inference_case, keys) == [[True] * 4] * 2
 
 
 def inference_case(keys: dict[str, Any]) -> list[bool]:
-    """Whether an engine without an optimizer gives the model's output, in several forwards; then a training one in
-    eval mode between two steps."""
+    """Return whether an engine without an optimizer gives the model's output in several forwards, and a training
+    engine in eval mode between two steps.
+    """
     job = job_of(mixtures.Mixtures)
     torch.manual_seed(3)
     model = mixtures.Mixtures(job.sizes)
@@ -170,7 +174,7 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     del config["optimizer"]
     engine, *_ = deepspeed.initialize(model=model, config=config)
     with torch.no_grad():
-        same = [torch.equal(engine(x), expected(x)) for _ in range(3)]
+        equal = [torch.equal(engine(x), expected(x)) for _ in range(3)]
     engine.destroy()
     engine, model = training.make_engine(job, {"stage": 3, **keys})
     for _ in range(2):
@@ -183,14 +187,14 @@ def inference_case(keys: dict[str, Any]) -> list[bool]:
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         expected.load_state_dict(model.state_dict())
     with torch.no_grad():
-        same.append(torch.equal(engine(x), expected(x)) and bool(torch.isfinite(out).all()))
+        equal.append(torch.equal(engine(x), expected(x)) and bool(torch.isfinite(out).all()))
     engine.destroy()
-    return same
+    return equal
 
 
-def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
+def test_experts_out_of_order_raise_instead_of_hanging(ranks: Any) -> None:
     for error in ranks(2).run_expect_error(backwards_case):
-        assert error.type == "RuntimeError" and "enters its experts in another order than theirs" in error.message
+        assert error.type == "RuntimeError" and "does not run its experts in their order" in error.message
         (numbers,) = re.findall(r"window (\d+) of (\d+) after window (\d+)\.", error.message)
         entered, chunks, last = map(int, numbers)
         assert (entered, last) == (chunks - 2, chunks - 1), error.message
@@ -198,11 +202,11 @@ def test_experts_out_of_order_are_an_error_and_not_a_hang(ranks: Any) -> None:
 
 
 def backwards_case() -> None:
-    """Experts that are fetched in windows, and entered last to first."""
+    """Enter experts that are fetched in windows from last to first."""
     training.train(job_of(mixtures.Backwards), {"stage": 3, **CHUNKS})
 
 
-def test_a_second_engine_chooses_for_itself(ranks: Any) -> None:
+def test_second_engine_makes_its_own_choice(ranks: Any) -> None:
     for hooks in ranks(2).run(second_engine_case):
         assert hooks[1:] == [252, 28, 252] and hooks[0] < 252, hooks
 
@@ -224,36 +228,37 @@ def second_engine_case() -> list[int]:
 
 
 @pytest.mark.parametrize("keys", [CHUNKS, *deep(AUTO)], ids=["chunks", "layers"])
-def test_gradients_are_freed_after_evaluation_and_checkpointing(ranks: Any, keys: dict[str, Any]) -> None:
+def test_gradients_are_freed_after_evaluation_and_recompute(ranks: Any, keys: dict[str, Any]) -> None:
     for most in ranks(2).run(gradients_case, keys):
         assert max(most) <= 1.3 * 1936, most  # a layer and what is beside it, not all three
 
 
 def gradients_case(keys: dict[str, Any]) -> list[int]:
-    """The most elements of gradients that are there at a time in steps: plain, after a forward that only one rank
-    keeps and an evaluation, and with checkpointing."""
+    """Return the largest number of gradient elements at a time in steps: plain, after a forward that only one rank
+    keeps and an evaluation, and with checkpointing.
+    """
     most = []
     for checkpointing in (None, False):
         job = job_of(mixtures.Deep, checkpointing=checkpointing, zero={**SMALL, "reduce_bucket_size": 100})
         engine, model = training.make_engine(job, {"stage": 3, **keys})
         params = list(model.parameters())
-        seen = [0]
+        peak = [0]
 
-        def count(_: Any, params: list[Any] = params, seen: list[int] = seen) -> None:
-            seen[0] = max(seen[0], sum(p.grad.numel() for p in params if p.grad is not None))
+        def count(_: Any, params: list[Any] = params, peak: list[int] = peak) -> None:
+            peak[0] = max(peak[0], sum(p.grad.numel() for p in params if p.grad is not None))
 
         hooks = [p.register_post_accumulate_grad_hook(count) for p in params]
-        kept = []
+        outputs = []
         data = training.batches(job)
         for step in range(2):
             if step == 1:
                 with torch.no_grad():
                     engine(next(data)[0])
                 out = engine(next(data)[0])
-                kept += [out] if dist.get_rank() == 0 else []
+                outputs += [out] if dist.get_rank() == 0 else []
             training.micro_step(engine, job, 0, *next(data))
             engine.step()
-        most.append(seen[0])
+        most.append(peak[0])
         for hook in hooks:
             hook.remove()
         engine.destroy()
@@ -261,32 +266,35 @@ def gradients_case(keys: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("keys", [AUTO, *deep(CHUNKS)], ids=["layers", "chunks"])
-def test_parameters_frozen_or_thawed_or_left_out(ranks: Any, keys: dict[str, Any]) -> None:
+def test_frozen_thawed_and_unused_parameters(ranks: Any, keys: dict[str, Any]) -> None:
     for off in ranks(2).run(frozen_case, keys):
         assert max(off) <= 1e-5, off
 
 
 def frozen_case(keys: dict[str, Any]) -> list[float]:
-    """How far from stock weights are, where some parameters are frozen later, thawed later, or not the optimizer's;
-    copies of the model are made meanwhile."""
+    """Return the distance to stock weights if parameters are frozen later, thawed later, or not in the optimizer.
+    Copies of the model are made meanwhile.
+    """
 
     def train(zero: dict[str, Any], how: str) -> torch.Tensor:
         job = job_of(mixtures.Mixtures, clipping=0.0)
         torch.manual_seed(2)
         model = mixtures.Mixtures(job.sizes)
-        some = [*model.layers[0].mixture.experts[1].parameters(), model.layers[1].mixer.first.weight]
-        for param in some:
+        changed_params = [*model.layers[0].mixture.experts[1].parameters(), model.layers[1].mixer.first.weight]
+        for param in changed_params:
             param.requires_grad_(how != "thawed")
-        given = [p for p in model.parameters() if how != "left out" or all(p is not one for one in some)]
+        optimizer_params = [
+            p for p in model.parameters() if how != "left out" or all(p is not excluded for excluded in changed_params)
+        ]
         engine, *_ = deepspeed.initialize(
             model=model,
-            model_parameters=[p for p in given if p.requires_grad],
+            model_parameters=[p for p in optimizer_params if p.requires_grad],
             config=training.configuration(job, {"stage": 3, **zero}),
         )
         data = training.batches(job)
         for step in range(3):
             if step == 1 and how != "left out":
-                for param in some:
+                for param in changed_params:
                     param.requires_grad_(how == "thawed")
             training.micro_step(engine, job, 0, *next(data))
             engine.step()

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Packed experts in windows train what unmodified ZeRO-3 trains, with two windows gathered at a time."""
+"""Packed experts in windows train like unmodified ZeRO-3, with two windows gathered at a time."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ SOME = [("Mixtral", ("grouped_mm",)), ("DeepseekV3", ("batched_mm",)), ("GptOss"
 
 
 def make_model(name: str, implementation: str = "eager") -> Any:
-    """A causal language model, of random weights."""
+    """Return a causal language model with random weights."""
     import transformers
 
     torch.manual_seed(5)
@@ -52,14 +52,16 @@ def make_model(name: str, implementation: str = "eager") -> Any:
 
 
 def two_experts(name: str) -> int:
-    """The budget of two of a model's experts."""
+    """Return the budget for two of a model's experts."""
     return 2 * max(expert_bytes(module) for module in make_model(name).modules())
 
 
 def train(
     name: str, zero: dict[str, Any], implementation: str = "eager", look: Callable[[Any], Any] = lambda engine: None
 ) -> tuple[list[float], Any, Any]:
-    """Train two steps: losses, whole weights, and what ``look`` sees at the end. Ranks have their own tokens."""
+    """Train two steps; return losses, full weights, and the result of ``look`` at the end. Ranks have their own
+    tokens.
+    """
     model = make_model(name, implementation)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     leaves = [] if "stage3_leaf_bytes" in zero else [f"{name}Experts"]  # else stock finds that ranks differ
@@ -81,21 +83,21 @@ def train(
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    seen = look(engine)
+    observed = look(engine)
     weights = training.whole_weights(model)
     engine.destroy()
-    return losses, weights, seen
+    return losses, weights, observed
 
 
-def off(found: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any]) -> tuple[float, float]:
-    """How far losses are off, and weights, relative to the largest."""
-    losses = max(abs(a - b) for a, b in zip(found[0], expected[0], strict=True))
-    return losses, ((found[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
+def off(run: tuple[list[float], Any, Any], expected: tuple[list[float], Any, Any]) -> tuple[float, float]:
+    """Return the distance of losses, and of weights relative to the largest."""
+    losses = max(abs(a - b) for a, b in zip(run[0], expected[0], strict=True))
+    return losses, ((run[1] - expected[1]).abs().max() / expected[1].abs().max()).item()
 
 
 def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
-    """The windows of each module that has some."""
-    return [one.windows for one in windowed_modules(engine.module)]
+    """Return the windows of each module that has windows."""
+    return [windowed.windows for windowed in windowed_modules(engine.module)]
 
 
 @since(transformers="5.0")  # the first to pack experts
@@ -103,22 +105,22 @@ def windows_in(engine: Any) -> list[list[tuple[int, ...]]]:
 def test_every_architecture_and_implementation(ranks: Any, name: str, implementations: tuple[str, ...]) -> None:
     for implementation, losses, weights, windows in ranks(2).run(architecture_case, name, implementations)[0]:
         assert losses <= 2e-5 and weights <= 1e-5, (implementation, losses, weights)
-        assert windows and all(len(some) >= 3 for some in windows), (implementation, windows)
+        assert windows and all(len(module_windows) >= 3 for module_windows in windows), (implementation, windows)
 
 
 def architecture_case(name: str, implementations: Sequence[str]) -> list[tuple[str, float, float, Any]]:
-    """With a budget of two experts: how far from stock, and the windows."""
+    """Return the distance to stock and the windows, with a budget for two experts."""
     stock = train(name, {"stage": 3})
     rows = []
     for implementation in implementations:
         keys = {"stage": 3, "stage3_leaf_bytes": max(two_experts(name), least(name))}
-        found = train(name, keys, implementation=implementation, look=windows_in)
-        rows.append((implementation, *off(found, stock), found[2]))
+        run = train(name, keys, implementation=implementation, look=windows_in)
+        rows.append((implementation, *off(run, stock), run[2]))
     return rows
 
 
 def least(name: str) -> int:
-    """The least budget of a model."""
+    """Return the smallest budget of a model."""
     return max(_least_bytes(module) for module in make_model(name).modules())
 
 
@@ -127,7 +129,7 @@ OVERLAP = {"overlap_comm": True, "reduce_bucket_size": 10_000}
 
 
 def strategies_case(names: Sequence[str], network: str, more: dict[str, Any], size: int = 2) -> list[Any]:
-    """Strategies against stock with the mixture as a leaf module."""
+    """Compare strategies with stock that has the mixture as a leaf module."""
     variants = [training.placed(name, size, **WINDOWS) for name in names]
     return training.against(
         job_of(getattr(mixtures, network), **{"steps": 2, "accumulation": 2, **more}), variants, BY_HAND
@@ -165,7 +167,7 @@ def test_every_strategy(ranks: Any, world: int, size: int, names: Sequence[str])
     ],
     ids=lambda more: str(more).replace("'", "")[:50],
 )
-def test_with_what_else_may_be_set(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
+def test_other_options(ranks: Any, network: str, more: dict[str, Any], world: int) -> None:
     check(ranks(world).run(strategies_case, ("IIG", "GGG"), network, more)[0], losses=1e-5)  # of about 10
 
 
@@ -178,18 +180,19 @@ def test_16_bits_and_overflow(ranks: Any, dtype: str, digits: int) -> None:
         assert row.replicas_equal and row.same_decisions, row
 
 
-def test_what_is_gathered_at_a_time_and_what_travels(ranks: Any) -> None:
+def test_peak_of_gathered_elements_and_bytes_sent(ranks: Any) -> None:
     for rows in ranks(4).run(measured_case):
-        for strategy, most, predicted, two, ours, whole in rows:
+        for strategy, most, predicted, two, ours, unwindowed in rows:
             assert two == most == predicted, (strategy, most, predicted)
-            assert ours["inter"] == whole["inter"], strategy
+            assert ours["inter"] == unwindowed["inter"], strategy
             # A piece of a window is not padded, as a chunk is.
-            assert ours["intra"] == pytest.approx(whole["intra"], rel=0.02), strategy
+            assert ours["intra"] == pytest.approx(unwindowed["intra"], rel=0.02), strategy
 
 
 def measured_case() -> list[Any]:
-    """For strategies: elements gathered at a time, predicted, and of two windows; bytes that this rank receives in
-    two steps with windows, and without."""
+    """Return for strategies: the elements gathered at a time, their prediction, and those of two windows; and the
+    bytes that this rank receives in two steps with windows, and without.
+    """
     tight = {**mixtures.SMALL, "stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
     start = collectives.pairwise_all_to_all
     counted: dict[str, int] = {}
@@ -212,26 +215,28 @@ def measured_case() -> list[Any]:
                     engine.step()
                 engine.optimizer.drain_parameters()
             traffic.append(dict(counted))
-            most.append(engine.optimizer.gathers["dense"].live.most)
+            most.append(engine.optimizer.gathers["dense"].live.peak)
             engine.destroy()
         plain = mixtures.Packed((13, 7))
-        found = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
-        predicted = predicted_live(found, plain, LiveLimits(10**9, 0, 0, 0))
+        choices = choose(plain, Settings(WINDOWS["stage3_leaf_bytes"], 0, 10**9))
+        predicted = predicted_live(choices, plain, LiveLimits(10**9, 0, 0, 0))
         rows.append((strategy, most[0], predicted, 2 * 2 * 273, *traffic))
     return rows
 
 
 @since(transformers="5.0")
 def test_generation_evaluation_and_access_to_parameters(ranks: Any) -> None:
-    for same, off_by, gathered, gradient, copied in ranks(2).run(access_case):
-        assert same and off_by <= 1e-6 and gathered and gradient <= 1e-5 and copied
+    for equal, off_by, gathered, gradient, copied in ranks(2).run(access_case):
+        assert equal and off_by <= 1e-6 and gathered and gradient <= 1e-5 and copied
 
 
 def access_case() -> tuple[bool, float, bool, float, bool]:
-    """Whether windows generate what stock does; evaluation's difference; whether a gathered parameter is whole and
-    a change of it is used; the difference of a gradient; whether a copy of the experts has weights of its own."""
+    """Return whether generation equals stock's; the difference of an evaluation; whether a gathered parameter is
+    complete and a change of it is used; the difference of a gradient; and whether a copy of the experts has its own
+    weights.
+    """
     ids = torch.arange(6).view(1, 6)
-    seen: list[Any] = []
+    results: list[Any] = []
     copies: list[bool] = []
 
     def look(engine: Any) -> None:
@@ -243,7 +248,7 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
         copies.append(not twin.forward(hidden, index, torch.ones(2, 1)).any())  # its hooks are the engine's
         weight = engine.module.model.layers[0].mlp.experts.down_proj
         with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
-            whole = tuple(weight.shape)
+            full_shape = tuple(weight.shape)
             weight.data.mul_(1.5)
         engine.eval()
         with torch.no_grad():
@@ -251,23 +256,25 @@ def access_case() -> tuple[bool, float, bool, float, bool]:
             tokens = engine.module.generate(ids, max_new_tokens=4, do_sample=False).tolist()
         engine.train()
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-        seen.append((loss, tokens, whole, safe_get_full_grad(weight)))
+        results.append((loss, tokens, full_shape, safe_get_full_grad(weight)))
         engine.step()
 
     train("Qwen3Moe", {"stage": 3}, look=look)
     train("Qwen3Moe", {"stage": 3, "stage3_leaf_bytes": least("Qwen3Moe")}, look=look)
-    (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = seen
+    (loss, tokens, shape, gradient), (our_loss, our_tokens, our_shape, ours) = results
     difference = ((gradient - ours).abs().max() / gradient.abs().max()).item()
     return tokens == our_tokens, abs(loss - our_loss), shape == our_shape, difference, all(copies)
 
 
-def test_a_backward_that_is_given_up_leaves_nothing(ranks: Any) -> None:
+def test_interrupted_backward_leaves_no_state(ranks: Any) -> None:
     for strategy, equal in ranks(2).run(given_up_case)[0].items():
         assert equal, strategy
 
 
 def given_up_case() -> dict[str, bool]:
-    """Whether weights are those of a run without the micro-step that raised in backward, between two windows."""
+    """Return whether weights equal those of a run without the micro-batch that raised in backward, between two
+    windows.
+    """
 
     class Interrupted(Exception):
         pass
@@ -299,14 +306,14 @@ def given_up_case() -> dict[str, bool]:
         engine.destroy()
         return weights
 
-    found = {}
+    equal_by_name = {}
     for name in ("IIG", "GGG", "ING"):
         zero = training.placed(name, **WINDOWS)
-        found[name] = bool(torch.equal(run(zero, False), run(zero, True)))
-    return found
+        equal_by_name[name] = bool(torch.equal(run(zero, False), run(zero, True)))
+    return equal_by_name
 
 
-def test_what_is_refused_or_stays_together(ranks: Any) -> None:
+def test_unsupported_experts_stay_together(ranks: Any) -> None:
     too_small, kinds = ranks(1).run(refused_case)[0]
     assert "one of the 7 packed experts of layers.0.mixture.experts needs 3,276, got 3,000" in too_small, too_small
     assert kinds["PackedExperts"] == ("windowed", "4 windows of at most 2 experts")
@@ -315,7 +322,9 @@ def test_what_is_refused_or_stays_together(ranks: Any) -> None:
 
 
 def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
-    """The error of a budget below one expert; what becomes of packed experts, and the beginning of why."""
+    """Return the error of a budget below one expert; and for each module with packed experts its kind and the start of
+    the reason.
+    """
 
     class UnknownExperts(mixtures.PackedExperts):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
@@ -338,9 +347,9 @@ def refused_case() -> tuple[str, dict[str, tuple[str, str]]]:
     models = (mixtures.Packed((13, 7)), UnknownExperts(10, 7), Block(mixtures.PackedExperts(10, 7), True))
     for label, model in zip(("PackedExperts", "Unknown", "Lent"), models, strict=True):
         inside = model if label != "Unknown" else Block(model, False)
-        found = choose(inside, Settings(6552, 0, 10**9))
-        one = next(row for row in summaries(found) if "Experts" in row.cls)
-        kinds[label] = one.kind, one.why
+        choices = choose(inside, Settings(6552, 0, 10**9))
+        summary = next(row for row in summaries(choices) if "Experts" in row.cls)
+        kinds[label] = summary.kind, summary.why
     return message, {
         "PackedExperts": (kinds["PackedExperts"][0], kinds["PackedExperts"][1].split(";")[0]),
         "Unknown": (kinds["Unknown"][0], kinds["Unknown"][1].split(", indices")[0]),

@@ -1,6 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A killed build does not block later ones; if it cannot be told dead, a process that waits says for what."""
+"""A killed build does not block later builds; if its death cannot be detected, waiting processes name what they wait
+for.
+"""
 
 import fcntl
 import multiprocessing
@@ -28,7 +30,7 @@ FORKED = multiprocessing.get_context("fork")
 
 
 def in_child(act: Callable[[], None]) -> int:
-    """Run this in a fork of the process; its exit code."""
+    """Run a function in a fork of the process, and return the exit code."""
     child = FORKED.Process(target=act)
     child.start()
     child.join(60)
@@ -44,7 +46,7 @@ def killed_while_it_builds(folder: Path) -> None:
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Warnings, which come early."""
+    """Record warnings, which appear early."""
     messages: list[str] = []
     monkeypatch.setattr(op_builder.logger, "warning", messages.append)
     monkeypatch.setattr(op_builder, "_UNKNOWN_SECONDS", 0.0)
@@ -54,11 +56,11 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def blocking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's file blocks by existing, as before torch 2.15."""
+    """Let the existence of torch's lock file block, as before torch 2.15."""
     monkeypatch.setattr(cpp_extension, "FileBaton", object(), raising=False)
 
 
-def test_ranks_build_where_a_build_was_killed(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_build_after_a_killed_build(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "tiny.cpp").write_text(TINY)
     assert in_child(lambda: killed_while_it_builds(tmp_path / "tiny")) == -signal.SIGKILL
     answers = ranks(2).run(real_build_case, str(tmp_path), timeout=60)
@@ -69,7 +71,9 @@ def test_ranks_build_where_a_build_was_killed(ranks: Any, tmp_path: Path) -> Non
 
 
 def real_build_case(root: str) -> tuple[bool, str]:
-    """Whether this rank has removed the lock of the dead, and what it has loaded, by way of torch."""
+    """Return whether this rank has removed the dead process's lock, and the library that it has loaded through
+    torch.
+    """
 
     class Tiny(LocoBuilder):
         NAME = "tiny"  # of one name torch knows one extension in a process
@@ -88,7 +92,7 @@ def real_build_case(root: str) -> tuple[bool, str]:
 
 
 def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
-    """What two say that wait for the folder until this is done, and then are in it together."""
+    """Return the messages of two processes that wait for the folder until this is done, and then use it together."""
     together = threading.Barrier(2, timeout=20)
 
     def build() -> None:
@@ -113,7 +117,7 @@ def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
 
 @pytest.mark.usefixtures("blocking")
 @pytest.mark.parametrize("last", ["unknown", "of another machine", "here, and of another machine before", "no flock"])
-def test_a_holder_that_may_be_alive_is_waited_for(
+def test_lock_of_a_possibly_live_holder_is_waited_for(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch, last: str
 ) -> None:
     lock = tmp_path / "lock"
@@ -135,7 +139,7 @@ def no_flock(*_: Any) -> None:
 
 
 @pytest.mark.usefixtures("blocking")
-def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) -> None:
+def test_lock_of_a_building_process_is_waited_for(tmp_path: Path, told: list[str]) -> None:
     builder = op_builder.built_once(tmp_path, "it")
     builder.__enter__()
     (tmp_path / "lock").touch()
@@ -148,9 +152,7 @@ def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) ->
     assert message.startswith("deepspeed_ext: waiting for another process, which builds it"), message
 
 
-def test_a_file_that_torch_locks_itself_is_no_obstacle(
-    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_locked_by_torch_does_not_block(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpp_extension, "FileBaton", raising=False)  # as in torch 2.15
     lock = tmp_path / "lock"
     lock.touch()  # left there after a build
@@ -164,7 +166,7 @@ def test_a_file_that_torch_locks_itself_is_no_obstacle(
 
 
 def built(folder: Path) -> None:
-    """Build, and end; a build that waits does not."""
+    """Build, and end; a waiting build does not end."""
     threading.Timer(10, lambda: os._exit(1)).start()
     with op_builder.built_once(folder, "it"):
         os._exit(0)

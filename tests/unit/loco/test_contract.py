@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""LoCo's numerical contract, as far as single operators fulfill it; what needs several ranks is in test_hop.py.
+"""LoCo's numerical contract for single operators; parts that need several ranks are tested in test_hop.py.
 
-S: the scale on the wire; r = h - d: what quantization takes from a compensated gradient.
+S: the scale on the wire; r = h - d: the quantization error of a compensated gradient.
 """
 
 import itertools
@@ -32,24 +32,24 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def student_t3(numel: int) -> Tensor:
-    """Heavy tails: as gradients of embeddings have them."""
+    """Return heavy-tailed numbers, like gradients of embeddings."""
     squares = normal(3, numel, seed=5).square().sum(0) / 3
     return normal(numel, seed=6) / squares.sqrt()
 
 
 class Sender:
-    """A rank's side of one message: what it sends, and the error that it keeps."""
+    """A rank's side of one bucket: its message, and its error."""
 
     def __init__(self, bits: int = 4, block: int = 128, dtype: torch.dtype = torch.uint8, **options: Any) -> None:
         self.packing, self.dtype, self.options = Packing(bits, block), dtype, options
         self.error: Tensor | None = None
 
     def send(self, gradient: Tensor) -> Tensor:
-        """Compress (rows, width); returns what arrives, fp32."""
+        """Compress (rows, width), and return the received values, fp32."""
         rows, width = gradient.shape
         self.wire = self.packing.empty(rows, width, gradient)
-        kept = Packing(8, self.packing.block_size)
-        size = kept.row_bytes(width) if self.dtype == torch.uint8 else kept.padded(width)
+        error_packing = Packing(8, self.packing.block_size)
+        size = error_packing.row_bytes(width) if self.dtype == torch.uint8 else error_packing.padded(width)
         new = torch.empty(rows, size, dtype=self.dtype)
         ops.compress(gradient, self.wire, self.packing, error=self.error, new_error=new, **self.options)
         self.error = new
@@ -62,21 +62,21 @@ class Sender:
         return arrived
 
     def kept(self, width: int) -> Tensor:
-        """The error that is kept, in fp32."""
+        """Return the error in fp32."""
         if self.error is None:
             return torch.zeros(1, width)
         hadamard = self.options.get("hadamard", False)
         return reference.decode_error(self.error, width, self.packing.block_size, hadamard)
 
     def steps(self, width: int) -> Tensor:
-        """S of each element."""
+        """Return S of each element."""
         scales = self.packing.scales(self.wire, width).float()
         return scales.repeat_interleave(self.packing.block_size, dim=1)[:, :width]
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_01_what_is_not_sent_is_the_error(bits: int, beta: float) -> None:
+def test_01_unsent_part_is_the_error(bits: int, beta: float) -> None:
     width = 1000
     sender = Sender(bits, dtype=torch.float32, beta=beta)
     for step in range(3):
@@ -91,20 +91,20 @@ def test_01_what_is_not_sent_is_the_error(bits: int, beta: float) -> None:
 def test_02_errors_telescope(dtype: torch.dtype, bound: float) -> None:
     width, beta, mean = 4096, 0.8, normal(1, 4096, seed=99)
     sender = Sender(dtype=dtype, beta=beta)
-    sent, given = torch.zeros(1, width, dtype=torch.float64), torch.zeros(1, width, dtype=torch.float64)
+    sent, total = torch.zeros(1, width, dtype=torch.float64), torch.zeros(1, width, dtype=torch.float64)
     for step in range(300):
         gradient = mean + normal(1, width, seed=step)
-        given += gradient
+        total += gradient
         sent += sender.send(gradient)
-    left = sender.kept(width).double() / (1 - beta)
-    assert ((given - sent - left).norm() / given.norm()) <= bound
-    assert ((given - sent).norm() / given.norm()) < 0.02  # without feedback 0.058
+    unsent = sender.kept(width).double() / (1 - beta)
+    assert ((total - sent - unsent).norm() / total.norm()) <= bound
+    assert ((total - sent).norm() / total.norm()) < 0.02  # without feedback 0.058
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("block", [32, 128, 4096])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_03_nothing_loses_more_than_half_a_step(bits: int, block: int, dtype: torch.dtype) -> None:
+def test_03_quantization_error_is_at_most_half_a_step(bits: int, block: int, dtype: torch.dtype) -> None:
     width = 8 * block + 5
     gradient = torch.stack([normal(width, seed=3), student_t3(width), normal(width).abs() + 1]).to(dtype)
     sender = Sender(bits, block)
@@ -148,7 +148,7 @@ def test_05_bytes(bits: int, block: int, width: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
-def test_08_what_is_not_finite_stays_visible_in_its_block(
+def test_08_nonfinite_values_stay_visible_in_their_block(
     bad: float, bits: int, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     width = 5 * 128
@@ -177,16 +177,16 @@ def test_08_sums_are_taken_in_fp32() -> None:
 
 @pytest.mark.parametrize("change", [2.0, 0.5, 4096.0])
 @pytest.mark.parametrize("kept", [torch.uint8, torch.bfloat16])
-def test_09_an_error_does_not_change_with_the_loss_scale(change: float, kept: torch.dtype) -> None:
+def test_09_error_does_not_depend_on_loss_scale(change: float, kept: torch.dtype) -> None:
     width = 640
-    one, other = Sender(dtype=kept, beta=0.8), Sender(dtype=kept, beta=0.8)
-    for sender in (one, other):
+    first, second = Sender(dtype=kept, beta=0.8), Sender(dtype=kept, beta=0.8)
+    for sender in (first, second):
         sender.options["unit"] = 8.0
         sender.send(8 * normal(1, width))
-    other.options["unit"] = 8.0 * change  # a power of two scales all bits alike
+    second.options["unit"] = 8.0 * change  # a power of two scales all bits alike
     gradient = normal(1, width, seed=1)
-    assert torch.equal(one.send(8 * gradient) * change, other.send(8 * change * gradient))
-    assert torch.equal(one.kept(width), other.kept(width))
+    assert torch.equal(first.send(8 * gradient) * change, second.send(8 * change * gradient))
+    assert torch.equal(first.kept(width), second.kept(width))
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -220,13 +220,13 @@ def test_11_any_size_and_alignment(numel: int, hadamard: bool) -> None:
         assert torch.equal(aligned.send(gradient.clone()), arrived)
         # Behind the end are zeros: they do not change the scale of what is before it.
         last = (numel - 1) // 128 * 128
-        whole = torch.zeros(1, 128, dtype=gradient.dtype)
-        whole[:, : numel - last] = gradient[:, last:]
+        padded = torch.zeros(1, 128, dtype=gradient.dtype)
+        padded[:, : numel - last] = gradient[:, last:]
         alone = Sender(beta=0.8, hadamard=hadamard)
-        assert torch.equal(alone.send(whole)[:, : numel - last], arrived[:, last:])
+        assert torch.equal(alone.send(padded)[:, : numel - last], arrived[:, last:])
 
 
-def test_11_rows_with_gaps_and_results_inside_others() -> None:
+def test_11_strided_rows_and_outputs() -> None:
     wide = normal(4, 1000)
     packing, gradient = Packing(4, 128), wide[:, 3:700]
     wires = [packing.empty(4, 697, gradient) for _ in range(2)]
@@ -252,9 +252,9 @@ def test_12_dtypes() -> None:
             ops.decompress(torch.zeros(1, 80, dtype=torch.uint8), torch.zeros(128, dtype=dtype), Packing(4, 128))
 
 
-def test_13_the_same_bits_whatever_the_threads() -> None:
+def test_13_bits_do_not_depend_on_threads() -> None:
     gradient, threads = normal(2, 100_000), torch.get_num_threads()
-    seen = []
+    results = []
     try:
         for count, _ in itertools.product((1, 2, 3), range(2)):
             torch.set_num_threads(count)
@@ -263,13 +263,13 @@ def test_13_the_same_bits_whatever_the_threads() -> None:
             sender.send(gradient)
             out = torch.empty(100_000)
             ops.decompress(sender.wire, out, sender.packing)
-            seen.append((sender.wire.clone(), sender.error.clone(), out))
+            results.append((sender.wire.clone(), sender.error.clone(), out))
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other, strict=True))
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
-def test_13_pieces_are_added_in_their_order() -> None:
+def test_13_pieces_are_summed_in_order() -> None:
     packing, values = Packing(8, 32), (1e8, 1.0, -1e8, 1.0)
     wire = packing.empty(4, 32, torch.empty(0))
     ops.compress(torch.tensor(values).view(4, 1).repeat(1, 32), wire, packing)
@@ -283,33 +283,35 @@ def test_13_pieces_are_added_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("error_bits", [8, 16])
-def test_15_errors_survive_another_padding_of_parts(error_bits: int) -> None:
+def test_15_errors_are_kept_if_padding_changes(error_bits: int) -> None:
     contents = ((ShardSpan(0, 0, 0, 1000),), (ShardSpan(0, 1, 0, 1000),))
     settings = LocoSettings(error_bits=error_bits)
     memory = ErrorFeedback(settings)
     unsent = {run: normal(1000, seed=run.row) for (run,) in contents}
     memory.load_errors(unsent, 1)
-    errors = [(1 - settings.err_beta) * values for values in unsent.values()]  # Note [Errors of buckets]
+    errors = [(1 - settings.err_beta) * values for values in unsent.values()]  # Note [Bucket errors]
     for splits in ([1000, 1000], [1040, 1040], [1008, 1008]):
-        kept, _ = memory.buffers(contents, splits, "cpu")
-        rows = memory._decode(kept, splits).view(2, -1)
+        stored, _ = memory.buffers(contents, splits, "cpu")
+        rows = memory._decode(stored, splits).view(2, -1)
         assert rows.shape[1] == splits[0] and not rows[:, 1000:].any()
         for row, expected in zip(rows, errors, strict=True):
             assert (row[:1000] - expected).norm() < 0.02 * expected.norm()
         memory.finish_step(False)
 
 
-def test_a_sample_of_one_message_has_its_relative_error() -> None:
+def test_sample_measures_relative_error_of_a_message() -> None:
     width, sender, sample = 2**14, Sender(beta=0.8), sampling.Sampling()
     for step in range(2):
         gradient, before, error = normal(1, width, seed=step), sender.kept(width), sender.error
-        with mock.patch.object(sampling, "LOOK", 2**12):
-            sample.begin(look=True)
-            blocks, *others = [sample.blocks(width, sender.packing) for _ in range(3)]
-            assert blocks is not None and others == [None, None]
-            given = sampling.compensated(gradient, error, blocks, unit=1.0, block_size=128)
-            assert given.numel() <= 2**12
+        with mock.patch.object(sampling, "SAMPLE_NUMEL", 2**12):
+            sample.restart(samples_next=True)
+            blocks, *later_blocks = [sample.blocks(width, sender.packing) for _ in range(3)]
+            assert blocks is not None and later_blocks == [None, None]
+            quantizer_input = sampling.compensate(gradient, error, blocks, unit=1.0, block_size=128)
+            assert quantizer_input.numel() <= 2**12
             arrived = sender.send(gradient)
-            sample.note(given, sender.wire, width, sender.packing)
-        whole = gradient + before
-        assert sample.relative_error == pytest.approx(((whole - arrived).norm() / whole.norm()).item(), rel=0.1)
+            sample.record_error(quantizer_input, sender.wire, width, sender.packing)
+        compensated = gradient + before
+        assert sample.relative_error == pytest.approx(
+            ((compensated - arrived).norm() / compensated.norm()).item(), rel=0.1
+        )

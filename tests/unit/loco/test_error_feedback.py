@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of messages: cost of finding them, changes of buckets, and host memory.
+"""Error feedback: cost of finding errors, changes of buckets, and host memory.
 
 Copies between devices are recorded on the meta device, which does not execute them.
 """
@@ -26,22 +26,22 @@ NUMEL = 8  # elements of a run: few, so that time is that of bookkeeping
 
 
 def messages_of(groups: int, messages: int, shift: int = 0) -> list[Contents]:
-    """Buckets where g = G: each has a run of every group's row."""
+    """Return buckets as with g = G: each has a span of every group's row."""
     starts = range(shift, shift + messages * NUMEL, NUMEL)
     return [tuple((ShardSpan(0, row, start, NUMEL),) for row in range(groups)) for start in starts]
 
 
 def take(feedback: ErrorFeedback, messages: list[Contents]) -> None:
-    """What a step does with its messages."""
+    """Update the errors of a step's buckets."""
     for contents in messages:
         old, new = feedback.buffers(contents, [NUMEL] * len(contents), "cpu")
         new.zero_() if old is None else new.copy_(old)
-        feedback.keep(contents, new)
+        feedback.store(contents, new)
     feedback.finish_step(True)
 
 
 def calls(groups: int, messages: int, changes: bool) -> float:
-    """Calls of Python functions for each run."""
+    """Return the number of Python calls for each span."""
     counted = 0
 
     def count(_frame: Any, event: str, _argument: Any) -> None:
@@ -62,28 +62,28 @@ def calls(groups: int, messages: int, changes: bool) -> float:
 
 
 @pytest.mark.parametrize("changes", [False, True], ids=["first", "changed"])
-def test_bookkeeping_grows_as_the_number_of_runs(changes: bool) -> None:
+def test_bookkeeping_calls_are_proportional_to_spans(changes: bool) -> None:
     few = calls(4, 16, changes)
     assert calls(32, 16, changes) < 2 * few  # groups
     assert calls(4, 128, changes) < 2 * few  # messages: bisection adds their logarithm
 
 
-def test_spans_are_found_by_their_elements() -> None:
+def test_span_map_finds_overlaps() -> None:
     spans: SpanMap[str] = SpanMap()
     for start, numel, name in ((20, 10, "c"), (0, 10, "a"), (10, 5, "b"), (30, 0, "nothing")):
         spans.add(ShardSpan(0, 1, start, numel), name)
 
     def names(start: int, numel: int, row: int = 1) -> str:
-        return "".join(name for _, name in spans.over(ShardSpan(0, row, start, numel)))
+        return "".join(name for _, name in spans.overlapping(ShardSpan(0, row, start, numel)))
 
     assert names(0, 100) == "abc" and names(0, 100, row=0) == ""
     assert names(9, 1) == "a" and names(10, 1) == "b" and names(14, 6) == "b" and names(15, 5) == ""
     assert names(14, 7) == "bc" and names(29, 5) == "c" and names(30, 5) == "" and names(12, 0) == ""
-    assert [name for _, name in spans.take(ShardSpan(0, 1, 5, 6))] == ["a", "b"]
+    assert [name for _, name in spans.pop_overlapping(ShardSpan(0, 1, 5, 6))] == ["a", "b"]
     assert names(0, 100) == "c"
 
 
-def test_errors_follow_their_elements_into_other_messages() -> None:
+def test_errors_follow_elements_into_other_buckets() -> None:
     generator = torch.Generator().manual_seed(0)
     numel = 64
     values = {row: torch.randint(-7, 8, (numel,), generator=generator).float() for row in (0, 1)}
@@ -106,14 +106,14 @@ def test_errors_follow_their_elements_into_other_messages() -> None:
             expected = [torch.cat([values[r.row][r.start : r.start + r.numel] for r in part]) for part in contents]
             assert torch.equal(feedback._decode(old, splits), torch.cat(expected) / 2)
         feedback.finish_step(True)
-    found = {row: torch.zeros(numel) for row in values}
+    loaded = {row: torch.zeros(numel) for row in values}
     for run, numbers in feedback.errors_in(feedback.states()):
-        found[run.row][run.start : run.start + run.numel] += numbers
-    assert all(torch.equal(found[row], values[row]) for row in values)
+        loaded[run.row][run.start : run.start + run.numel] += numbers
+    assert all(torch.equal(loaded[row], values[row]) for row in values)
 
 
-def test_errors_are_loaded_into_other_settings() -> None:
-    """Errors of sums in older checkpoints were in blocks of 128, and added whole."""
+def test_errors_are_loaded_with_other_settings() -> None:
+    """Errors of sums in older checkpoints have blocks of 128, and are not averaged."""
     unsent = torch.randn(200, generator=torch.Generator().manual_seed(0))
     old, feedback = ErrorFeedback(LocoSettings(err_beta=0.0)), ErrorFeedback(UpdateSettings().sums)
     run = ShardSpan(0, 0, 0, 200)
@@ -121,11 +121,11 @@ def test_errors_are_loaded_into_other_settings() -> None:
     old.buffers(((run,),), [200], "cpu")
     old.finish_step(False)
     feedback.load_states(old.states())
-    ((_, found),) = feedback.errors_in(feedback.states())
-    assert feedback.steps == 7 and (found - unsent).abs().max() < 0.02 * unsent.abs().max()
+    ((_, error),) = feedback.errors_in(feedback.states())
+    assert feedback.steps == 7 and (error - unsent).abs().max() < 0.02 * unsent.abs().max()
 
 
-def test_errors_that_wait_for_their_message_count_as_kept() -> None:
+def test_unassigned_errors_count_as_memory() -> None:
     feedback = ErrorFeedback(LocoSettings())
     feedback.load_errors({ShardSpan(0, 0, 0, 100): torch.ones(100), ShardSpan(0, 1, 0, 50): torch.ones(50)}, steps=3)
     assert feedback.nbytes() == 150 * torch.float32.itemsize
@@ -135,24 +135,24 @@ def test_sums_in_4_bits_have_smaller_blocks_by_default() -> None:
     assert UpdateSettings().sums == LocoSettings(block_size=32)
     assert UpdateSettings(bits=8, resync_T=9).sums == LocoSettings(bits=8, block_size=128, reset_T=9)
     assert UpdateSettings(block_size=64).sums == LocoSettings(block_size=64)
-    assert [UpdateSettings(block_size=given).difference_block for given in (None, 32)] == [128, 32]
+    assert [UpdateSettings(block_size=block_size).difference_block for block_size in (None, 32)] == [128, 32]
 
 
 class Copies(TorchDispatchMode):
-    """Copies between devices: from where, to where, whether the host waits."""
+    """Records copies between devices: source, target, and whether the host waits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, str, bool]] = []
+        self.records: list[tuple[str, str, bool]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See TorchDispatchMode."""
         kwargs = kwargs or {}
         if func is torch.ops.aten.copy_.default:
-            self.found.append((args[1].device.type, args[0].device.type, not (args[2:] or [False])[0]))
+            self.records.append((args[1].device.type, args[0].device.type, not (args[2:] or [False])[0]))
             return args[0]
         if func is torch.ops.aten._to_copy.default:
-            self.found.append((args[0].device.type, kwargs["device"].type, not kwargs.get("non_blocking", False)))
+            self.records.append((args[0].device.type, kwargs["device"].type, not kwargs.get("non_blocking", False)))
         return func(*args, **kwargs)
 
 
@@ -160,7 +160,7 @@ class Copies(TorchDispatchMode):
 def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
     width, pinned, empty = 300, [], torch.empty
 
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+    def pinned_empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
         pinned.extend([str(kwargs["device"])] if pin_memory else [])
         return empty(*args, **kwargs)
 
@@ -168,16 +168,16 @@ def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
     memory = ErrorFeedback(LocoSettings(), device="cpu", pinned=pins)
     contents = ((ShardSpan(0, 0, 0, width),),)
     with (
-        mock.patch.object(errors_of_messages.torch, "empty", made),
+        mock.patch.object(errors_of_messages.torch, "empty", pinned_empty),
         mock.patch.object(errors_of_messages, "get_accelerator", lambda: device),
     ):
         for step in range(2):
             for micro_batch in range(2):
                 with Copies() as copies:
                     old, new = memory.buffers(contents, [width], "meta")
-                    memory.keep(contents, new)
+                    memory.store(contents, new)
                 down, up = ("meta", "cpu", False), ("cpu", "meta", False)
-                assert copies.found == ([down] if (step, micro_batch) == (0, 0) else [up, down])
+                assert copies.records == ([down] if (step, micro_batch) == (0, 0) else [up, down])
                 assert (old is None) == ((step, micro_batch) == (0, 0)) and new.device.type == "meta"
             memory.finish_step(True)
         assert pinned == ["cpu"] * 2 * pins and not device.synchronize.called
@@ -186,14 +186,14 @@ def test_offloaded_errors_are_pinned_and_copied_once(pins: bool) -> None:
         assert device.synchronize.call_count == 1
 
 
-def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
+def test_errors_on_gradient_device_are_not_copied() -> None:
     memory, contents = ErrorFeedback(LocoSettings()), ((ShardSpan(0, 0, 0, 300),),)
     for step in range(2):
         with Copies() as copies:
             first, _ = memory.buffers(contents, [300], "cpu")
             old, new = memory.buffers(contents, [300], "cpu")
-            memory.keep(contents, new)
-        assert (first is None) == (step == 0) and old is new and not copies.found
+            memory.store(contents, new)
+        assert (first is None) == (step == 0) and old is new and not copies.records
         memory.finish_step(True)
 
 
@@ -206,7 +206,9 @@ def test_errors_on_the_device_of_gradients_are_not_copied() -> None:
         ({"device": "cpu", "pin_memory": False}, ("cpu", False)),
     ],
 )
-def test_errors_are_where_the_optimizer_is(offload: dict[str, Any] | None, expected: tuple[str | None, bool]) -> None:
+def test_errors_are_on_the_device_of_the_optimizer(
+    offload: dict[str, Any] | None, expected: tuple[str | None, bool]
+) -> None:
     section = None if offload is None else SimpleNamespace(**offload)
     engine = SimpleNamespace(_config=SimpleNamespace(zero_config=SimpleNamespace(offload_optimizer=section)))
-    assert setup._place_of_errors(engine) == expected
+    assert setup._error_device(engine) == expected

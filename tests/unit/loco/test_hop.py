@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The reduction between groups: the true mean for every shape and number of ranks, and its error feedback."""
+"""The LoCo hop between groups: the mean for every shape and number of ranks, and error feedback."""
 
 from typing import Any
 from unittest import mock
@@ -9,7 +9,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco.hop import LocoHop
 from tests.harness import snapshots, training
@@ -21,15 +21,17 @@ RESETS = ("NNN", "NNG", "NIG", "NGG", "ING", "IIG", "GGG")
 
 
 @pytest.mark.parametrize("world, bits", [(3, 4), (2, 8), *deep((2, 4), (5, 4), (6, 4), (3, 8), (5, 8), (6, 8))])
-def test_06_the_mean_for_every_shape_and_number_of_ranks(ranks: Any, world: int, bits: int) -> None:
+def test_06_hop_computes_mean_for_all_shapes_and_ranks(ranks: Any, world: int, bits: int) -> None:
     for rows in ranks(world).run(mean_case, bits):
-        for what, projection, excess in rows:
-            assert 0.97 < projection < 1.03, (what, projection)
-            assert excess <= 1, (what, excess)
+        for case, projection, excess in rows:
+            assert 0.97 < projection < 1.03, (case, projection)
+            assert excess <= 1, (case, excess)
 
 
 def mean_case(bits: int) -> list[tuple[str, float, float]]:
-    """Shape and dtype; projection of the result on the mean in fp64; largest error over its bound."""
+    """Return shape and dtype, the projection of the result on the fp64 mean, and the largest error relative to its
+    bound.
+    """
     world, rank = dist.get_world_size(), dist.get_rank()
     hop = LocoHop(dist.get_world_group(), "hop", LocoSettings(bits=bits))
     rows = []
@@ -39,22 +41,22 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
             ("unequal", [531 * i for i in range(world)]),
             ("one", [1] * world),
         ):
-            for same in (False, True):
+            for same_data in (False, True):
                 data = [
-                    torch.randn(sum(numels), generator=torch.Generator().manual_seed(0 if same else r)).to(dtype)
+                    torch.randn(sum(numels), generator=torch.Generator().manual_seed(0 if same_data else r)).to(dtype)
                     for r in range(world)
                 ]
                 part = slice(sum(numels[:rank]), sum(numels[: rank + 1]))
                 mean = torch.stack([d.double() for d in data]).mean(0)[part]
-                mine = Started(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
-                whole = Started(hop.all_reduce(data[rank] / world)).finish().double()
-                if mine.numel():
+                own_part = ActiveTransfer(hop.reduce_scatter(data[rank] / world, numels)).finish().double()
+                all_parts = ActiveTransfer(hop.all_reduce(data[rank] / world)).finish().double()
+                if own_part.numel():
                     steps = max(d.abs().max().item() for d in data) / (2 ** (bits - 1) - 1) * (1 + 2.0**-7)
                     bound = steps / 2 + 2 * torch.finfo(dtype).eps * mean.abs().max().item() + 1e-6
-                    projection = 1.0 if kind == "one" else ((mine @ mean) / (mean @ mean)).item()
-                    rows.append((f"{kind} {dtype}", projection, ((mine - mean).abs().max() / bound).item()))
+                    projection = 1.0 if kind == "one" else ((own_part @ mean) / (mean @ mean)).item()
+                    rows.append((f"{kind} {dtype}", projection, ((own_part - mean).abs().max() / bound).item()))
                 mean = torch.stack([d.double() for d in data]).mean(0)
-                projection = 1.0 if kind == "one" else ((whole @ mean) / (mean @ mean)).item()
+                projection = 1.0 if kind == "one" else ((all_parts @ mean) / (mean @ mean)).item()
                 rows.append((f"all-reduce {kind} {dtype}", projection, 0.0))
     return rows
 
@@ -68,7 +70,7 @@ def mean_case(bits: int) -> list[tuple[str, float, float]]:
         *deep(*((dtype, SKIPS) for dtype in ("fp16", "fp32"))),
     ],
 )
-def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
+def test_09_skipped_step_keeps_errors(ranks: Any, names: tuple[str, ...], dtype: str) -> None:
     for rows in ranks(4).run(skip_case, names, dtype):
         for name, applied, restored, count, moved, scales in rows:
             assert applied == [True, False, True], name
@@ -78,13 +80,13 @@ def test_09_a_skipped_step_leaves_errors_as_they_were(ranks: Any, names: tuple[s
 
 
 def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool], bool, int, bool, list[float]]]:
-    """Three steps; the second one overflows on one rank."""
+    """Take three steps, of which the second overflows on one rank."""
     # Norms that are not finite skip a step of stage 3 in any dtype; of stages 1 and 2 in fp32, too.
     job = training.Job(steps=3, accumulation=2, dtype=dtype, overflow=[(2, 1)], empty=False, zero=training.SMALL)
     rows = []
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, **LOCO))
-        data, kept, applied, scales = training.batches(job), [], [], []
+        data, errors_after_steps, applied, scales = training.batches(job), [], [], []
         for number in range(6):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
@@ -93,35 +95,39 @@ def skip_case(names: tuple[str, ...], dtype: str) -> list[tuple[str, list[bool],
                 scales.append(float(engine.optimizer.loss_scale))
                 memory = engine.optimizer.error_state
                 assert all(error.updated is None for error in memory._errors.values())
-                kept.append([e.kept.clone() for e in memory._errors.values() if e.kept is not None])
-        restored = all(torch.equal(a, b) for a, b in zip(kept[0], kept[1], strict=True))
-        moved = any(not torch.equal(a, b) for a, b in zip(kept[1], kept[2], strict=True))
+                errors_after_steps.append(
+                    [e.committed.clone() for e in memory._errors.values() if e.committed is not None]
+                )
+        restored = all(torch.equal(a, b) for a, b in zip(errors_after_steps[0], errors_after_steps[1], strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(errors_after_steps[1], errors_after_steps[2], strict=True))
         rows.append((name, applied, restored, memory.steps, moved, scales))
         engine.destroy()
     return rows
 
 
-def test_09_gradients_that_are_dropped_leave_errors_as_they_were(ranks: Any) -> None:
+def test_09_dropped_gradients_keep_errors(ranks: Any) -> None:
     assert ranks(4).run(dropped_case) == [True] * 4
 
 
 def dropped_case() -> bool:
-    """Whether zero_grad before a step restores what is kept. With p = N it drops nothing that was reduced."""
+    """Return whether zero_grad before a step restores the errors. With p = N it drops no reduced gradients."""
     job = training.Job(empty=False)
-    same = True
+    restored = True
     for name in ("IIG", "ING"):
         engine, _ = training.make_engine(job, training.placed(name, **LOCO))
         data, memory = training.batches(job), engine.optimizer.error_state
         training.micro_step(engine, job, 0, *next(data))
         engine.step()
-        before = [error.kept.clone() for error in memory._errors.values()]
+        before = [error.committed.clone() for error in memory._errors.values()]
         training.micro_step(engine, job, 1, *next(data))
-        same = same and any(error.updated is not None for error in memory._errors.values())
+        restored = restored and any(error.updated is not None for error in memory._errors.values())
         engine.optimizer.zero_grad()
-        after = [error.kept for error in memory._errors.values()]
-        same = same and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
+        after = [error.committed for error in memory._errors.values()]
+        restored = (
+            restored and all(torch.equal(a, b) for a, b in zip(before, after, strict=True)) and memory.steps == 1
+        )
         engine.destroy()
-    return same
+    return restored
 
 
 @pytest.mark.quick
@@ -129,53 +135,55 @@ def dropped_case() -> bool:
     "accumulation, names",
     [(1, ("NNN",)), (2, ("NGG", "IIG")), *deep((1, RESETS), (3, RESETS))],
 )
-def test_14_resets_count_steps_and_take_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
+def test_14_resets_count_steps_and_cover_all_parameters(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(reset_case, accumulation, names):
-        for name, kept, messages in rows:
-            assert kept == [True, True, False, True, True, False, True], name
+        for name, has_errors, messages in rows:
+            assert has_errors == [True, True, False, True, True, False, True], name
             # Once a step where the strategy crosses between groups once; in each micro-batch with g = G.
             assert messages == (accumulation if name[1] == "G" else 1), name
 
 
 def reset_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, list[bool], float]]:
-    """Whether errors are kept after each of seven steps with resets after three; how often each was updated."""
+    """Return whether there are errors after each of seven steps with resets after three, and how often each was
+    updated.
+    """
     job = training.Job(accumulation=accumulation, groups=2, empty=False, zero=training.SMALL)
     rows = []
     for name in names:
         loco = {"zeropp_loco_param": {"reset_T": 3}}
         engine, _ = training.make_engine(job, training.placed(name, **loco))
-        memory, data, kept, updates = engine.optimizer.error_state, training.batches(job), [], []
-        memory.keep = lambda contents, updated, updates=updates: updates.append(contents)
+        memory, data, has_errors, updates = engine.optimizer.error_state, training.batches(job), [], []
+        memory.store = lambda contents, updated, updates=updates: updates.append(contents)
         for number in range(7 * accumulation):
             training.micro_step(engine, job, number, *next(data))
             engine.step()
             if (number + 1) % accumulation == 0:
-                (state,) = {error.kept is not None for error in memory._errors.values()}  # all alike
-                kept.append(state)
-        rows.append((name, kept, len(updates) / 7 / len(memory._errors)))
+                (state,) = {error.committed is not None for error in memory._errors.values()}  # all alike
+                has_errors.append(state)
+        rows.append((name, has_errors, len(updates) / 7 / len(memory._errors)))
         engine.destroy()
     return rows
 
 
-def test_all_ranks_refuse_kernels_for_the_cpu_only(ranks: Any) -> None:
-    for rank, (given, lacking) in enumerate(ranks(2).run(lacking_case)):
-        assert not given
+def test_all_ranks_refuse_cpu_only_kernels(ranks: Any) -> None:
+    for rank, (error, lacking) in enumerate(ranks(2).run(lacking_case)):
+        assert not error
         where = "CPU only on another rank, but" if rank == 0 else "CPU only, but"
         assert f"The kernels of LoCo were built for the {where} the model is on cuda." in lacking
         assert "DS_BUILD_LOCO=1" in lacking and "zero_optimization.zeropp_loco_param" in lacking
 
 
 def lacking_case() -> tuple[str, str]:
-    """Errors where each rank has kernels for CUDA, and where the second one has none."""
+    """Return the errors if every rank has CUDA kernels, and if the second one has none."""
     from deepspeed_ext.loco import hop, ops
 
     device = mock.Mock(device_name=lambda: "cuda", current_device_name=lambda: "cpu")
-    found = []
+    errors = []
     for lacking in (False, dist.get_rank() == 1):
         kernels = ("CPU",) if lacking else ("CPU", "CUDA")
         with (
             mock.patch.object(hop, "get_accelerator", lambda: device),
             mock.patch.object(ops, "has_kernels", kernels.__contains__),
         ):
-            found.append(snapshots.error_of(hop.LocoHop, None, "hop", LocoSettings()))
-    return found[0], found[1]
+            errors.append(snapshots.error_of(hop.LocoHop, None, "hop", LocoSettings()))
+    return errors[0], errors[1]

@@ -1,7 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels give the reference's bits, are well-behaved operators, and can be missing: then messages are processed in
-pieces of bounded size."""
+"""Kernels match the reference bit for bit and are valid torch operators. Without kernels, the reference processes
+messages in pieces of bounded size.
+"""
 
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def error_like(packing: Packing, rows: int, width: int, dtype: torch.dtype) -> T
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
 @pytest.mark.parametrize("hadamard", [False, True])
-def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, block: int, hadamard: bool) -> None:
+def test_kernels_match_reference_bits(dtype: torch.dtype, bits: int, block: int, hadamard: bool) -> None:
     assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(0)
     packing = Packing(bits, block)
@@ -58,7 +59,7 @@ def test_kernels_give_the_bits_of_the_reference(dtype: torch.dtype, bits: int, b
                 assert torch.equal(*outs)
 
 
-def test_an_error_may_be_updated_in_place() -> None:
+def test_error_can_be_updated_in_place() -> None:
     packing, gradient = Packing(4, 128), torch.randn(2, 1000)
     old = error_like(packing, 2, 1000, torch.uint8)
     wire = packing.empty(2, 1000, gradient)
@@ -70,7 +71,7 @@ def test_an_error_may_be_updated_in_place() -> None:
 
 
 @pytest.mark.parametrize("values", [torch.float16, torch.bfloat16])
-def test_all_numbers_of_16_bits_pass(values: torch.dtype) -> None:
+def test_kernels_match_reference_on_all_16_bit_values(values: torch.dtype) -> None:
     """Loads and stores convert as torch does."""
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(values)
     finite = numbers[numbers.isfinite()]
@@ -96,9 +97,9 @@ def test_opcheck(kept: torch.dtype | None) -> None:
     torch.library.opcheck(torch.ops.deepspeed_paro.loco_compress.default, arguments)
     out = torch.zeros(300)
     torch.library.opcheck(torch.ops.deepspeed_paro.loco_decompress.default, (wire, out, 4, 128, 0.5, True))
-    updated, held = parameters(2, 300, torch.bfloat16)
-    torch.library.opcheck(torch.ops.deepspeed_paro.loco_difference.default, (updated, held, wire, 4, 128))
-    torch.library.opcheck(torch.ops.deepspeed_paro.loco_apply.default, (wire, held, 4, 128))
+    updated, replica = parameters(2, 300, torch.bfloat16)
+    torch.library.opcheck(torch.ops.deepspeed_paro.loco_difference.default, (updated, replica, wire, 4, 128))
+    torch.library.opcheck(torch.ops.deepspeed_paro.loco_apply.default, (wire, replica, 4, 128))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_opcheck(kept: torch.dtype | None) -> None:
         ({"error": 1}, "an error in 8 bits must be contiguous uint8"),
     ],
 )
-def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str) -> None:
+def test_operators_refuse_unsuitable_tensors(change: dict[str, int], message: str) -> None:
     gradient = torch.randn(2, 300)
     wire = torch.zeros(2, 208 + 16 * change.get("wire", 0), dtype=torch.uint8)
     error = torch.zeros(2, 400 + 16 * change.get("error", 0), dtype=torch.uint8)
@@ -121,7 +122,7 @@ def test_operators_refuse_what_does_not_fit(change: dict[str, int], message: str
         )
 
 
-def test_a_gpus_tensors_are_refused_by_kernels_for_the_cpu() -> None:
+def test_cpu_only_kernels_refuse_gpu_tensors() -> None:
     class OnGpu:
         dtype, device = torch.float32, torch.device("cuda", 0)
 
@@ -131,73 +132,75 @@ def test_a_gpus_tensors_are_refused_by_kernels_for_the_cpu() -> None:
 
 
 def parameters(rows: int, width: int, dtype: torch.dtype, step: float = 1e-3) -> tuple[Tensor, Tensor]:
-    """Updated ones and what is held of them, both as rows of a longer one."""
-    held = (torch.randn(rows, width + 5) * 0.02).to(dtype)
-    updated = (held.float() + step * torch.randn(rows, width + 5)).to(dtype)
-    return updated[:, 3 : 3 + width], held[:, 2 : 2 + width]
+    """Return updated parameters and their replica, both as rows of a longer tensor."""
+    replica = (torch.randn(rows, width + 5) * 0.02).to(dtype)
+    updated = (replica.float() + step * torch.randn(rows, width + 5)).to(dtype)
+    return updated[:, 3 : 3 + width], replica[:, 2 : 2 + width]
 
 
 @pytest.mark.parametrize("block", [32, 128, 4096])
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_differences_have_the_bits_of_the_reference(dtype: torch.dtype, bits: int, block: int) -> None:
+def test_differences_match_reference_bits(dtype: torch.dtype, bits: int, block: int) -> None:
     assert ops.has_kernels("CPU"), "conftest.py has built them"
     torch.manual_seed(0)
     packing = Packing(bits, block)
     for width in (1, 31, 129, 4100):
-        updated, held = parameters(3, width, dtype)
+        updated, replica = parameters(3, width, dtype)
         updated[1, 0] = float("nan")
         if width > 32:
-            updated[2] = held[2]
+            updated[2] = replica[2]
         wires = [torch.full((3, packing.row_bytes(width)), 7, dtype=torch.uint8) for _ in range(2)]
-        reference.difference(updated, held, wires[0], bits, block)
-        torch.ops.deepspeed_paro.loco_difference(updated, held, wires[1], bits, block)
+        reference.difference(updated, replica, wires[0], bits, block)
+        torch.ops.deepspeed_paro.loco_difference(updated, replica, wires[1], bits, block)
         assert torch.equal(*wires)
         both = [parameters(3, width, dtype)[1] for _ in range(2)]
         for target, run in zip(both, (reference.apply, torch.ops.deepspeed_paro.loco_apply), strict=True):
-            target.copy_(held)
+            target.copy_(replica)
             run(wires[0], target, bits, block)
         assert torch.equal(both[0].isnan(), both[1].isnan()) and both[0].isnan().any()
         assert torch.equal(both[0].nan_to_num(), both[1].nan_to_num())
-        assert width < 32 or torch.equal(both[1][2], held[2])
+        assert width < 32 or torch.equal(both[1][2], replica[2])
 
 
-def test_nothing_is_written_behind_a_row() -> None:
+def test_nothing_is_written_after_a_row() -> None:
     packing = Packing(4, 128)
     buffer = torch.randn(4, 1000)
-    before, held = buffer.clone(), buffer[:, 10:310]
-    wire = packing.empty(4, 300, held)
-    ops.difference(held + 0.1, held, wire, packing)
-    ops.apply(wire, held, packing)
+    before, replica = buffer.clone(), buffer[:, 10:310]
+    wire = packing.empty(4, 300, replica)
+    ops.difference(replica + 0.1, replica, wire, packing)
+    ops.apply(wire, replica, packing)
     assert torch.equal(buffer[:, :10], before[:, :10]) and torch.equal(buffer[:, 310:], before[:, 310:])
-    assert (held - before[:, 10:310] - 0.1).abs().max() < 0.01
+    assert (replica - before[:, 10:310] - 0.1).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", ops.DTYPES, ids=str)
-def test_what_is_not_sent_is_sent_later(dtype: torch.dtype, bits: int) -> None:
-    """Nothing drifts: what is held is within a step of the last difference, and a pause brings it home."""
+def test_unsent_differences_are_sent_later(dtype: torch.dtype, bits: int) -> None:
+    """There is no drift: the replica is within a quantization step of the last difference, and converges in a
+    pause.
+    """
     torch.manual_seed(1)
     packing, width = Packing(bits, 128), 1000
     master = torch.randn(1, width) * 0.02
-    held = master.to(dtype)
-    wire = packing.empty(1, width, held)
+    replica = master.to(dtype)
+    wire = packing.empty(1, width, replica)
     for number in range(200):
         master += 1e-3 * torch.randn(1, width) if number < 190 else 0.0
         updated = master.to(dtype)
-        ops.difference(updated, held, wire, packing)
-        ops.apply(wire, held, packing)
+        ops.difference(updated, replica, wire, packing)
+        ops.apply(wire, replica, packing)
         steps = packing.scales(wire, width).float().repeat_interleave(128, dim=1)[:, :width]
-        assert ((held.float() - updated.float()).abs() <= steps).all()
-    assert torch.equal(held, updated)
+        assert ((replica.float() - updated.float()).abs() <= steps).all()
+    assert torch.equal(replica, updated)
 
 
-def test_differences_refuse_what_does_not_fit() -> None:
+def test_differences_refuse_unsuitable_tensors() -> None:
     packing, updated = Packing(4, 128), torch.zeros(2, 300)
     wire = packing.empty(2, 300, updated)
-    for held in (updated.bfloat16(), updated[:, 1:], updated[:1]):
+    for unsuitable in (updated.bfloat16(), updated[:, 1:], updated[:1]):
         with pytest.raises(RuntimeError, match="the shape and the dtype of the updated parameters"):
-            ops.difference(updated, held, wire, packing)
+            ops.difference(updated, unsuitable, wire, packing)
     with pytest.raises(RuntimeError, match="wire must be contiguous uint8"):
         ops.apply(wire[:, 1:], updated, packing)
 
@@ -219,7 +222,7 @@ assert (out - gradient[0]).norm() < 0.2 * gradient.norm()
 """
 
 
-def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path: Any) -> None:
+def test_without_compiler_reference_runs_with_one_warning(tmp_path: Any) -> None:
     environment = {"PATH": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/nonexistent"}
     environment |= {"HOME": str(tmp_path), "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
@@ -228,20 +231,18 @@ def test_without_a_compiler_the_reference_runs_with_one_warning(tmp_path: Any) -
     assert done.returncode == 0, done.stderr
 
 
-def test_with_a_gpu_but_no_nvcc_the_warning_says_what_to_install(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_gpu_but_no_nvcc_warning_names_missing_package(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(ops, "_loaded", False)
-    monkeypatch.setattr(ops, "_failed", [])
+    monkeypatch.setattr(ops, "_build_errors", [])
     with pytest.warns(UserWarning, match="CUDA_HOME does not exist.*with a GPU also nvcc"):
         assert not ops.load_kernels()
     assert not list(tmp_path.rglob("lock"))
 
 
-def test_they_are_compiled_with_deepspeeds_flags_but_for_symbols() -> None:
+def test_kernels_use_deepspeed_flags_except_debug_symbols() -> None:
     from deepspeed_ext.op_builder import LocoBuilder
 
     builder = LocoBuilder()
@@ -252,11 +253,11 @@ BLOCK = 64
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest storage that operations make, those of the given tensors left out."""
+    """Records the bytes of the largest storage that operations allocate, except for given tensors."""
 
-    def __init__(self, *given: Tensor | None) -> None:
+    def __init__(self, *tensors: Tensor | None) -> None:
         super().__init__()
-        self._given = {tensor.untyped_storage().data_ptr() for tensor in given if tensor is not None}
+        self._given = {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None}
         self.nbytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -269,7 +270,7 @@ class Largest(TorchDispatchMode):
 
 
 def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool) -> tuple[list[Tensor], int]:
-    """What two steps and a sum of three pieces write, and bytes of the largest temporary."""
+    """Return the outputs of two steps and of a sum of three pieces, and the bytes of the largest temporary."""
     generator = torch.Generator().manual_seed(0)
     packing, written, largest, old = Packing(bits, BLOCK), [], 0, None
     for dtype in (torch.float32, torch.bfloat16):
@@ -277,10 +278,10 @@ def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool)
         gradient[0, width // 2] = float("nan")
         wire = torch.full((rows, packing.row_bytes(width)), 7, dtype=torch.uint8)
         new, out = error_like(packing, rows, width, kept).fill_(7), torch.empty(width, dtype=dtype)
-        with Largest(gradient, wire, old, new, out) as found:
+        with Largest(gradient, wire, old, new, out) as largest_storage:
             reference.compress(gradient, wire, old, new, bits, BLOCK, 0.8, 3.0, hadamard)
             reference.decompress(wire, out, bits, BLOCK, 1 / 3, hadamard)
-        written, largest, old = [*written, wire, new, out], max(largest, found.nbytes), new
+        written, largest, old = [*written, wire, new, out], max(largest, largest_storage.nbytes), new
     return written, largest
 
 
@@ -288,17 +289,19 @@ def message(bits: int, kept: torch.dtype, rows: int, width: int, hadamard: bool)
 @pytest.mark.parametrize("hadamard", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("kept", [torch.uint8, torch.float32, *deep(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_pieces_have_the_bits_of_the_whole(bits: int, kept: torch.dtype, hadamard: bool) -> None:
+def test_reference_pieces_match_one_pass(bits: int, kept: torch.dtype, hadamard: bool) -> None:
     for rows, width in ((3, 1000), (2, 1024), (3, 20)):
-        whole, _ = message(bits, kept, rows, width, hadamard)
+        expected, _ = message(bits, kept, rows, width, hadamard)
         for piece in (1, 5 * BLOCK):
             with mock.patch.object(reference, "PIECE", piece):
                 cut, _ = message(bits, kept, rows, width, hadamard)
-            assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(whole, cut, strict=True))
+            assert all(
+                torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, cut, strict=True)
+            )
 
 
 @pytest.mark.quick
-def test_temporaries_are_of_the_size_of_a_piece() -> None:
+def test_reference_temporaries_have_piece_size() -> None:
     with mock.patch.object(reference, "PIECE", 2**14):
         for rows, width in ((2, 2**14), (2, 2**18), (16, 2**15)):
             _, largest = message(4, torch.uint8, rows, width, hadamard=True)

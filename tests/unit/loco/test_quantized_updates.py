@@ -1,7 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updates that cross in few bits: replicas stay equal to the bit, and close to the optimizer's weights, also after
-copies, checkpoints and moves of states between steps."""
+"""Updates in few bits: replicas stay bit-identical, and close to the optimizer's weights, also after copies,
+checkpoints, and offloading between steps.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param,
 import deepspeed_ext
 from deepspeed_ext.comm.backends import make_reduce
 from deepspeed_ext.comm.spans import ShardSpan
-from deepspeed_ext.comm.transfer_queue import Started
+from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from deepspeed_ext.config.settings import UpdateSettings
 from deepspeed_ext.loco import ops, reference
 from deepspeed_ext.loco.hop import QuantizedSums
@@ -45,7 +46,7 @@ JOBS = {
 
 
 class Sent(NamedTuple):
-    """A difference on its way: what everybody is to hold then, what was sent, and how far apart these may be."""
+    """A difference in flight: the expected replica, the update, and their largest allowed distance."""
 
     held: Any
     expected: Any
@@ -54,14 +55,14 @@ class Sent(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What a strategy's run showed on this rank.
+    """Observations of a strategy's run on this rank.
 
     Attributes:
         messages: differences with elements that this rank sent.
-        as_decoded: whether parameters after a step were those before it plus the decoded difference.
-        close: whether they were within a quantization step of what was to be sent; a skipped step sent nothing.
-        equal: whether all ranks held the same after each step.
-        distance: to the optimizer's weights at the end, in the largest quantization steps of the last differences.
+        as_decoded: whether parameters after a step equal the previous ones plus the decoded difference.
+        close: whether they were within a quantization step of the update; a skipped step sends nothing.
+        equal: whether replicas were equal on all ranks after each step.
+        distance: distance to the optimizer's weights at the end, in the largest steps of the last differences.
     """
 
     messages: int
@@ -73,24 +74,24 @@ class Seen(NamedTuple):
 
 @contextlib.contextmanager
 def differences(sent: list[Sent]) -> Iterator[None]:
-    """Put down what is sent."""
+    """Record the differences that are sent."""
     difference = ops.difference
 
-    def noting(updated: Any, held: Any, wire: Any, packing: Any) -> None:
-        difference(updated, held, wire, packing)
+    def noting(updated: Any, replica: Any, wire: Any, packing: Any) -> None:
+        difference(updated, replica, wire, packing)
         width = updated.shape[1]
         if width:
             steps = packing.scales(wire, width).float().repeat_interleave(packing.block_size, dim=1)[:, :width]
-            expected = held.clone()
+            expected = replica.clone()
             reference.apply(wire, expected, packing.bits, packing.block_size)
-            sent.append(Sent(held, expected, updated.clone(), steps))
+            sent.append(Sent(replica, expected, updated.clone(), steps))
 
     with mock.patch.object(ops, "difference", noting):
         yield
 
 
 def run(job: Job, name: str) -> Seen:
-    """Train a strategy."""
+    """Train with a strategy."""
     engine, model = training.make_engine(job, training.placed(name, **{KEY: {}}))
     data = training.batches(job)
     messages, as_decoded, close, equal, largest = 0, True, True, True, 0.0
@@ -103,12 +104,12 @@ def run(job: Job, name: str) -> Seen:
             deepspeed_ext.wait_for_updates()
             if hasattr(engine.optimizer, "parameters"):
                 engine.optimizer.drain_parameters()
-        for one in sent:
-            as_decoded &= torch.equal(one.held, one.expected)
-            close &= bool(((one.expected.float() - one.updated.float()).abs() <= one.steps).all())
+        for difference in sent:
+            as_decoded &= torch.equal(difference.held, difference.expected)
+            close &= bool(((difference.expected.float() - difference.updated.float()).abs() <= difference.steps).all())
         close &= not sent or engine.was_step_applied()
         messages += len(sent)
-        largest = max((one.steps.max().item() for one in sent), default=largest)
+        largest = max((difference.steps.max().item() for difference in sent), default=largest)
         equal &= training.replicas_equal(training.whole_weights(model))
     everybody = torch.tensor([largest, distance_to_masters(engine)])
     torch.distributed.all_reduce(everybody, op=torch.distributed.ReduceOp.MAX)
@@ -118,7 +119,7 @@ def run(job: Job, name: str) -> Seen:
 
 
 def distance_to_masters(engine: Any) -> float:
-    """How far this rank's own elements are from the optimizer's weights, rounded to the parameters' dtype."""
+    """Return the distance of this rank's own elements to the optimizer's weights, rounded to the parameters' dtype."""
     worst, optimizer = 0.0, engine.optimizer
     for param in engine.module.parameters():
         if not param.requires_grad or not getattr(param, "ds_numel", param.numel()):
@@ -127,13 +128,13 @@ def distance_to_masters(engine: Any) -> float:
         if not span.numel:
             continue
         if hasattr(param, "ds_tensor"):
-            held = param.ds_tensor[: span.numel]
+            values = param.ds_tensor[: span.numel]
             master = safe_get_local_fp32_param(param).flatten()[: span.numel]
         else:
-            held = span.of(param.detach().flatten())
+            values = span.of(param.detach().flatten())
             master = param._hp_mapping.get_hp_fragment().flatten()
-        rounded = master.to(held.dtype).float()
-        worst = max(worst, (held.float() - rounded).abs().max().item())
+        rounded = master.to(values.dtype).float()
+        worst = max(worst, (values.float() - rounded).abs().max().item())
     return worst
 
 
@@ -143,13 +144,13 @@ IN_TURNS = [(job, DIFFERENCES[number % 3 :: 3]) for number, job in enumerate(JOB
 @pytest.mark.parametrize(
     "job, names", [*IN_TURNS[::4], *deep(*((job, DIFFERENCES) for job in JOBS))], ids=by_strategies
 )
-def test_replicas_are_equal_and_close_to_the_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(close_case, JOBS[job], names):
-        assert found.keys() == set(names)
-        for name, seen in found.items():
-            assert seen.messages >= (3 if "overflow" in job else 4), name
-            assert seen.as_decoded and seen.close and seen.equal, name
-            assert seen.distance <= 1, name
+def test_replicas_are_equal_and_close_to_weights(ranks: Any, job: str, names: tuple[str, ...]) -> None:
+    for runs in ranks(4).run(close_case, JOBS[job], names):
+        assert runs.keys() == set(names)
+        for name, observations in runs.items():
+            assert observations.messages >= (3 if "overflow" in job else 4), name
+            assert observations.as_decoded and observations.close and observations.equal, name
+            assert observations.distance <= 1, name
 
 
 def close_case(job: Job, names: tuple[str, ...]) -> dict[str, Seen]:
@@ -168,21 +169,25 @@ EXACT = {
 @pytest.mark.parametrize(
     "job, names", [("fp16, overlap", ("NIG", "IIG")), *deep(*((job, DIFFERENCES) for job in EXACT))], ids=by_strategies
 )
-def test_without_loss_a_run_is_the_run_without_the_key(ranks: Any, job: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(exact_case, EXACT[job], names):
-        for name, (same, messages) in found.items():
-            assert same and messages >= 3, (name, same, messages)
+def test_lossless_updates_do_not_change_training(ranks: Any, job: str, names: tuple[str, ...]) -> None:
+    for runs in ranks(4).run(exact_case, EXACT[job], names):
+        for name, (equal, messages) in runs.items():
+            assert equal and messages >= 3, (name, equal, messages)
 
 
 def exact_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, int]]:
-    """Whether losses, norms and weights are those without the key to the bit; messages that were not sent whole."""
+    """Return whether losses, norms, and weights equal those without the key, bit for bit; and the number of encoded
+    messages.
+    """
     rows = {}
     for name in names:
         with mock.patch.object(ops, "pack", wraps=ops.pack) as pack:
             ours = training.train(job, training.placed(name, **{KEY: {"bits": "exact"}}))
         other = training.train(job, training.placed(name))
-        same = torch.equal(ours.weights, other.weights) and ours._replace(weights=None) == other._replace(weights=None)
-        rows[name] = same, pack.call_count
+        equal = torch.equal(ours.weights, other.weights) and ours._replace(weights=None) == other._replace(
+            weights=None
+        )
+        rows[name] = equal, pack.call_count
     return rows
 
 
@@ -197,25 +202,26 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change, names", CHANGES.items(), ids=by_strategies)
-def test_what_others_have_changed_is_sent_whole(
+def test_changes_from_outside_are_sent_unencoded(
     ranks: Any, change: str, names: tuple[str, ...], tmp_path: Any
 ) -> None:
-    for found in ranks(4).run(change_case, change, names, str(tmp_path)):
-        for name, (before, after, equal) in found.items():
+    for distances in ranks(4).run(change_case, change, names, str(tmp_path)):
+        for name, (before, after, equal) in distances.items():
             assert before > 0, name  # or it would not show
             assert after == 0 and equal, (name, after)
 
 
 def change_case(change: str, names: tuple[str, ...], folder: str) -> dict[str, tuple[float, float, bool]]:
-    """The largest distance of parameters from the optimizer's weights on any rank, before the change and one step
-    after it; whether replicas are equal then."""
+    """Return the largest distance of parameters to the optimizer's weights on any rank, before the change and one step
+    after it, and whether replicas are equal then.
+    """
 
     def distance(engine: Any) -> float:
         if hasattr(engine.optimizer, "parameters"):
             engine.optimizer.drain_parameters()
-        found = torch.tensor(distance_to_masters(engine))
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.item()
+        distance = torch.tensor(distance_to_masters(engine))
+        dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+        return distance.item()
 
     # Sizes that allow DeepSpeed to set a rank's part.
     job, rows = Job((12, 36, 28, 8), zero=SMALL, dtype="bf16", optimizer="Adam", empty=False), {}
@@ -265,15 +271,15 @@ def _change(change: str, engine: Any, model: Any, folder: str, job: Job, data: A
 @pytest.mark.parametrize(
     "dtype, names", [("bf16", SUMS[1:2]), *deep(("bf16", SUMS), ("fp32", SUMS))], ids=by_strategies
 )
-def test_sums_come_back_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
-        for name, (equal, apart) in found.items():
+def test_gradient_sums_are_gathered_in_few_bits(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
+    for distances in ranks(4).run(sums_case, Job(zero=SMALL, dtype=dtype, accumulation=2, groups=2, steps=3), names):
+        for name, (equal, apart) in distances.items():
             assert equal, name
             assert 0 < apart < (5e-3 if dtype == "fp32" else 2e-2), (name, apart)
 
 
 def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]:
-    """Whether replicas are equal; how far weights are from those of a run without the key, of the largest one."""
+    """Return whether replicas are equal, and the relative distance of weights to those of a run without the key."""
     rows = {}
     for name in names:
         ours, exact = (training.train(job, training.placed(name, **key)) for key in ({KEY: {"bits": 8}}, {}))
@@ -282,17 +288,18 @@ def sums_case(job: Job, names: tuple[str, ...]) -> dict[str, tuple[bool, float]]
     return rows
 
 
-def test_what_a_sum_lacks_comes_with_the_next_one(ranks: Any) -> None:
-    for applied, skipped, same, noise in ranks(2).run(feedback_case):
-        assert same and applied < 0.01 and skipped > 0.05, (applied, skipped)
+def test_errors_of_sums_are_sent_with_next_sums(ranks: Any) -> None:
+    for applied, skipped, equal, noise in ranks(2).run(feedback_case):
+        assert equal and applied < 0.01 and skipped > 0.05, (applied, skipped)
         assert 0.9 < noise < 1.4, noise  # 2 if an error were added as a whole
 
 
 def feedback_case() -> tuple[float, float, bool, float]:
-    """How far the mean of 50 sums that come back is from the sum, in its largest element, where steps are applied and
-    where they are skipped; whether all ranks get the same bits; the squared distance of sums from ever new ones, in
-    that of the first one, to which no error was added."""
-    numel, off, same = 1001, [], True
+    """Return the distance of the mean of 50 gathered sums to the sum, if steps are applied and if they are skipped;
+    whether all ranks get the same bits; and the squared distance of changing sums, relative to that of the first one,
+    which has no error.
+    """
+    numel, off, equal = 1001, [], True
     for applied, varies in ((True, False), (False, False), (True, True)):
         generator, squares = torch.Generator().manual_seed(3), []
         gradient = torch.randn(numel, generator=generator)
@@ -300,25 +307,25 @@ def feedback_case() -> tuple[float, float, bool, float]:
         hop.sums = QuantizedSums(UpdateSettings().sums)
         total = torch.zeros(numel)
         for _ in range(50):
-            arrived = Started(hop.all_reduce(gradient.clone(), (ShardSpan(0, 0, 0, numel),))).finish()
-            same &= training.replicas_equal(arrived)
+            arrived = ActiveTransfer(hop.all_reduce(gradient.clone(), (ShardSpan(0, 0, 0, numel),))).finish()
+            equal &= training.replicas_equal(arrived)
             hop.sums.errors.finish_step(applied)
             total += arrived
-            wanted = gradient * dist.get_world_size()
-            squares.append((arrived - wanted).square().sum().item())
+            expected = gradient * dist.get_world_size()
+            squares.append((arrived - expected).square().sum().item())
             gradient = torch.randn(numel, generator=generator) if varies else gradient
-        off.append(((total / 50 - wanted).abs().max() / wanted.abs().max()).item())
-    return off[0], off[1], same, sum(squares[10:]) / 40 / squares[0]
+        off.append(((total / 50 - expected).abs().max() / expected.abs().max()).item())
+    return off[0], off[1], equal, sum(squares[10:]) / 40 / squares[0]
 
 
-def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any) -> None:
+def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: Any) -> None:
     for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
         assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")
         assert refused.endswith("Call engine.reload_states() before.") and saved
 
 
 def offloaded_case(folder: str) -> tuple[str, bool]:
-    """The error of a save while parameters are offloaded; whether a save after that succeeds."""
+    """Return the error of a save while parameters are offloaded, and whether a later save succeeds."""
     job = training.Job(zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("IIG", **{KEY: {}}))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
@@ -338,14 +345,16 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
     return error, Path(folder, "saved").is_dir()
 
 
-def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -> None:
-    told, *others = ranks(4).run(halves_case, str(tmp_path))
-    assert told == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
-    assert all(lines == [[], [], []] for lines in others)
+def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -> None:
+    warnings, *other_ranks = ranks(4).run(halves_case, str(tmp_path))
+    assert warnings == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
+    assert all(lines == [[], [], []] for lines in other_ranks)
 
 
 def halves_case(folder: str) -> list[list[str]]:
-    """Warnings of loads: of one half of an all-reduce into both, of both into one, of both into both."""
+    """Return the warnings of loads: errors of one half of an all-reduce into both, both into one, and both into
+    both.
+    """
     job = training.Job(zero={**training.SMALL, "zeropp_loco_param": {}}, empty=False)
     keys: dict[str, dict[str, Any]] = {"one": {}, "both": {KEY: {}}}
     for half, key in keys.items():
@@ -354,24 +363,25 @@ def halves_case(folder: str) -> list[list[str]]:
         engine.step()
         engine.save_checkpoint(folder, half)
         engine.destroy()
-    found = []
+    warnings_of_loads = []
     for saved, loaded in (("one", "both"), ("both", "one"), ("both", "both")):
         engine, _ = training.make_engine(job, training.placed("NII", **keys[loaded]))
         with logged() as lines:
             engine.load_checkpoint(folder, saved)
-        told = [line for level, line in lines if level == "WARNING" and "errors of" in line]
-        found.append([line.split(": ")[2] for line in told])
+        warnings = [line for level, line in lines if level == "WARNING" and "errors of" in line]
+        warnings_of_loads.append([line.split(": ")[2] for line in warnings])
         engine.destroy()
-    return found
+    return warnings_of_loads
 
 
-def test_padding_of_the_optimizers_weights_is_zero_behind_a_load(ranks: Any) -> None:
+def test_padding_of_optimizer_weights_is_zero_after_a_load(ranks: Any) -> None:
     assert ranks(4).run(padding_case) == [(True, True)] * 4
 
 
 def padding_case() -> tuple[bool, bool]:
-    """Whether the optimizer's weights have padding here or elsewhere, which is zero when they were taken anew from the
-    model, out of memory that was given up."""
+    """Return whether the optimizer's weights have padding here or on other ranks, and whether it is zero after they
+    were copied from the model into reused memory.
+    """
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
     optimizer, hold = engine.optimizer, FlatUpdates._hold
@@ -385,7 +395,7 @@ def padding_case() -> tuple[bool, bool]:
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]
-    counted = torch.tensor([float(sum(one.numel() for one in padding))])
+    counted = torch.tensor([float(sum(part.numel() for part in padding))])
     dist.all_reduce(counted)
     engine.destroy()
-    return bool(counted.item()), all(not one.any() for one in padding)
+    return bool(counted.item()), all(not part.any() for part in padding)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What LoCo has not sent yet, in checkpoints."""
+"""LoCo's residuals, its unsent gradients, in checkpoints."""
 
 import math
 import os
@@ -31,7 +31,7 @@ NAMES = ("NNN", "NII", "NIG", "NGG", "INI", "IIG", "IGG", "GGG")
     ],
     ids=str,
 )
-def test_15_a_run_that_is_resumed_is_the_run(
+def test_15_resumed_run_matches_uninterrupted_run(
     ranks: Any, names: tuple[str, ...], dtype: str, backend: str, tmp_path: Any
 ) -> None:
     for rows in ranks(4).run(resume_case, names, dtype, backend, str(tmp_path)):
@@ -40,11 +40,11 @@ def test_15_a_run_that_is_resumed_is_the_run(
 
 
 def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -> list[tuple[str, bool, bool, int]]:
-    """Train with and without a checkpoint in between; whether weights and errors are equal to the bit."""
+    """Train with and without a checkpoint in between; return whether weights and errors are equal bit for bit."""
     job, rows = snapshots.job_of(dtype), []
     with mock.patch.object(collectives, "backend_of", lambda group: backend):
         for name in names:
-            seen = []
+            runs = []
             for resumed in (False, True):
                 engine, model = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
                 steps = snapshots.steps_of(job, 5)
@@ -55,11 +55,13 @@ def resume_case(names: tuple[str, ...], dtype: str, backend: str, folder: str) -
                     engine.save_checkpoint(folder, name)
                 snapshots.run(engine, job, steps[3:], 3)
                 memory = engine.optimizer.error_state
-                errors = [error.kept for error in memory._errors.values()]
-                seen.append((training.whole_weights(model), errors, memory.steps))
+                errors = [error.committed for error in memory._errors.values()]
+                runs.append((training.whole_weights(model), errors, memory.steps))
                 engine.destroy()
-            (weights, errors, _), (again, same, steps) = seen
-            equal = len(errors) == len(same) > 0 and all(torch.equal(a, b) for a, b in zip(errors, same, strict=True))
+            (weights, errors, _), (again, resumed_errors, steps) = runs
+            equal = len(errors) == len(resumed_errors) > 0 and all(
+                torch.equal(a, b) for a, b in zip(errors, resumed_errors, strict=True)
+            )
             rows.append((name, torch.equal(weights, again), equal, steps + (dtype == "fp16")))
     return rows
 
@@ -71,28 +73,28 @@ FEW = [(2, 1, CROSSINGS[::2]), (6, 2, CROSSINGS[3:4])]
 @pytest.mark.parametrize(
     "loads", [FEW, *deep([(2, 1, CROSSINGS), (6, 2, CROSSINGS), (4, 1, CROSSINGS)])], ids=["few", "all"]
 )
-def test_15_other_ranks_take_over_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
+def test_15_other_ranks_load_the_sum_of_residuals(ranks: Any, tmp_path: Any, loads: list[Any]) -> None:
     saved = ranks(4).run(save_case, ("NIG", "IIG", "NNN"), str(tmp_path))[0]
     for world, group, crossings in loads:
         for name, other in crossings:
-            found = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
-            whole = math.sqrt(sum(value**2 for value in saved[name]))
-            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], found, strict=True)))
-            assert whole > 0 and off < 0.02 * whole, (name, other, world, off / whole)
+            loaded = ranks(world).run(load_case, name, other, group, str(tmp_path))[0]
+            norm = math.sqrt(sum(value**2 for value in saved[name]))
+            off = math.sqrt(sum((a - b) ** 2 for a, b in zip(saved[name], loaded, strict=True)))
+            assert norm > 0 and off < 0.02 * norm, (name, other, world, off / norm)
 
 
 def not_sent(engine: Any) -> list[float]:
-    """The sum over all ranks of what they have not sent, by parameter and element."""
+    """Return the sum over all ranks of unsent gradients, by parameter and element."""
     totals = {
         name: torch.zeros(getattr(parameter, "ds_numel", parameter.numel()))
         for name, parameter in engine.module.named_parameters()
     }
     memory = engine.optimizer.error_state
     for run, values in memory.errors_in(memory.states()):
-        for name, start, place in engine.optimizer.crossing_spans():
-            first, end = max(run.start, place.start), min(run.start + run.numel, place.start + place.numel)
-            if (run.buffer, run.row) == (place.buffer, place.row) and first < end:
-                at = start + first - place.start
+        for name, start, crossing in engine.optimizer.crossing_spans():
+            first, end = max(run.start, crossing.start), min(run.start + run.numel, crossing.start + crossing.numel)
+            if (run.buffer, run.row) == (crossing.buffer, crossing.row) and first < end:
+                at = start + first - crossing.start
                 totals[name][at : at + end - first] += values[first - run.start : end - run.start]
     flat = torch.cat([totals[name] for name in sorted(totals)])
     dist.all_reduce(flat)
@@ -100,40 +102,40 @@ def not_sent(engine: Any) -> list[float]:
 
 
 def save_case(names: tuple[str, ...], folder: str) -> dict[str, list[float]]:
-    """Save after three steps, and convert; what was not sent then."""
-    job, left = snapshots.job_of(), {}
+    """Save after three steps, and convert; return the unsent gradients."""
+    job, unsent = snapshots.job_of(), {}
     for name in names:
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={}))
         snapshots.run(engine, job, snapshots.steps_of(job, 3), 0)
         engine.save_checkpoint(folder, name)
-        left[name] = not_sent(engine)
+        unsent[name] = not_sent(engine)
         engine.destroy()
         dist.barrier()
         snapshots.convert(folder)
         assert Path(folder, name, "residuals_rank_00000_mp_rank_00.pt").exists()
-    return left
+    return unsent
 
 
 def load_case(name: str, other: str, group: int, folder: str) -> list[float]:
-    """What is not sent after a load of the converted checkpoint."""
+    """Return the unsent gradients after a load of the converted checkpoint."""
     job = snapshots.job_of(checkpoint={"load_universal": True})
     engine, _ = training.make_engine(job, training.placed(other, group, zeropp_loco_param={}))
     engine.load_checkpoint(folder, f"{name}_universal")
-    left = not_sent(engine)
+    unsent = not_sent(engine)
     assert engine.optimizer.error_state.steps == 3
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 10)
     engine.destroy()
-    return left
+    return unsent
 
 
-def test_15_without_residuals_one_warning_and_a_start_at_zero(ranks: Any, tmp_path: Any) -> None:
+def test_15_missing_residuals_warn_once_and_start_at_zero(ranks: Any, tmp_path: Any) -> None:
     for rank, (forgotten, warnings) in enumerate(ranks(2).run(plain_case, str(tmp_path))):
         assert forgotten
         assert len(warnings) == (1 if rank == 0 else 0), warnings
 
 
 def plain_case(folder: str) -> tuple[bool, list[str]]:
-    """Load what was saved without LoCo, and the other way round; save without LoCo what was saved with it."""
+    """Load a checkpoint of a run without LoCo with LoCo, and vice versa; save without LoCo after a load with it."""
     job = snapshots.job_of()
     engine, _ = training.make_engine(job, training.placed("NIG", 1))
     snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
@@ -154,12 +156,12 @@ def plain_case(folder: str) -> tuple[bool, list[str]]:
     return forgotten and not list(Path(folder, "loco").glob("residuals*")), warnings
 
 
-def test_15_a_converted_tag_that_is_saved_again(ranks: Any, tmp_path: Any) -> None:
+def test_15_converted_tag_is_saved_again(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2).run(again_case, str(tmp_path)) == [(1, True)] * 2
 
 
 def again_case(folder: str) -> tuple[int, bool]:
-    """Steps of a conversion whose source was replaced, and whether it has no residuals."""
+    """Return the steps of a conversion whose source was replaced, and whether it has no residuals."""
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -183,7 +185,9 @@ def test_15_moved_checkpoints_load_only_their_own_residuals(ranks: Any, tmp_path
 
 
 def moved_case(folder: str) -> tuple[bool, ...]:
-    """Whether a converted checkpoint has found residuals: moved; with a path, as once; with one to elsewhere."""
+    """Return whether a converted checkpoint finds its residuals: after a move, with an old path, and with another's
+    path.
+    """
     job, loco = snapshots.job_of(), training.placed("NIG", 1, zeropp_loco_param={})
     engine, _ = training.make_engine(job, loco)
     snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
@@ -196,29 +200,29 @@ def moved_case(folder: str) -> tuple[bool, ...]:
         ("second", "third", f"{folder}/first/tag"),
         ("third/tag", "tag", f"{folder}/tag"),
     )
-    found = []
-    for source, target, said in moves:
+    has_residuals = []
+    for source, target, saved_path in moves:
         if dist.get_rank() == 0:
             Path(folder, source).rename(Path(folder, target))
             (states,) = Path(folder).glob("*/tag_universal/mp_rank_00_model_states.pt")
             content = torch.load(states, weights_only=False)
-            content[HEADER][FOLDER] = said or content[HEADER][FOLDER]
+            content[HEADER][FOLDER] = saved_path or content[HEADER][FOLDER]
             torch.save(content, states)
         dist.barrier()
         engine, _ = training.make_engine(universal, loco)
         engine.load_checkpoint(str(next(Path(folder).glob("*/tag_universal")).parent), "tag_universal")
-        found.append(any(not_sent(engine)))
+        has_residuals.append(any(not_sent(engine)))
         engine.destroy()
         dist.barrier()
-    return tuple(found)
+    return tuple(has_residuals)
 
 
-def test_15_disks_of_nodes(ranks: Any, tmp_path: Any) -> None:
+def test_15_residuals_on_node_local_disks(ranks: Any, tmp_path: Any) -> None:
     assert ranks(4).run(disks_case, str(tmp_path)) == [True] * 4
 
 
 def disks_case(folder: str) -> bool:
-    """Whether each rank finds its residuals where only its node's files are."""
+    """Return whether each rank finds its residuals if disks have only the files of their node."""
     node, local = divmod(dist.get_rank(), 2)
     disk = str(Path(folder, str(node)))
     job = snapshots.job_of(checkpoint={"use_node_local_storage": True})
@@ -226,10 +230,10 @@ def disks_case(folder: str) -> bool:
         engine, _ = training.make_engine(job, training.placed("NGG", zeropp_loco_param={}))
         snapshots.run(engine, job, snapshots.steps_of(job, 2), 0)
         engine.save_checkpoint(disk, "tag")
-        before = [error.kept for error in engine.optimizer.error_state._errors.values()]
+        before = [error.committed for error in engine.optimizer.error_state._errors.values()]
         snapshots.run(engine, job, snapshots.steps_of(job, 1), 0)
         engine.load_checkpoint(disk, "tag")
-        after = [error.kept for error in engine.optimizer.error_state._errors.values()]
+        after = [error.committed for error in engine.optimizer.error_state._errors.values()]
         engine.destroy()
     return len(before) > 0 and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -237,14 +241,14 @@ def disks_case(folder: str) -> bool:
 DAMAGES = {"missing": "has 1 files", "truncated": "cannot be read", "other save": "another save"}
 
 
-def test_15_damaged_residuals_are_refused_before_changes(ranks: Any, tmp_path: Any) -> None:
-    for found in ranks(2).run(damage_case, str(tmp_path)):
-        for expected, (message, unchanged) in zip(DAMAGES.values(), found, strict=True):
+def test_15_damaged_residuals_are_refused_before_loading(ranks: Any, tmp_path: Any) -> None:
+    for outcomes in ranks(2).run(damage_case, str(tmp_path)):
+        for expected, (message, unchanged) in zip(DAMAGES.values(), outcomes, strict=True):
             assert unchanged and expected in message, (expected, message)
 
 
 def damage_case(folder: str) -> list[tuple[str, bool]]:
-    """For each damage the error of a load, and whether what was there is there."""
+    """Return for each damage the error of a load, and whether states are unchanged."""
     job = snapshots.job_of()
     engine, model = training.make_engine(job, training.placed("NIG", 1, zeropp_loco_param={}))
     for tag in ("first", "second"):
@@ -254,7 +258,7 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
     dist.barrier()
     content = path.read_bytes()
     before, errors = snapshots.snapshot(engine, model, job), engine.optimizer.error_state.states()["messages"]
-    found = []
+    outcomes = []
     dist.barrier()
     for damage in DAMAGES:
         if dist.get_rank() == 0:
@@ -267,11 +271,11 @@ def damage_case(folder: str) -> list[tuple[str, bool]]:
         dist.barrier()
         message = snapshots.error_of(engine.load_checkpoint, folder, "second")
         changes = snapshots.difference(before, snapshots.snapshot(engine, model, job))
-        kept = engine.optimizer.error_state.states()["messages"]
-        same = all((a[2] == b[2]).all() for a, b in zip(errors, kept, strict=True))
-        found.append((message, same and not any(changes.values())))
+        messages = engine.optimizer.error_state.states()["messages"]
+        unchanged = all((a[2] == b[2]).all() for a, b in zip(errors, messages, strict=True))
+        outcomes.append((message, unchanged and not any(changes.values())))
         dist.barrier()
         if dist.get_rank() == 0:
             path.write_bytes(content)
     engine.destroy()
-    return found
+    return outcomes

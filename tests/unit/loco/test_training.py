@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Training with LoCo: every strategy and stage, error feedback, and what is logged."""
+"""Training with LoCo: every strategy and stage, error feedback, and log lines."""
 
 import csv
 import itertools
@@ -30,7 +30,7 @@ ROWS = [("fp32", 1, ("NNN", "NGG", "III", "GGG", "2", "3")), ("bf16", 3, ("NIG",
 @pytest.mark.quick
 @pytest.mark.parametrize("dtype, accumulation, names", [*ROWS, *deep(("fp32", 1, (*ALL, *"123")))], ids=by_strategies)
 def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, names: Any) -> None:
-    """Gradients of stock, to within quantization: a factor of 2 in any of them would show in the norms."""
+    """Gradients match stock within quantization: a factor of 2 in any of them would show in the norms."""
     for rows in ranks(4).run(parity_case, dtype, accumulation, names):
         assert [row.strategy for row in rows] == [*names]
         for row in rows:
@@ -40,7 +40,7 @@ def test_every_strategy_and_stage(ranks: Any, dtype: str, accumulation: int, nam
 
 
 def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[Any]:
-    """Differences to stock ZeRO-2."""
+    """Return the differences to stock ZeRO-2."""
     job = training.Job(steps=4, accumulation=accumulation, dtype=dtype, groups=2, empty=False, zero=training.SMALL)
     stock, rows = training.train(job, {"stage": 2}), []
     for name in names:
@@ -55,16 +55,17 @@ def parity_case(dtype: str, accumulation: int, names: tuple[str, ...]) -> list[A
 
 
 @pytest.mark.parametrize("accumulation, names", [(2, ("NGG",)), *deep((1, ALL), (2, ("IIG",)))], ids=by_strategies)
-def test_what_one_step_does_not_send_the_next_ones_do(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
-    """The mean of the same gradients over 8 steps: without feedback its error is that of one step, about 0.1."""
+def test_unsent_gradients_are_sent_in_later_steps(ranks: Any, accumulation: int, names: tuple[str, ...]) -> None:
+    """Average the same gradients over 8 steps: without feedback, the error is that of one step, about 0.1."""
     for rows in ranks(4).run(feedback_case, accumulation, names):
         for name, fed, unfed in rows:
             assert fed < 0.04 < 0.08 < unfed, (name, fed, unfed)
 
 
 def feedback_case(accumulation: int, names: tuple[str, ...]) -> list[tuple[str, float, float]]:
-    """For each strategy the relative error of the mean gradient, with feedback and without it; if gradients are
-    accumulated, with layers that some steps skip."""
+    """Return for each strategy the relative error of the mean gradient, with and without feedback. With accumulation,
+    some steps skip layers.
+    """
     steps = 8
     job = training.Job(accumulation=accumulation, clipping=0.0, empty=False, groups=2, zero=training.SMALL)
 
@@ -107,12 +108,14 @@ def test_padding_stays_zero(ranks: Any) -> None:
     answers = ranks(4).run(padding_case)
     for name, _, largest in (row for rows in answers for row in rows):
         assert largest == 0, name
-    for which in range(len(answers[0])):
-        assert any(rows[which][1] for rows in answers), answers[0][which]  # some rank has padding
+    for index in range(len(answers[0])):
+        assert any(rows[index][1] for rows in answers), answers[0][index]  # some rank has padding
 
 
 def padding_case() -> list[tuple[str, int, float]]:
-    """Elements of padding in this rank's shards, and the largest of them at the boundary, rotated."""
+    """Return the number of padding elements in this rank's shards, and their largest value at the boundary,
+    rotated.
+    """
     job, rows = training.Job(sizes=(33, 37, 65, 7), empty=False, groups=2), []
     for name in ("NNN", "NIG", "NGG", "III", "GGG"):
         engine, _ = training.make_engine(job, training.placed(name, zeropp_loco_param={"hadamard": True}))
@@ -138,40 +141,42 @@ def padding_case() -> list[tuple[str, int, float]]:
     return rows
 
 
-def test_dynamic_graphs_offload_and_other_settings(ranks: Any) -> None:
+def test_dynamic_graphs_offload_and_settings(ranks: Any) -> None:
     for rows in ranks(4).run(options_case):
-        for what, norms, weights, equal in rows:
-            assert norms < 0.06 and weights < 0.03 and equal, (what, norms, weights)
+        for case, norms, weights, equal in rows:
+            assert norms < 0.06 and weights < 0.03 and equal, (case, norms, weights)
 
 
 def test_errors_are_offloaded_with_the_optimizer(ranks: Any) -> None:
     for rows in ranks(4).run(offload_case):
-        for name, weights, kept in rows:
-            assert weights < 1e-6 and kept == [("cpu", name != "NIG")], name
+        for name, weights, devices in rows:
+            assert weights < 1e-6 and devices == [("cpu", name != "NIG")], name
 
 
 def offload_case() -> list[tuple[str, float, list[tuple[str, bool]]]]:
-    """Largest difference of weights to the same run without offload; where errors are kept, and whether pinned."""
+    """Return the largest difference of weights to the same run without offload, the device of errors, and whether they
+    are pinned.
+    """
     rows, job = [], training.Job(optimizer="Adam", accumulation=2, empty=False, zero=training.SMALL)
     for name in ("NIG", "IIG"):
-        keys, kept = training.placed(name, zeropp_loco_param={}), []
+        keys, devices = training.placed(name, zeropp_loco_param={}), []
         plain = training.train(job, keys)
         ours = training.train(
             job,
             {**keys, "offload_optimizer": {"device": "cpu", "pin_memory": name != "NIG"}},
-            look=lambda engine, kept=kept: kept.append(
+            look=lambda engine, devices=devices: devices.append(
                 (engine.optimizer.error_state.device, engine.optimizer.error_state.pinned)
             ),
         )
-        rows.append((name, (ours.weights - plain.weights).abs().max().item(), kept))
+        rows.append((name, (ours.weights - plain.weights).abs().max().item(), devices))
     return rows
 
 
 def options_case() -> list[tuple[str, float, float, bool]]:
-    """What is configured; differences to stock of norms and weights."""
+    """Return the configured values, and the differences of norms and weights to stock."""
     rows, stocks = [], dict[str, Any]()
     skipped = [(1, 1), (4, 0), (4, 2), (7, 1)]
-    for what, names, more, loco, job in (
+    for case, names, more, loco, job in (
         ("skipped layers", ("NGG", "IIG"), {}, {}, {"skipped": skipped, "accumulation": 2}),
         ("hadamard", ("IGG",), {}, {"hadamard": True}, {}),
         ("16 bits kept", ("NIG",), {}, {"error_bits": 16, "block_size": 32}, {}),
@@ -184,54 +189,56 @@ def options_case() -> list[tuple[str, float, float, bool]]:
         for name in names:
             ours = training.train(task, training.placed(name, zeropp_loco_param=loco))
             row = training.difference(name, ours, stock, "")
-            rows.append((f"{what} {name}", row.norms, row.weights, row.replicas_equal))
+            rows.append((f"{case} {name}", row.norms, row.weights, row.replicas_equal))
     return rows
 
 
-def test_quantized_gradients_alone_have_no_feedback(ranks: Any) -> None:
+def test_quantized_gradients_without_loco_have_no_feedback(ranks: Any) -> None:
     for settings, remembers in ranks(4).run(alone_case):
         assert settings["error_feedback"] is False and settings["bits"] == 4 and not remembers
 
 
 def alone_case() -> tuple[dict[str, Any], bool]:
-    """Settings of the hop, and whether it remembers anything."""
-    found: list[Any] = []
+    """Return the settings of the hop, and whether it has errors."""
+    observed: list[Any] = []
 
     def look(engine: Any) -> None:
         hop = engine.optimizer.families["dense"].reduce.inter
-        found.append((hop.settings.as_dict(), bool(hop.errors._errors)))
+        observed.append((hop.settings.as_dict(), bool(hop.errors._errors)))
 
     training.train(training.Job(empty=False), training.placed("NIG", zero_quantized_gradients=True), look)
-    return found[0]
+    return observed[0]
 
 
 def test_one_line_reports_what_is_compressed(ranks: Any) -> None:
-    gradients = "LoCo: gradients cross between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
+    gradients = "LoCo: gradients are reduced between 2 groups in 4 bits, blocks of 128, with error feedback in 8 bits"
     updates = (
-        "updated parameters cross as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
+        "updated parameters are sent as differences between 2 groups in 4 bits, blocks of 128; every 1024 steps they"
     )
-    sums = "sums of gradients come back between 2 groups in 4 bits, blocks of 32; every 1024 steps what they lack"
-    nothing = tuple(f"{key}: there is one group, so nothing crosses" for key in ("loco_param", "quantized_updates"))
-    for rank, found in enumerate(ranks(4).run(lines_case)):
-        for lines, expected in zip(found, ((gradients, updates), (gradients, sums), nothing), strict=True):
+    sums = "gradient sums are gathered between 2 groups in 4 bits, blocks of 32; every 1024 steps their quantization"
+    nothing = tuple(f"{key}: there is one group, so nothing is sent" for key in ("loco_param", "quantized_updates"))
+    for rank, lines_by_run in enumerate(ranks(4).run(lines_case)):
+        for lines, expected in zip(lines_by_run, ((gradients, updates), (gradients, sums), nothing), strict=True):
             assert len(lines) == (2 if rank == 0 else 0), lines
-            assert [sum(said in line for line in lines) for said in expected] == [rank == 0] * 2, lines
+            assert [sum(text in line for line in lines) for text in expected] == [rank == 0] * 2, lines
 
 
 def lines_case() -> list[list[str]]:
-    """Lines about LoCo and updates, with two groups and with one."""
-    found = []
+    """Return log lines about LoCo and updates, with two groups and with one."""
+    lines_by_run = []
     keys: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     for name, size in (("IIG", 2), ("III", 2), ("NIG", 4)):
         with logged() as lines:
             training.train(training.Job(steps=1), training.placed(name, size, **keys))
-        found.append([text for _, text in lines if is_ours(text) and re.search("LoCo:|loco_param:|updates:", text)])
-    return found
+        lines_by_run.append(
+            [text for _, text in lines if is_ours(text) and re.search("LoCo:|loco_param:|updates:", text)]
+        )
+    return lines_by_run
 
 
 def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
-    (records, timed, looks), *others = ranks(4).run(monitor_case, str(tmp_path))
-    assert looks == 12 and all(looks == 0 for *_, looks in others)  # only rank 0 has writers
+    (records, timed, looks), *other_ranks = ranks(4).run(monitor_case, str(tmp_path))
+    assert looks == 12 and all(looks == 0 for *_, looks in other_ranks)  # only rank 0 has writers
     for expected in ({"inter_loco_reduce_scatter", "inter_difference_all_gather"}, {"inter_sums_all_gather"}):
         between = {name for name in records.pop(0) if name.startswith("inter_")}
         assert between == {"inter_loco_reduce_scatter"} | expected
@@ -249,8 +256,9 @@ def test_monitor_comms_logger_and_timers(ranks: Any, tmp_path: Path) -> None:
 
 
 def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
-    """Train three steps with all of them on; names of records of communication, also where sums come back; of timers
-    that have run; looks."""
+    """Train three steps with all of them enabled; return the names of communication records, including gathers of
+    sums, the timers that have run, and the number of samples.
+    """
     config = {
         "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "job"},
         "comms_logger": {"enabled": True, "prof_all": True},
@@ -264,7 +272,7 @@ def monitor_case(folder: str) -> tuple[list[list[str]], set[str], int]:
 
     job = training.Job(sizes=(64, 128, 128, 7), steps=3, empty=False, config=config)
     records = []
-    with mock.patch.object(Sampling, "note", autospec=True, side_effect=Sampling.note) as note:
+    with mock.patch.object(Sampling, "record_error", autospec=True, side_effect=Sampling.record_error) as note:
         for name in ("NIG", "NII"):
             comms_logger.comms_dict.clear()
             training.train(job, training.placed(name, zeropp_loco_param={}, paro_quantized_updates={}), look)

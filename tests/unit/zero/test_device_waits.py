@@ -178,17 +178,17 @@ def updates_case() -> list[int]:
     """Return the smallest ds_id of each bucket of updates, in the order in which they are sent."""
     job = Job(sizes=(16,) * 7, empty=False, groups=2, zero={**SMALL, "stage3_prefetch_bucket_size": 600})
     sent: list[int] = []
-    complete_rows = ParameterRedistribution.complete_rows
+    gather_g_to_i_in_place = ParameterRedistribution.gather_g_to_i_in_place
     with device_with_streams():
         engine, _ = training.make_engine(job, placed("IIG", sub_group_size=300))
         slices = engine.optimizer.slices["dense"]
 
         def complete(self: Any, rows: Any) -> Any:
             sent.append(slices._windows[len(sent)].members[0])
-            return complete_rows(self, rows)
+            return gather_g_to_i_in_place(self, rows)
 
         training.micro_step(engine, job, 0, *next(training.batches(job)))
-        with mock.patch.object(ParameterRedistribution, "complete_rows", complete):
+        with mock.patch.object(ParameterRedistribution, "gather_g_to_i_in_place", complete):
             engine.step()
         engine.destroy()
     return sent
@@ -231,7 +231,7 @@ def test_updates_of_an_offloaded_optimizer_are_sent_at_once(ranks: Any) -> None:
 def early_case() -> list[str]:
     """Steps of sub-groups and gathers of windows, in their order."""
     log: list[str] = []
-    step, complete_rows = Stage3Optimizer._optimizer_step, ParameterRedistribution.complete_rows
+    step, gather_g_to_i_in_place = Stage3Optimizer._optimizer_step, ParameterRedistribution.gather_g_to_i_in_place
 
     def stepped(*args: Any) -> Any:
         log.append("step")
@@ -239,14 +239,14 @@ def early_case() -> list[str]:
 
     def sent(*args: Any) -> Any:
         log.append("send")
-        return complete_rows(*args)
+        return gather_g_to_i_in_place(*args)
 
     job = Job(sizes=SQUARE, empty=False, zero={**SMALL, **OFFLOADED})
     engine, _ = training.make_engine(job, placed("IIG", sub_group_size=600))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
     with (
         mock.patch.object(Stage3Optimizer, "_optimizer_step", stepped),
-        mock.patch.object(ParameterRedistribution, "complete_rows", sent),
+        mock.patch.object(ParameterRedistribution, "gather_g_to_i_in_place", sent),
     ):
         engine.step()
     return log

@@ -185,8 +185,8 @@ def test_models_and_optimizers_are_refused_with_advice(
 def test_experts_that_groups_divide_unevenly_are_refused(ranks: Any) -> None:
     for error in ranks(6).run_expect_error(unsupported_case, "moe", {"paro_strategy": "NIG", "paro_group_size": 3}):
         assert error.type == "ValueError", error
-        assert "ranks that hold the same experts are spread unevenly: of the ranks [" in error.message, error
-        assert "to a multiple or to a divisor of the expert-parallel size, 2, where" in error.message, error
+        assert "ranks with the same experts are spread unevenly: groups have [" in error.message, error
+        assert "to a multiple or a divisor of the expert-parallel size, 2, if" in error.message, error
 
 
 @pytest.mark.parametrize("folded", [{"_autoep_folding_spec": SimpleNamespace(tp_size=2, ep_size=4)}, {}])

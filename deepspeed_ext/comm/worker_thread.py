@@ -50,62 +50,62 @@ from typing import Protocol
 import torch
 from deepspeed.utils import logger
 
-from deepspeed_ext.comm import watching
-from deepspeed_ext.comm.collectives import break_off_all, tagged
+from deepspeed_ext.comm import observers
+from deepspeed_ext.comm.collectives import close_all_connections, tagged
 
-# Ranks create their queues in one order, so the queues of a world have the same numbers on all ranks.
-_numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
-_all: "weakref.WeakSet[Background]" = weakref.WeakSet()  # a running thread keeps its own alive
-_failed: "set[Background]" = set()  # instances with a failure that has not been raised yet
-THREAD = "deepspeed_ext transfers"  # the name of threads
-PARAMETERS = "updated parameters of its last step are on their way to or from ranks that take that step later"
-_CHANNELS = 2**15 - 1  # number of queues, and of jobs of each, with distinct tags
-_JOBS = 2**16
-_COMES = 10.0  # seconds that a thread may take to start on a loaded machine
-_LOOKS = 0.001  # seconds between polls
-# Seconds for which a thread waits for its next job: starting another thread blocks the training thread until it runs.
-_LINGERS = 0.2
+# Ranks create their worker threads in one order, so the threads of a world have the same numbers on all ranks.
+_worker_numbers: "weakref.WeakKeyDictionary[object, Iterator[int]]" = weakref.WeakKeyDictionary()
+_workers: "weakref.WeakSet[WorkerThread]" = weakref.WeakSet()  # a running thread keeps its own alive
+_failed_workers: "set[WorkerThread]" = set()  # threads with a failure that no wait has raised
+THREAD_NAME = "deepspeed_ext transfers"
+_UPDATED_PARAMETERS = "updated parameters of its last step are still being exchanged with ranks that take it later"
+_WORKERS = 2**15 - 1  # number of threads, and of jobs of each, with distinct tags
+_JOBS_PER_WORKER = 2**16
+_START_TIMEOUT = 10.0  # seconds that a thread may take to start on a loaded machine
+_POLL = 0.001  # seconds between polls
+# Seconds that a thread waits for its next job: starting another thread blocks the training thread until it runs.
+_IDLE_TIMEOUT = 0.2
 
-_SILENCE = 10.0  # seconds after which a rank logs what it waits for
-_PATIENCE = 10.0  # seconds for gradients, and after an exception for transfers on a device
-_JOINING = 10.0  # seconds for threads whose connections have been closed
+_WARN_AFTER = 10.0  # seconds after which a rank logs what it waits for
+_GRACE_PERIOD = 10.0  # seconds for gradients, and after an exception for transfers on a device
+_JOIN_TIMEOUT = 10.0  # seconds for threads whose connections have been closed
 
 
-class Owing(Protocol):
+class ExitTask(Protocol):
     """An object with transfers that other ranks need."""
 
     def synchronize(self, limit: float | None = None) -> None:
         """Make the host wait for transfers that no thread completes, at most ``limit`` seconds."""
 
 
-_owing: "weakref.WeakSet[Owing]" = weakref.WeakSet()
+_exit_tasks: "weakref.WeakSet[ExitTask]" = weakref.WeakSet()
 _finalizers: list[multiprocessing.util.Finalize] = []  # of this process, if it is one of multiprocessing
 
 
-class Explained(Exception):
+class ExplainedError(Exception):
     """An error whose message is complete."""
 
 
 class Job:
-    """A job of a ``Background`` thread.
+    """A job of a ``WorkerThread``.
 
     Args:
-        background: the owner.
+        worker: the thread that runs it.
         run: the function to call.
         tag: tag of its messages.
     """
 
-    def __init__(self, background: "Background", run: Callable[[], None], tag: int) -> None:
-        self._background = background
+    def __init__(self, worker: "WorkerThread", run: Callable[[], None], tag: int) -> None:
+        self._worker = worker
         self._run: Callable[[], None] | None = run
         self._tag = tag
-        self._over = threading.Event()
+        self._done = threading.Event()
         self._failure: BaseException | None = None
 
     @property
-    def over(self) -> bool:
+    def is_done(self) -> bool:
         """Whether it is done, or has failed."""
-        return self._over.is_set()
+        return self._done.is_set()
 
     @property
     def failed(self) -> bool:
@@ -113,41 +113,41 @@ class Job:
         return self._failure is not None
 
     def wait_within(self, seconds: float | None) -> bool:
-        """Wait until it is done, at most ``seconds``; return whether it is done or has failed."""
-        if not self.over:
-            with watching.waiting():
-                self._over.wait(seconds)
-        return self.over
+        """Wait at most ``seconds`` until it is done; return whether it is done or has failed."""
+        if not self.is_done:
+            with observers.on_wait():
+                self._done.wait(seconds)
+        return self.is_done
 
     def wait(self) -> None:
         """Wait until it is done; raises its exception."""
         self.wait_within(None)
         if self._failure is not None:
-            self._background.failure_told()
+            self._worker.mark_failure_raised()
             raise self._failure
 
-    def do(self) -> None:
+    def run(self) -> None:
         """Run the job."""
         assert self._run is not None
         try:
             with tagged(self._tag):
                 self._run()
-        except BaseException as error:  # whatever it is, waits for the job must return
+        except BaseException as error:  # even KeyboardInterrupt: waits for the job must return
             self._failure = error
-            self._background.fail(error)
+            self._worker.fail(error)  # before ``_end``: a waiter marks the failure as raised
         self._end()
 
-    def give_up(self, failure: BaseException) -> None:
+    def fail_with(self, failure: BaseException) -> None:
         """Fail with ``failure``, without running."""
         self._failure = failure
         self._end()
 
     def _end(self) -> None:
         self._run = None  # free the objects that it references
-        self._over.set()
+        self._done.set()
 
 
-class Background:
+class WorkerThread:
     """Runs jobs one at a time on a thread, in the order in which they were added.
 
     The thread ends when it has had no job for a moment, or when it is joined and no job is left.
@@ -158,41 +158,42 @@ class Background:
     Jobs after a failed one fail with the same exception, because other ranks would wait for another message.
 
     Args:
-        owed: whether other ranks need the jobs' messages, even if this rank's script has ended; see Note [Endings].
-        what: description of the owed jobs, for log messages.
+        finish_before_exit: whether other ranks need the jobs' messages, even if this rank's script has ended; see
+            Note [Endings].
+        description: description of these jobs, for log messages.
     """
 
-    def __init__(self, owed: bool = False, what: str = PARAMETERS) -> None:
-        self.owed, self.what = owed, what
+    def __init__(self, finish_before_exit: bool = False, description: str = _UPDATED_PARAMETERS) -> None:
+        self.finish_before_exit, self.description = finish_before_exit, description
         # A separate lock: a signal between lines of a condition's own ``with`` would leave it locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs: deque[Job] = deque()
-        self._last: Job | None = None
+        self._last_job: Job | None = None
         self._thread: threading.Thread | None = None  # the last thread
-        self._earlier: list[threading.Thread] = []  # earlier threads that have not ended
-        self._takes = False  # whether the thread will run jobs that are added
-        self._doing = False  # whether the thread is running a job
-        self._leaves = False  # whether the thread ends as soon as there are no jobs
+        self._earlier_threads: list[threading.Thread] = []  # earlier threads that have not ended
+        self._accepts_jobs = False  # whether the thread will run jobs that are added
+        self._runs_job = False  # whether the thread is running a job
+        self._ends_when_idle = False  # whether the thread ends as soon as there are no jobs
         self._failure: BaseException | None = None  # of the first job that failed
-        self._first_tag = 1 + _channel() * _JOBS  # tag 0 is for messages outside of jobs
+        self._first_tag = 1 + _next_worker_number() * _JOBS_PER_WORKER  # tag 0 is for messages outside of jobs
         self._added = itertools.count()
-        _all.add(self)
+        _workers.add(self)
 
     @property
     def busy(self) -> bool:
         """Whether a thread runs jobs, and has not completed all of them."""
         with self._lock:
-            return self._takes and (self._doing or bool(self._jobs))
+            return self._accepts_jobs and (self._runs_job or bool(self._jobs))
 
     @property
     def joined(self) -> bool:
         """Whether a caller waits for the end of the thread, for example at the end of the process."""
-        return self._leaves
+        return self._ends_when_idle
 
     def next_tag(self) -> int:
         """Return a tag for messages of a job, the same on all ranks."""
-        return self._first_tag + next(self._added) % _JOBS
+        return self._first_tag + next(self._added) % _JOBS_PER_WORKER
 
     def add(self, run: Callable[[], None], tag: int | None = None) -> Job:
         """Add a job; returns at once.
@@ -205,141 +206,144 @@ class Background:
         with self._lock:
             try:
                 self._jobs.append(job)
-                self._last = job
-                if self._takes:
+                self._last_job = job
+                if self._accepts_jobs:
                     self._changed.notify()
                 else:
-                    self._begin()
+                    self._start_thread()
             except BaseException:
-                if not self._takes:  # a wait for a job without a thread would never end
+                if not self._accepts_jobs:  # a wait for a job without a thread would never end
                     self._jobs.clear()
-                    self._last = None
+                    self._last_job = None
                 raise
         return job
 
-    def _begin(self) -> None:
-        thread = threading.Thread(target=self._do_all, name=THREAD, daemon=True)
-        self._earlier = [other for other in (*self._earlier, self._thread) if other is not None and other.is_alive()]
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._run_jobs, name=THREAD_NAME, daemon=True)
+        self._earlier_threads = [
+            other for other in (*self._earlier_threads, self._thread) if other is not None and other.is_alive()
+        ]
         try:
-            self._takes, self._leaves, self._thread = True, False, thread
+            self._accepts_jobs, self._ends_when_idle, self._thread = True, False, thread
             thread.start()
         except BaseException:  # the system has no more threads, or a signal while ``start`` waits for the thread
-            if not _has_begun(thread):
-                self._takes, self._thread = False, None
+            if not _has_started(thread):
+                self._accepts_jobs, self._thread = False, None
             raise
 
     def wait(self) -> None:
         """Wait until all jobs are done; raises the exception of a job."""
-        if self._last is not None:
-            self._last.wait()
+        if self._last_job is not None:
+            self._last_job.wait()
 
-    def forget(self) -> None:
+    def untrack_jobs(self) -> None:
         """Stop tracking the jobs added so far. They still run, because other ranks may wait for their messages."""
-        self._last = None
+        self._last_job = None
 
     def fail(self, failure: BaseException) -> None:
         """Fail all later jobs with the exception of a job. Called before waits for that job return."""
         self._failure = failure
-        if self.owed:
-            _failed.add(self)
+        if self.finish_before_exit:
+            _failed_workers.add(self)
 
-    def failure_told(self) -> None:
-        """Called before a wait raises the failure."""
-        _failed.discard(self)
+    def mark_failure_raised(self) -> None:
+        """Record that a wait raises the failure, so that the end of the process does not raise it again."""
+        _failed_workers.discard(self)
 
-    def have_no_thread(self) -> None:
+    def reset_after_fork(self) -> None:
         """Reset after a fork: the child process has neither the threads nor the connections."""
+        # New locks: another thread of the parent process may have held the old ones.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._jobs.clear()
-        self._earlier.clear()
-        self._takes = self._doing = False
+        self._earlier_threads.clear()
+        self._accepts_jobs = self._runs_job = False
 
     def join(self, timeout: float | None = None) -> bool:
         """End the thread when all jobs are done; wait at most ``timeout`` seconds, and return whether it has ended."""
         with self._lock:
-            self._leaves = True
+            self._ends_when_idle = True
             self._changed.notify()
         # A thread without jobs may still run: on a loaded machine until the interpreter has shut down, and if it then
         # tries to run Python, the process ends by std::terminate.
-        threads = [*self._earlier, *([] if self._thread is None else [self._thread])]
+        threads = [*self._earlier_threads, *([] if self._thread is None else [self._thread])]
         for thread in threads:
             thread.join(timeout)
         return not any(thread.is_alive() for thread in threads)
 
     @torch.no_grad()  # grad mode is per thread
-    def _do_all(self) -> None:
-        while (job := self._next()) is not None:
+    def _run_jobs(self) -> None:
+        while (job := self._next_job()) is not None:
             if self._failure is None:
-                job.do()
+                job.run()
             else:
-                job.give_up(self._failure)
+                job.fail_with(self._failure)
 
-    def _next(self) -> Job | None:
-        """Pop the next job; None if none was added within ``_LINGERS`` seconds."""
+    def _next_job(self) -> Job | None:
+        """Pop the next job; None if none was added within ``_IDLE_TIMEOUT`` seconds."""
         with self._lock:
             if self._thread is not threading.current_thread():  # it started too late: another thread has replaced it
                 return None
-            self._doing = False
-            if not self._jobs and not self._leaves:
-                self._changed.wait(_LINGERS)
+            self._runs_job = False
+            if not self._jobs and not self._ends_when_idle:
+                self._changed.wait(_IDLE_TIMEOUT)
             # Under the lock: otherwise ``add`` could leave a job to a thread that ends.
-            self._doing = self._takes = bool(self._jobs)
+            self._runs_job = self._accepts_jobs = bool(self._jobs)
             return self._jobs.popleft() if self._jobs else None
 
 
-def _has_begun(thread: threading.Thread) -> bool:
+def _has_started(thread: threading.Thread) -> bool:
     """Return whether a thread whose ``start`` has raised runs anyway: a listed thread starts in a moment, or never."""
-    deadline = time.monotonic() + _COMES
+    deadline = time.monotonic() + _START_TIMEOUT
     while not thread.is_alive() and thread in threading.enumerate() and time.monotonic() < deadline:
-        time.sleep(_LOOKS)
+        time.sleep(_POLL)
     return thread.is_alive() or (thread.ident is not None and thread not in threading.enumerate())
 
 
-def _channel() -> int:
-    """Return the number of a new queue, the same on all ranks."""
+def _next_worker_number() -> int:
+    """Return the number of a new worker thread, the same on all ranks."""
     if not torch.distributed.is_initialized():
         return 0
-    numbers = _numbers.setdefault(torch.distributed.group.WORLD, itertools.count())
-    return next(numbers) % _CHANNELS
+    numbers = _worker_numbers.setdefault(torch.distributed.group.WORLD, itertools.count())
+    return next(numbers) % _WORKERS
 
 
-def running() -> list[Background]:
-    """Return those with unfinished jobs; the threads of the others have ended."""
-    return [background for background in list(_all) if not background.join(0 if background.busy else _COMES)]
+def running_workers() -> list[WorkerThread]:
+    """Return the worker threads with unfinished jobs; all others have ended."""
+    return [worker for worker in list(_workers) if not worker.join(0 if worker.busy else _START_TIMEOUT)]
 
 
-def untold_failures() -> list[BaseException]:
-    """Return exceptions of owed jobs that no wait has raised, and mark them as raised."""
-    failures = [background._failure for background in _failed if background._failure is not None]
-    _failed.clear()
+def unraised_failures() -> list[BaseException]:
+    """Return the exceptions that no wait has raised, of threads that finish before exit, and mark them as raised."""
+    failures = [worker._failure for worker in _failed_workers if worker._failure is not None]
+    _failed_workers.clear()
     return failures
 
 
-def _forget_all() -> None:
+def _reset_after_fork() -> None:
     """Reset all state in a forked process, which has the objects, but not the threads."""
-    for background in list(_all):
-        background.have_no_thread()
-    _all.clear()
-    _failed.clear()
-    _owing.clear()
+    for worker in list(_workers):
+        worker.reset_after_fork()
+    _workers.clear()
+    _failed_workers.clear()
+    _exit_tasks.clear()
     _finalizers.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 # Endings ##########################################################################################
 
 
-def owe(owing: Owing) -> None:
-    """Complete this object's transfers before the process ends."""
-    _owing.add(owing)
+def register_exit_task(task: ExitTask) -> None:
+    """Register an object whose transfers must be complete before the process ends."""
+    _exit_tasks.add(task)
     if multiprocessing.parent_process() is not None and not _finalizers:
         _finalizers.append(multiprocessing.util.Finalize(None, _end, exitpriority=0))
 
 
-def complete(after_an_error: bool) -> BaseException | None:
+def complete_before_exit(after_an_error: bool) -> BaseException | None:
     """Complete transfers that other ranks need, and end all threads that run transfers. See Note [Endings].
 
     Args:
@@ -353,59 +357,59 @@ def complete(after_an_error: bool) -> BaseException | None:
     """
     failures: list[BaseException] = []
     try:
-        for owing in list(_owing):
+        for task in list(_exit_tasks):
             try:
-                owing.synchronize(_PATIENCE if after_an_error else None)
+                task.synchronize(_GRACE_PERIOD if after_an_error else None)
             except Exception as error:
                 failures.append(error)
-        owed = [background for background in running() if background.owed]
-        if not _joined(owed, _SILENCE):
-            tasks = ", and ".join(sorted({background.what for background in owed if not background.join(0)}))
+        workers = [worker for worker in running_workers() if worker.finish_before_exit]
+        if not _join_all(workers, _WARN_AFTER):
+            tasks = ", and ".join(sorted({worker.description for worker in workers if not worker.join(0)}))
             logger.warning(
-                f"This rank has ended, but {tasks}. It waits for that, for at most the timeout of the process group. "
-                f"Ctrl-C ends it at once."
+                f"This rank is exiting, but {tasks}. Waiting for at most the timeout of the process group; press "
+                f"Ctrl-C to exit now."
             )
-            _joined(owed, None)
+            _join_all(workers, None)
         if not after_an_error:
-            _joined(running(), _PATIENCE)
+            _join_all(running_workers(), _GRACE_PERIOD)
     finally:
-        _end_threads()
-    _owing.clear()
-    failures += untold_failures()
+        _end_threads()  # also after Ctrl-C: a thread that is left would abort the process
+    _exit_tasks.clear()
+    failures += unraised_failures()
     return None if after_an_error or not failures else failures[0]
 
 
-def _joined(some: Sequence[Background], seconds: float | None) -> bool:
+def _join_all(workers: Sequence[WorkerThread], seconds: float | None) -> bool:
     """Join all of them, at most ``seconds`` in total; return whether they have ended."""
     deadline = None if seconds is None else time.monotonic() + seconds
     # A list: a generator would stop at the first one that has not ended, and not join the others.
     return all(
-        [background.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for background in some]
+        [worker.join(None if deadline is None else max(0.0, deadline - time.monotonic())) for worker in workers]
     )
 
 
 def _end_threads() -> None:
-    deadline = time.monotonic() + _JOINING
-    while (unfinished := running()) and time.monotonic() < deadline:
-        break_off_all()
+    deadline = time.monotonic() + _JOIN_TIMEOUT
+    while (unfinished := running_workers()) and time.monotonic() < deadline:
+        close_all_connections()
         unfinished[0].join(0.05)
     if unfinished:
-        _exit(f"{len(unfinished)} thread(s) that wait for messages could not be ended")
+        _exit_with_error(f"could not end {len(unfinished)} thread(s) that wait for messages")
 
 
-def failed(failure: BaseException) -> str:
+def failure_message(failure: BaseException) -> str:
     """Return the message for a failed owed transfer."""
-    if isinstance(failure, Explained):
+    if isinstance(failure, ExplainedError):
         return str(failure)
     return (
-        f"Updated parameters of the last step did not arrive, since another rank ended before it had taken that step, "
-        f"or failed: {failure}"
+        f"Updated parameters of the last step were not received, because another rank failed, or exited before it "
+        f"took that step: {failure}"
     )
 
 
-def _exit(why: str) -> None:
+def _exit_with_error(reason: str) -> None:
     """End the process with an error when exceptions can no longer be raised."""
-    logger.error(why)
+    logger.error(reason)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -417,8 +421,8 @@ def _end() -> None:
     # Python sets ``sys.last_type`` when it prints an uncaught exception.
     after_an_error = sys.exc_info()[0] not in (None, SystemExit) or hasattr(sys, "last_type")
     try:
-        failure = complete(after_an_error)
+        failure = complete_before_exit(after_an_error)
     except KeyboardInterrupt:
         return
     if failure is not None:
-        _exit(failed(failure))
+        _exit_with_error(failure_message(failure))
