@@ -13,7 +13,7 @@ Note [Momentum in universal checkpoints]
     In universal checkpoints, momentum has no loss scale, as in a strategy's optimizer.
 
 Note [States in several files]
-    With experts and os = I or N, enough of the first ranks write states to cover all of them (``zero/writers.py``). So
+    With experts and os = I or N, enough of the first ranks write states to cover all of them (``zero/checkpoint_ranks.py``). So
     dense states, or experts, that are sharded over fewer ranks are repeated in several files. DeepSpeed's converter
     would concatenate all copies. So it is given only those in the first files, and at stage 3 the number of ranks that
     share experts according to the files.
@@ -60,7 +60,7 @@ from deepspeed_ext.overrides import replaced
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.states import under_deepspeeds_names
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.native_experts import EXPERTS
 from deepspeed_ext.zero.sharded.partitions import PLACEMENT
@@ -291,4 +291,4 @@ def _momentum(state: Mapping[str, Any], saved: Mapping[str, Any], numel: int) ->
             f"Load it with a paro_strategy on as many ranks (NGG for stages 1 and 2, GGG for stage 3), save it, and "
             f"convert that."
         )
-    return unscaled(state, momentum, offloaded=False).float()
+    return unscaled_momentum(state, momentum, offloaded=False).float()

@@ -46,7 +46,7 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
     }
 
 
-def require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
+def require_same_settings(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
     """Raise on all ranks if one has a problem, or if a strategy is used and settings differ. Collective.
 
     Raises:
@@ -58,12 +58,12 @@ def require_agreement(module: PipelineModule, settings: dict[str, Any], problem:
             raise ValueError(problem or f"rank {rank}: {other_problem}")
     if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in gathered):
         return  # without a strategy, differences are left to DeepSpeed
-    different = {
+    mismatched = {
         key: values for key in settings if len(set(map(str, values := [other[key] for _, other in gathered]))) > 1
     }
-    if different:
-        listed = "; ".join(f"{key}: {_by_rank(values)}" for key, values in different.items())
-        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {listed}.")
+    if mismatched:
+        texts = "; ".join(f"{key}: {_by_rank(values)}" for key, values in mismatched.items())
+        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {texts}.")
 
 
 def _by_rank(values: Iterable[Any]) -> str:

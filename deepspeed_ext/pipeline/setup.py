@@ -20,7 +20,7 @@ from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRAT
 from deepspeed_ext.config.section import active_strategy, undecided
 from deepspeed_ext.config.unsupported import Unsupported, refuse_unsupported
 from deepspeed_ext.overrides import replaced
-from deepspeed_ext.pipeline.agreement import device_of, require_agreement, settings_of
+from deepspeed_ext.pipeline.agreement import device_of, require_same_settings, settings_of
 from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngine
 from deepspeed_ext.pipeline.tied import tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
@@ -66,7 +66,7 @@ def initialize(
             strategy = _strategy(config, module, require)
         except (ValueError, RuntimeError) as error:
             problem = str(error)
-        require_agreement(module, settings_of(config, strategy, module), problem)
+        require_same_settings(module, settings_of(config, strategy, module), problem)
     if strategy is None:
         init(engine, *args, **kwargs)
         return
@@ -75,8 +75,8 @@ def initialize(
     engine.__class__ = ShardedPipelineEngine
     _fill_groups(module, kwargs)
     # The parent refuses ZeRO-2 and 3 in one assertion, its only use of this name.
-    no_limit = SimpleNamespace(gradients=float("inf"))
-    with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=no_limit):
+    allows_all_stages = SimpleNamespace(gradients=float("inf"))
+    with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=allows_all_stages):
         init(engine, *args, **kwargs)
     engine.connect()
 
@@ -137,13 +137,13 @@ def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         groups: list[dict[str, Any]] = optimizer.param_groups
     else:
-        listed = arguments.get("model_parameters")
-        listed = list(module.parameters() if listed is None else listed)
-        if listed and isinstance(listed[0], dict):
-            groups = [{**group, "params": list(group["params"])} for group in listed]
+        params = arguments.get("model_parameters")
+        params = list(module.parameters() if params is None else params)
+        if params and isinstance(params[0], dict):
+            groups = [{**group, "params": list(group["params"])} for group in params]
         else:
-            groups = [{"params": listed}]
-        arguments["model_parameters"] = groups if listed and isinstance(listed[0], dict) else groups[0]["params"]
+            groups = [{"params": params}]
+        arguments["model_parameters"] = groups if params and isinstance(params[0], dict) else groups[0]["params"]
     for number, group in enumerate(groups):
         if not any(param.requires_grad for param in group["params"]):
             filler = nn.Parameter(torch.zeros(1, device=device_of(module)))

@@ -78,7 +78,7 @@ class _Exchange:
         device = get_accelerator().current_device_name()
         owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # on the host if offloaded
         local_shards = [part.to(device) for part in owned]
-        sent = [self._part(local_shards, rank) for rank in range(len(self._stages))]
+        sent = [self._common_elements(local_shards, rank) for rank in range(len(self._stages))]
         splits = [part.numel() for part in sent]  # also those received: both ranks list their common elements
         received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
@@ -90,28 +90,28 @@ class _Exchange:
         for stage_part, part in zip(totals[self._stages[self._rank]], local_shards, strict=True):
             stage_part.copy_(part)
         for rank, content in enumerate(received.split(splits)):
-            self._put(totals[self._stages[rank]], rank, content)
+            self._write_received(totals[self._stages[rank]], rank, content)
         # In the order of stages, so that all of them get the same bits.
         for number, part in enumerate(owned):
             part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
-    def _common(self, rank: int) -> Iterable[tuple[int, Span]]:
+    def _common_spans(self, rank: int) -> Iterable[tuple[int, Span]]:
         """Yield (number of the weight, elements of this rank's shard of it) that another stage's rank has, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
         for number, (local_span, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
-            both = local_span.common(other)
-            if both.numel:
-                yield number, both.shifted(-local_span.start)
+            common = local_span.common(other)
+            if common.numel:
+                yield number, common.shifted(-local_span.start)
 
-    def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
+    def _common_elements(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return the elements that this rank sends to another one, 1D."""
-        return torch.cat([held[0][:0], *(span.of(held[number]) for number, span in self._common(rank))])
+        return torch.cat([shards[0][:0], *(span.of(shards[number]) for number, span in self._common_spans(rank))])
 
-    def _put(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
+    def _write_received(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
         """Copy elements received from another rank to their positions."""
-        common = list(self._common(rank))
-        for (number, span), part in zip(common, split_as(content, [span for _, span in common]), strict=True):
+        pairs = list(self._common_spans(rank))
+        for (number, span), part in zip(pairs, split_as(content, [span for _, span in pairs]), strict=True):
             span.of(parts[number]).copy_(part)
 
 

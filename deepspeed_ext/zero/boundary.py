@@ -27,7 +27,7 @@ Note [Usage learned in the first step]
     nothing is sent early in the first step, and a member that has had several gradients delays its bucket forever
     after.
 
-    If all buckets would take too much memory, they are sent early in the first step, too (``again``). If a member gets
+    If all buckets would take too much memory, they are sent early in the first step, too (``buckets_to_resend``). If a member gets
     another gradient afterwards, its bucket is sent again after the backward, with only that gradient. Flags of these
     buckets are reduced, for which the host waits: in the first step, and if it waits for each bucket anyway.
 """
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 Bucket = TypeVar("Bucket")
-Again = Literal["never", "in the first step", "always"]
+Resend = Literal["never", "in the first step", "always"]
 
 
 class Boundary(Generic[Bucket]):
@@ -52,7 +52,7 @@ class Boundary(Generic[Bucket]):
         early: whether buckets may be sent before the boundary.
         once: whether a member gets at most one gradient in a backward.
         name: gives the name of a member, for errors.
-        again: when buckets may be sent again after a member has got another gradient.
+        buckets_to_resend: when buckets may be sent again after a member has got another gradient.
     """
 
     def __init__(
@@ -61,18 +61,20 @@ class Boundary(Generic[Bucket]):
         members: Callable[[Bucket], Iterable[Hashable]],
         *,
         early: bool,
-        once: bool = True,
+        single_gradient: bool = True,
         name: Callable[[Any], str] = str,
-        again: Again = "never",
+        resend: Resend = "never",
     ) -> None:
         self._members_of = members
         self._early = early
-        self._once = once
+        self._single_gradient = single_gradient
         self._name = name
-        self._again = again
+        self._resend = resend
         self._used: set[Hashable] = set()  # members that this rank used in the first step
-        self._several: set[Hashable] = set()  # members that have ever had several gradients in one backward
-        self._learned = False
+        self._with_several_gradients: set[Hashable] = (
+            set()
+        )  # members that have ever had several gradients in one backward
+        self._has_learned = False
         self._arrange(buckets)
 
     def _arrange(self, buckets: Iterable[Bucket]) -> None:
@@ -88,16 +90,18 @@ class Boundary(Generic[Bucket]):
         """Reset for the next accumulation: no member is complete, and no bucket has been sent."""
         self._missing = [len(members) for members in self._members]  # numbers of incomplete members
         self._complete: set[Hashable] = set()
-        self._had: set[Hashable] = set()  # members with a gradient of this backward
-        self._late: set[int] = set()  # numbers of buckets with a gradient that was received after they were sent
+        self._with_gradient: set[Hashable] = set()  # members with a gradient of this backward
+        self._late_buckets: set[int] = (
+            set()
+        )  # numbers of buckets with a gradient that was received after they were sent
         self._next = 0  # number of the first bucket that has not been sent
 
     @property
-    def begun(self) -> bool:
+    def has_sent(self) -> bool:
         """Whether a bucket has been sent."""
         return self._next > 0
 
-    def ready(self, members: Iterable[Hashable]) -> list[Bucket]:
+    def mark_ready(self, members: Iterable[Hashable]) -> list[Bucket]:
         """Record members with a gradient of the last micro-batch; return the buckets to send now, in order.
 
         Raises:
@@ -107,33 +111,33 @@ class Boundary(Generic[Bucket]):
             return []
         first = self._next
         for member in members:
-            if not self._learned:
+            if not self._has_learned:
                 self._used.add(member)
-            if self._once or self._is_complete(member):
-                self._take(member)
+            if self._single_gradient or self._is_complete(member):
+                self._complete_member(member)
         return self._buckets[first : self._next]
 
     def _is_complete(self, member: Hashable) -> bool:
         """Whether this is a member's last gradient in this backward, judging from earlier backwards."""
         sent = [number for number in self._numbers.get(member, ()) if number < self._next]
-        if sent and not self.may_leave_again:
+        if sent and not self.may_resend:
             raise RuntimeError(
                 f"The parameter {self._name(member)} got another gradient in a backward, after it was reduced between "
                 f"groups, and in the first step of this run it got one only. Set zero_optimization.overlap_comm to "
                 f"false: then it may."
             )
-        self._late.update(sent)
-        if member in self._had:
-            self._several.add(member)
-        self._had.add(member)
-        return (self._learned or self.may_leave_again) and member not in self._several
+        self._late_buckets.update(sent)
+        if member in self._with_gradient:
+            self._with_several_gradients.add(member)
+        self._with_gradient.add(member)
+        return (self._has_learned or self.may_resend) and member not in self._with_several_gradients
 
     @property
-    def may_leave_again(self) -> bool:
+    def may_resend(self) -> bool:
         """Whether buckets may be sent again in this backward."""
-        return self._again == "always" or (self._again == "in the first step" and not self._learned)
+        return self._resend == "always" or (self._resend == "in the first step" and not self._has_learned)
 
-    def _take(self, member: Hashable) -> None:
+    def _complete_member(self, member: Hashable) -> None:
         if member not in self._complete:
             self._complete.add(member)
             for number in self._numbers.get(member, ()):
@@ -142,37 +146,39 @@ class Boundary(Generic[Bucket]):
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
 
-    def rest(self) -> list[Bucket]:
+    def pop_remaining(self) -> list[Bucket]:
         """Return the buckets that have not been sent, in order, and reset: the backward has ended."""
-        rest, late = self._buckets[self._next :], self._late
+        remaining, late = self._buckets[self._next :], self._late_buckets
         self.clear()
-        self._late = late  # for ``again``
-        return rest
+        self._late_buckets = late  # for ``buckets_to_resend``
+        return remaining
 
-    def again(self, largest: Callable[[Tensor], Tensor]) -> list[Bucket]:
-        """Return the buckets to send again, in order, after ``rest``. Collective if there may be any.
+    def buckets_to_resend(self, max_over_ranks: Callable[[Tensor], Tensor]) -> list[Bucket]:
+        """Return the buckets to send again, in order, after ``pop_remaining``. Collective if there may be any.
 
         Args:
-            largest: see ``learn``. Buckets in flight must have been received: other ranks may wait for them first.
+            max_over_ranks: see ``learn_usage``. Buckets in flight must have been received: other ranks may wait for them first.
         """
-        if not self.may_leave_again:
+        if not self.may_resend:
             return []
-        late = largest(torch.tensor([float(number in self._late) for number in range(len(self._buckets))]))
-        self._late.clear()
-        return [bucket for bucket, again in zip(self._buckets, late.tolist(), strict=True) if again]
+        late = max_over_ranks(
+            torch.tensor([float(number in self._late_buckets) for number in range(len(self._buckets))])
+        )
+        self._late_buckets.clear()
+        return [bucket for bucket, resend in zip(self._buckets, late.tolist(), strict=True) if resend]
 
-    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Record parameter usage in the first step whose last micro-batch was known in advance. Collective, once.
 
         Args:
-            largest: gives the elementwise maximum over all ranks.
+            max_over_ranks: gives the elementwise maximum over all ranks.
         """
-        if not self._early or self._learned or not self._buckets:
+        if not self._early or self._has_learned or not self._buckets:
             return
         members = list(dict.fromkeys(member for bucket in self._buckets for member in self._members_of(bucket)))
-        used_by_any = largest(torch.tensor([float(member in self._used) for member in members]))
+        used_by_any = max_over_ranks(torch.tensor([float(member in self._used) for member in members]))
         unused = {member for member, used in zip(members, used_by_any.tolist(), strict=True) if not used}
         # A stable sort by reduced flags, so the new order is the same on all ranks.
         self._arrange(sorted(self._buckets, key=lambda bucket: not unused.isdisjoint(self._members_of(bucket))))
-        self._learned = True
+        self._has_learned = True
         self._used.clear()

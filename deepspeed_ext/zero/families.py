@@ -92,15 +92,15 @@ def error_state_of(families: Families, family_of_buffer: Callable[[int], str]) -
     """
     several = len(families) > 1
 
-    def place_of(buffer: int) -> tuple[str, ...]:
+    def key_path_of(buffer: int) -> tuple[str, ...]:
         return ("families", family_of_buffer(buffer)) if several else ()
 
     states = {
-        (("families", name) if several else ()) + place: state
+        (("families", name) if several else ()) + key_path: state
         for name, family in families.items()
-        for place, state in family.reduce.inter.error_states().items()
+        for key_path, state in family.reduce.inter.error_states().items()
     }
-    return states[()] if states.keys() == {()} else JointErrorState(states, place_of)
+    return states[()] if states.keys() == {()} else JointErrorState(states, key_path_of)
 
 
 def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:
@@ -139,14 +139,18 @@ def families_of(
     """
     families = {}
     for name, topology in topologies.items():
-        over, prefix = reductions[name], "" if name == DENSE else f"{name}_"  # prefix in records and traces
+        reduction_topology, prefix = (
+            reductions[name],
+            "" if name == DENSE else f"{name}_",
+        )  # prefix in records and traces
         intra, inter = f"{prefix}intra", f"{prefix}inter"
         families[name] = Family(
             name,
             topology,
             ParameterRedistribution(GatherHop(topology.intra, intra), gather(topology.inter, inter)),
             GradientRedistribution(
-                make_reduce(over.intra, intra, reduce_scatter), reduce(over.inter, inter, reduce_scatter)
+                make_reduce(reduction_topology.intra, intra, reduce_scatter),
+                reduce(reduction_topology.inter, inter, reduce_scatter),
             ),
         )
     return families

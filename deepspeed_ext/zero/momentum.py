@@ -23,7 +23,7 @@ from deepspeed_ext.zero.shards import Member
 MOMENTUM_SCALE = "paro_momentum_scale"  # in a rank's state dict: factor of momentum
 
 
-def of_partition(momentum: Tensor, members: Sequence[Member], chunk: int) -> Tensor:
+def partition_momentum(momentum: Tensor, members: Sequence[Member], chunk: int) -> Tensor:
     """Return a partition's part (1D) of the momentum (1D) of all elements of its parameters."""
     own, offset = momentum.new_zeros(chunk), 0
     for member in members:
@@ -37,7 +37,7 @@ def saved_scale(loss_scale: float) -> float:
     return 2.0 ** (math.frexp(loss_scale)[1] - 1)
 
 
-def unscaled(state: Mapping[str, Any], momentum: Tensor, offloaded: bool) -> Tensor:
+def unscaled_momentum(state: Mapping[str, Any], momentum: Tensor, offloaded: bool) -> Tensor:
     """Return momentum of gradients without the loss scale.
 
     Args:
@@ -58,6 +58,6 @@ def with_momentum(states: Mapping[int, Mapping[str, Any]], momenta: Mapping[int,
     return new_states
 
 
-def sharded_otherwise(saved: str, wanted: str) -> ValueError:
-    """Return the error for optimizer states that are sharded differently: as ``saved``, not as ``wanted``."""
-    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
+def sharding_mismatch(saved: str, expected: str) -> ValueError:
+    """Return the error for optimizer states that are sharded differently: as ``saved``, not as ``expected``."""
+    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {expected}.")

@@ -32,7 +32,7 @@ EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 
 
 @contextmanager
-def sharded(engine: Engine) -> Iterator[None]:
+def allow_sharding(engine: Engine) -> Iterator[None]:
     """Mark experts of ``MoE`` layers as shardable while the engine creates its optimizer of stage 3."""
     layers = native_mixtures(engine.module)
     if not layers:

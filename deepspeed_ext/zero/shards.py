@@ -47,7 +47,7 @@ def in_forward_order(windows: Iterable[Window]) -> list[Window]:
     return sorted(windows, key=lambda window: (min(window.members, default=0), window.buffer, window.span))
 
 
-class CrossingSpan(NamedTuple):
+class InterGroupSpan(NamedTuple):
     """A span of a parameter among the gradients that this rank sends between groups, for checkpoints of errors."""
 
     name: str  # name of the parameter
@@ -55,9 +55,9 @@ class CrossingSpan(NamedTuple):
     span: ShardSpan
 
 
-def crossing_spans_of(
+def inter_group_spans_of(
     name: str, numel: int, layout: FlatLayout, col: int, buffer: int = 0, offset: int = 0, start: int = 0
-) -> Iterator[CrossingSpan]:
+) -> Iterator[InterGroupSpan]:
     """Return the spans of a parameter that is, or is a part of, a flat buffer.
 
     Args:
@@ -72,4 +72,4 @@ def crossing_spans_of(
     for piece in layout.pieces(Span(offset, numel)):
         if piece.col == col:
             span = ShardSpan(buffer, piece.row, *piece.columns.shifted(start))
-            yield CrossingSpan(name, piece.span.start - offset, span)
+            yield InterGroupSpan(name, piece.span.start - offset, span)

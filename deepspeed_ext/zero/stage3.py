@@ -34,18 +34,18 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafGradients
 from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
-from deepspeed_ext.zero.sharded.coordinator import coordinator_of, forget
+from deepspeed_ext.zero.sharded.coordinator import drop_references, use_coordinator
 from deepspeed_ext.zero.sharded.parameter_chunks import owned_span, with_padding, without_padding
 from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters
 from deepspeed_ext.zero.sharded.partitions import FlatPartitions, OffloadedStates
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
-from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
-from deepspeed_ext.zero.writers import CheckpointWriters
+from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan
 
 
 @checked
@@ -66,7 +66,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     """
 
     # ``ParoOptimizer`` runs Muon. DeepSpeed's own needs full gradients, and refuses ``reduce_scatter``.
-    use_muon = property(lambda self: False, lambda self, found: None)
+    use_muon = property(lambda self: False, lambda self, value: None)
 
     def __init__(
         self, *args: Any, context: Context, gathering: GatherSettings, dp_process_group: object = None, **kwargs: Any
@@ -86,7 +86,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Shard parameters by p, after DeepSpeed has sharded them and hooked their modules."""
-        with coordinator_of(self.topology.shard_group(self.strategy.p)):
+        with use_coordinator(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         self.parameters = ShardedParameters(
             self.context, module=kwargs["module"], offload=offload, settings=self._gathering, resync=self.resync
@@ -98,13 +98,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _configure_offloading(self, *args: Any, **kwargs: Any) -> None:
         """Clear ``offload_param`` for slices: the parent builds their flat buffer as on the device."""
         super()._configure_offloading(*args, **kwargs)
-        self.offload_param = self.offload_param and not self.parameters.sliced
+        self.offload_param = self.offload_param and not self.parameters.has_slices
 
     @override
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Make sub-groups; with slices, each is one all-gather after the step, of at most a bucket."""
         configured = self.sub_group_size
-        if self.parameters.sliced:
+        if self.parameters.has_slices:
             self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
         try:
             return super()._create_fp16_sub_groups(params_group)
@@ -114,7 +114,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def _get_parameter_partitions(self) -> list[Tensor]:
         """Return the tensors for the flat parameter buffer: all rows of slices."""
-        return [part for group in self.fp16_groups for part in self.parameters.of(group).partitions(group)]
+        return [part for group in self.fp16_groups for part in self.parameters.slices_of(group).partitions(group)]
 
     @override
     def _set_fp16_partitioned_groups_flat(self) -> None:
@@ -127,8 +127,8 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.begin_step()  # gathers of the last step may still write rows that this step writes
         if self.reduction.awaits_boundary:
             self.sync_gradients()
-        self.micro_steps.learn()
-        self.reduction.forget()
+        self.micro_steps.learn_usage()
+        self.reduction.clear()
         super()._pre_step()
 
     # Gradients: N -> g ################################################################################
@@ -158,7 +158,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
             super().reduce_ready_partitions_and_remove_grads(param)
             self.reduction.reduce_if_full(self.context.message_dtype(param))
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
-            self.reduction.keep_whole(param)
+            self.reduction.keep_full(param)
 
     @override
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
@@ -231,9 +231,9 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Return the family of a flat buffer, by its number in hops; see ``ParoOptimizer``."""
         return list(self.families)[buffer]
 
-    def crossing_spans(self) -> list[CrossingSpan]:
+    def inter_group_spans(self) -> list[InterGroupSpan]:
         """Return the gradient spans that are sent between groups; see ``ParoOptimizer``."""
-        return list(self.partitions.crossing_spans())
+        return list(self.partitions.inter_group_spans())
 
     def owned_span(self, param: Any) -> Span:
         """Return the elements whose optimizer states are on this rank; see ``ParoOptimizer``."""
@@ -293,17 +293,17 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's state dict, with momentum in the format of its stage 3."""
-        return self.partitions.saved(super().state_dict())
+        return self.partitions.with_saved_momentum(super().state_dict())
 
     @override
     def _get_sub_group_partition_ranks(self, sub_group_id: int) -> list[int]:
         """Return the ranks that share a sub-group, as DeepSpeed's stage 3 saves and compares them with AutoEP."""
-        return self.writers.as_written(super()._get_sub_group_partition_ranks(sub_group_id))
+        return self.writers.ranks_of_writer(super()._get_sub_group_partition_ranks(sub_group_id))
 
     @override
     def checkpoint_event_prologue(self) -> None:
         """Prepare to save or load a checkpoint."""
-        self.parameters.settle()  # the host reads rows that gathers may still write
+        self.parameters.wait_on_host()  # the host reads rows that gathers may still write
         super().checkpoint_event_prologue()
 
     @override
@@ -325,7 +325,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         if not self._starts_updates_early:
             self.parameters.gather_updates()
         persistent = self.persistent_parameters
-        if self.parameters.sliced:
+        if self.parameters.has_slices:
             self.persistent_parameters = []
         try:
             super()._post_step(timer_names)
@@ -337,12 +337,14 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Also send the updated weights to the other groups, at once if the optimizer is offloaded."""
         if self.gradient_scale.stepping and sub_group_id == 0:  # only now it is known that the step is applied
             self.resync.begin(stepping=True)
-        slices = self.parameters.of(self.fp16_groups[sub_group_id])
-        if slices.stepped_in_place(self.resync.now):
+        slices = self.parameters.slices_of(self.fp16_groups[sub_group_id])
+        if slices.steps_in_place(self.resync.now):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            slices.change(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now)
+            slices.store_update(
+                sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now
+            )
         if self._starts_updates_early:
             slices.gather_updates_of(sub_group_id)
 
@@ -363,7 +365,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
         self.parameters.gather_updates()
         self.drain_parameters()
-        if not self.parameters.sliced and self.persistent_parameters:  # gathered with their old values
+        if not self.parameters.has_slices and self.persistent_parameters:  # gathered with their old values
             self.persistent_parameters[0].partition(self.persistent_parameters)
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
@@ -382,7 +384,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         If the number of ranks does not divide a parameter, DeepSpeed's own reads past its end, and only the last rank
         raises.
         """
-        self.resync.ask()
+        self.resync.request()
         if not param.requires_grad or value.numel() != param.ds_numel:
             super().set_full_hp_param(value, param, optim_state_key)
             return
@@ -392,14 +394,14 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def set_local_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
         """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
-        self.resync.ask()
+        self.resync.request()
         super().set_local_hp_param(without_padding(value, param), param, optim_state_key)
         self._update_outer(param, optim_state_key)
 
     def _update_outer(self, param: ZeroParameter, state: str | None) -> None:
         """Pass newly set weights of a parameter to an outer optimizer."""
         for number, span in self.partitions.members_of(param) if state is None else ():
-            self.outer.take(number, span)
+            self.outer.copy_weights(number, span)
 
     @override
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
@@ -492,4 +494,4 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.release()
         self.reduction.drop()
         super().destroy()
-        forget(self.module)
+        drop_references(self.module)

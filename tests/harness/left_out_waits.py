@@ -15,7 +15,7 @@ from pathlib import Path
 
 _ORDERING = ("wait_stream", "wait_event", "wait", "record", "record_event", "record_stream", "synchronize")
 # Ours that do.
-_OURS = ("drain", "finish", "complete", "wait_for_current", "receive_current", "wait_for_updates", "finish_buckets")
+_OURS = ("drain", "finish", "complete", "wait_for_current", "wait_for_updates", "finish_buckets")
 
 
 Site = tuple[str, int, int]  # a file, and the first and last line of a call in it

@@ -68,7 +68,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._windowed: list[WindowedModule] = []
         super().__init__(*args, **kwargs)
 
-    def watch(self, blocks: Sequence[ChunkedModule], windowed: Sequence[WindowedModule]) -> None:
+    def fetch_in_windows(self, blocks: Sequence[ChunkedModule], windowed: Sequence[WindowedModule]) -> None:
         """Fetch the experts of blocks in windows. Windowed modules fetch packed experts themselves.
 
         Args:
@@ -144,21 +144,22 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._release(chunk, forward)
 
     def _release(self, submodule: nn.Module, forward: bool) -> None:
-        early = not self.is_complete_trace()
+        incomplete_record = not self.is_complete_trace()
         entries = list(coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule)))
         if self.fast_sharding_for_leaf_module and z3_leaf_module(submodule):
             _record_use(entries)
-        kept = [
+        retained = [
             entry
             for entry in entries
-            if ((early and entry.ds_persist) or WAITS in entry.ds_active_sub_modules) and not entry.is_external_param
+            if ((incomplete_record and entry.ds_persist) or WAITS in entry.ds_active_sub_modules)
+            and not entry.is_external_param
         ]
-        for entry in kept:
+        for entry in retained:
             entry.is_external_param = True  # DeepSpeed does not release these with the module
         try:
             super().release_sub_module(submodule, forward)
         finally:
-            for entry in kept:
+            for entry in retained:
                 entry.is_external_param = False
 
     @override
@@ -186,7 +187,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 
 @contextmanager
-def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
+def use_coordinator(group: ProcessGroup | None) -> Iterator[None]:
     """Use a coordinator of the group in a DeepSpeedZeRoOffload that is made in this context.
 
     Args:
@@ -205,7 +206,7 @@ def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def is_coordinating() -> bool:
-    """Whether a DeepSpeedZeRoOffload is being made within ``coordinator_of``."""
+    """Whether a DeepSpeedZeRoOffload is being made within ``use_coordinator``."""
     return _coordinating.get()
 
 
@@ -255,7 +256,7 @@ def _record_use(params: Sequence[Any]) -> None:
                 param.data.record_stream(get_accelerator().current_stream())
 
 
-def forget(model: nn.Module) -> None:
+def drop_references(model: nn.Module) -> None:
     """Drop DeepSpeed's references to a model whose engine has been destroyed.
 
     It is still at the bottom of the stack of modules whose forward runs, and a key of a cache that a method of all

@@ -374,14 +374,14 @@ def padding_case() -> tuple[bool, bool]:
     model, out of memory that was given up."""
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
-    optimizer, hold = engine.optimizer, FlatUpdates._hold
+    optimizer, hold = engine.optimizer, FlatUpdates._allocate_partitions
 
     def hold_what_others_have_left(self: Any) -> None:
         hold(self)
-        for _, own in self._owned():
+        for _, own in self._separate_partitions():
             own.fill_(torch.nan)
 
-    with mock.patch.object(FlatUpdates, "_hold", hold_what_others_have_left):
+    with mock.patch.object(FlatUpdates, "_allocate_partitions", hold_what_others_have_left):
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]

@@ -89,7 +89,7 @@ def not_sent(engine: Any) -> list[float]:
     }
     memory = engine.optimizer.error_state
     for run, values in memory.errors_in(memory.states()):
-        for name, start, place in engine.optimizer.crossing_spans():
+        for name, start, place in engine.optimizer.inter_group_spans():
             first, end = max(run.start, place.start), min(run.start + run.numel, place.start + place.numel)
             if (run.buffer, run.row) == (place.buffer, place.row) and first < end:
                 at = start + first - place.start

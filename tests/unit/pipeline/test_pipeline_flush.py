@@ -167,7 +167,7 @@ def collectives_case() -> tuple[int, ...]:
             gradients = engine.optimizer.gradients["dense"]
             left_open = len(gradients._queue._completed)
             gradients.drain()  # its threads may not have caught up
-            gradients._crosses.drain()
+            gradients._inter_queue.drain()
             open_transfers.append((count(), left_open))
 
         changed = {schedule.ReduceTiedGrads: note, schedule.BackwardPass: run}

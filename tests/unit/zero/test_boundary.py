@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which buckets of gradients are sent between groups. It does not depend on which one is complete first.
 
-See Note [Pieces].
+See Note [Pending gradients].
 """
 
 import itertools
@@ -19,7 +19,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.sharded.gradients import Pieces, boundary_buckets
+from deepspeed_ext.zero.sharded.gradients import PendingGradients, boundary_buckets
 
 pytestmark = pytest.mark.quick
 
@@ -33,29 +33,29 @@ def test_buckets_are_sent_in_one_order() -> None:
         boundary = Boundary(buckets, str, early=True)
         left: list[str] = []
         for number, member in enumerate(used):
-            left += boundary.ready([member])
+            left += boundary.mark_ready([member])
             complete = [set(bucket) <= set(used[: number + 1]) for bucket in buckets]
             assert left == buckets[: complete.index(False) if False in complete else len(buckets)]
-            assert boundary.begun == bool(left)
-        assert left + boundary.rest() == buckets
-        assert boundary.ready("a") == []  # a new step
+            assert boundary.has_sent == bool(left)
+        assert left + boundary.pop_remaining() == buckets
+        assert boundary.mark_ready("a") == []  # a new step
 
 
 def test_a_member_that_is_complete_twice_counts_once() -> None:
     boundary = Boundary(["ab", "c"], str, early=True)
-    assert [boundary.ready("a"), boundary.ready("a"), boundary.ready("x")] == [[], [], []]
-    assert boundary.ready("b") == ["ab"]
-    assert boundary.ready("b") == []
+    assert [boundary.mark_ready("a"), boundary.mark_ready("a"), boundary.mark_ready("x")] == [[], [], []]
+    assert boundary.mark_ready("b") == ["ab"]
+    assert boundary.mark_ready("b") == []
     boundary.clear()
-    assert not boundary.begun
-    assert boundary.ready("a") == [] and boundary.rest() == ["ab", "c"]
+    assert not boundary.has_sent
+    assert boundary.mark_ready("a") == [] and boundary.pop_remaining() == ["ab", "c"]
 
 
 def test_without_early_all_buckets_wait_for_the_boundary() -> None:
     boundary = Boundary(["ab", "c"], str, early=False)
-    assert boundary.ready("abc") == [] and not boundary.begun
-    boundary.learn(lambda used: pytest.fail("ranks need not agree"))
-    assert boundary.rest() == ["ab", "c"]
+    assert boundary.mark_ready("abc") == [] and not boundary.has_sent
+    boundary.learn_usage(lambda used: pytest.fail("ranks need not agree"))
+    assert boundary.pop_remaining() == ["ab", "c"]
 
 
 def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
@@ -81,41 +81,43 @@ def test_buckets_have_one_dtype_and_begin_with_the_last_layer() -> None:
 
 def test_only_parameters_with_one_gradient_are_sent_early() -> None:
     buckets = [[4], [3], [2], [1], [0]]
-    boundary = Boundary(buckets, list, early=True, once=False, name=lambda member: f"layer.{member}")
+    boundary = Boundary(buckets, list, early=True, single_gradient=False, name=lambda member: f"layer.{member}")
     for member in (3, 2, 1, 1, 0):  # 4 is not used, and must not block the others
-        assert boundary.ready([member]) == []
-    assert boundary.rest() == buckets
-    boundary.learn(lambda used: used)
-    assert boundary.ready([2, 3]) == [[3], [2]]
-    assert boundary.ready([1]) == boundary.ready([0]) == []
+        assert boundary.mark_ready([member]) == []
+    assert boundary.pop_remaining() == buckets
+    boundary.learn_usage(lambda used: used)
+    assert boundary.mark_ready([2, 3]) == [[3], [2]]
+    assert boundary.mark_ready([1]) == boundary.mark_ready([0]) == []
     with pytest.raises(RuntimeError, match=r"layer\.3 got another gradient .*overlap_comm to false"):
-        boundary.ready([3])
-    assert boundary.rest() == [[1], [0], [4]]
-    boundary.learn(lambda used: pytest.fail("ranks agree once"))
+        boundary.mark_ready([3])
+    assert boundary.pop_remaining() == [[1], [0], [4]]
+    boundary.learn_usage(lambda used: pytest.fail("ranks agree once"))
 
 
 def test_late_gradients_after_the_first_step() -> None:
-    first = Boundary(["a", "b"], str, early=True, once=False, again="in the first step")
-    always = Boundary(["a", "b"], str, early=True, once=False, again="always")
+    first = Boundary(["a", "b"], str, early=True, single_gradient=False, resend="in the first step")
+    always = Boundary(["a", "b"], str, early=True, single_gradient=False, resend="always")
     for boundary in (first, always):
-        assert boundary.ready("ab") == ["a", "b"]
-        assert boundary.rest() == boundary.again(lambda late: late) == []
-        boundary.learn(lambda used: used)
-        assert boundary.ready("ab") == ["a", "b"]
-    assert always.ready("a") == always.rest() == [] and always.again(lambda late: late) == ["a"]
+        assert boundary.mark_ready("ab") == ["a", "b"]
+        assert boundary.pop_remaining() == boundary.buckets_to_resend(lambda late: late) == []
+        boundary.learn_usage(lambda used: used)
+        assert boundary.mark_ready("ab") == ["a", "b"]
+    assert always.mark_ready("a") == always.pop_remaining() == [] and always.buckets_to_resend(lambda late: late) == [
+        "a"
+    ]
     with pytest.raises(RuntimeError, match=r"a got another gradient"):
-        first.ready("a")
-    assert first.rest() == first.again(lambda late: pytest.fail("nothing is sent again")) == []
+        first.mark_ready("a")
+    assert first.pop_remaining() == first.buckets_to_resend(lambda late: pytest.fail("nothing is sent again")) == []
 
 
 class Group:
     """A group of ranks that sends the gradients it gets, which are ones, to other groups."""
 
     def __init__(self, params: list[Any], limit: int) -> None:
-        self.pieces = Pieces(ROWS)
+        self.pieces = PendingGradients(ROWS)
         buckets = boundary_buckets(params, limit, lambda param: param.dtype)
         self.boundary: Boundary[list[Any]] = Boundary(
-            buckets, lambda bucket: numbered([bucket])[0], early=True, once=False, again="always"
+            buckets, lambda bucket: numbered([bucket])[0], early=True, single_gradient=False, resend="always"
         )
         self.crossed: list[list[int]] = []
         self.sums = {param.ds_id: 0 for param in params}
@@ -136,13 +138,13 @@ class Group:
         bucket.sort(key=lambda param: param.ds_id)
         width = sum(param.ds_tensor.ds_numel for param in bucket)
         self.pieces.add(bucket, torch.ones(ROWS, width + 1, dtype=bucket[0].dtype).view(-1))
-        self.cross(self.boundary.ready(param.ds_id for param in bucket))
+        self.cross(self.boundary.mark_ready(param.ds_id for param in bucket))
 
     def cross(self, buckets: list[list[Any]]) -> None:
         """Take the pieces of buckets that are sent."""
         for bucket in buckets:
             self.crossed += numbered([bucket])
-            message = torch.cat(self.pieces.take(bucket), dim=1)
+            message = torch.cat(self.pieces.pop(bucket), dim=1)
             columns = message.split([param.ds_tensor.ds_numel for param in bucket], dim=1)
             for param, part in zip(bucket, columns, strict=True):
                 assert part.min() == part.max()
@@ -175,19 +177,19 @@ def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit
         for group, used in zip(groups, uses, strict=True):
             group.backward(used, data.draw(some.sets(some.integers(1, 11))))
         for group in groups:
-            group.cross(group.boundary.rest())
-        together(groups, lambda group, largest: group.cross(group.boundary.again(largest)))
+            group.cross(group.boundary.pop_remaining())
+        together(groups, lambda group, largest: group.cross(group.boundary.buckets_to_resend(largest)))
         assert groups[0].crossed == groups[1].crossed
         for group, used in zip(groups, uses, strict=True):
             assert group.sums == {param.ds_id: used.count(param) for param in params}
-            assert not group.pieces._held
+            assert not group.pieces._pending
         if step == 1:
-            together(groups, lambda group, largest: group.boundary.learn(largest))
+            together(groups, lambda group, largest: group.boundary.learn_usage(largest))
 
 
 def test_neighbors_cross_without_a_copy() -> None:
     params = parameters([3, 2, 4], [torch.float32] * 3)
-    pieces, arrived = Pieces(ROWS), torch.rand(ROWS, 9)
+    pieces, arrived = PendingGradients(ROWS), torch.rand(ROWS, 9)
     pieces.add(params, arrived)
-    (piece,) = pieces.take(params)
+    (piece,) = pieces.pop(params)
     assert piece.data_ptr() == arrived.data_ptr() and torch.equal(piece, arrived)

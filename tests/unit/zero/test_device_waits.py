@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.strategy import STRATEGIES
-from deepspeed_ext.zero.factory import use_streams
+from deepspeed_ext.zero.factory import use_overlap_defaults
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import training
 from tests.harness.logs import logged
@@ -117,7 +117,7 @@ def scales_case() -> list[tuple[float, float]]:
 
 
 def settings(synchronized: bool | None, overlap: bool | None, managed: bool = True) -> Any:
-    """What ``use_streams`` looks at of a parsed configuration."""
+    """What ``use_overlap_defaults`` looks at of a parsed configuration."""
     section = {} if overlap is None else {"overlap_comm": overlap}
     return SimpleNamespace(
         _param_dict={"zero_optimization": section},
@@ -133,7 +133,7 @@ def settings(synchronized: bool | None, overlap: bool | None, managed: bool = Tr
 @pytest.mark.quick
 def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
     def used(name: str, config: Any) -> tuple[bool, bool, int]:
-        changed = use_streams(config, STRATEGIES[name])
+        changed = use_overlap_defaults(config, STRATEGIES[name])
         return config.timers_config.synchronized, config.zero_config.overlap_comm, len(changed)
 
     assert used("NIG", settings(None, None)) == (True, False, 0)  # the CPU

@@ -47,9 +47,9 @@ def left_case(name: str) -> list[str]:
         engine.step()
     left = {kind: weakref.ref(of) for kind, of in {"engine": one, "model": one.module, "os": one.optimizer}.items()}
     gradients = one.optimizer.gradients["dense"]
-    begun = getattr(gradients, "begun", True)  # p = N has no such flag
+    begun = getattr(gradients, "has_gradients", True)  # p = N has no such flag
     one.destroy()
-    held = ["gradients"] if getattr(gradients, "begun", False) or not begun else []
+    held = ["gradients"] if getattr(gradients, "has_gradients", False) or not begun else []
     del one, engine, gradients
     gc.collect()
     training.micro_step(other, job, 6, *next(data))

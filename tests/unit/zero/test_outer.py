@@ -116,19 +116,19 @@ def set_case(names: tuple[str, ...]) -> list[Any]:
         engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
         batches = snapshots.steps_of(JOB, 3)
         snapshots.run(engine, JOB, batches[:2])
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             before = _weights(engine, model)
             said = snapshots.error_of(engine.step)
         param = dict(model.named_parameters())["layers.1.weight"]
         value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
         safe_set_full_fp32_param(param, value)
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             anchors = _weights(engine, model)
         changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
         same = torch.equal(anchors["layers.1.weight"], value)
         snapshots.run(engine, JOB, batches[2:])
         after = _weights(engine, model)
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             agreed = torch.cat([one.flatten() for one in _weights(engine, model).values()])
         together = training.replicas_equal(agreed)
         near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
@@ -246,7 +246,7 @@ def bytes_case(
             if step > 0:
                 training.micro_step(engine, job, step, *next(data))
                 engine.step()
-                engine.optimizer.outer.settle()
+                engine.optimizer.outer.receive_fragments()
             dist.barrier()
             time.sleep(REST)
             meter.stop()
@@ -310,7 +310,7 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
         engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
         snapshots.run(engine, job, snapshots.steps_of(job, 3))
         theirs = snapshots.snapshot(engine, model, job)
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             anchors = _weights(engine, model)
         back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
         apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
@@ -366,7 +366,7 @@ def converted_case(folder: str, name: str) -> list[str]:
     job = snapshots.job_of("fp32")
     engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
-    with engine.optimizer.outer.in_place():
+    with engine.optimizer.outer.use_outer_weights():
         anchors = _weights(engine, model)
     engine.save_checkpoint(folder)
     engine.destroy()

@@ -67,7 +67,7 @@ def test_bits_do_not_depend_on_overlap(ranks: Any, kernels: bool, job: str, name
 def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[bool, bool, int, bool]]:
     """Of each strategy: whether weights, losses and norms are the same if all is sent at the boundary, and without
     overlap; how many buckets have been sent early; whether steps ended before parameters had arrived."""
-    job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.ready
+    job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.mark_ready
     rows = []
     for name in names:
         left: list[Any] = []
@@ -80,13 +80,13 @@ def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[boo
 
         def look(engine: Any, ahead: list[bool] = ahead) -> None:
             updates = getattr(engine.optimizer, "updates", None)
-            ahead[0] = updates is not None and bool(updates.arrivals._started)
+            ahead[0] = updates is not None and bool(updates.gathers._started)
 
         keys = placed(name, overlap_comm=True)
-        with mock.patch.object(Boundary, "ready", lambda boundary, members: []):
+        with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
             late = training.train(job, keys)
         without = training.train(job, placed(name, overlap_comm=False))
-        with mock.patch.object(Boundary, "ready", noting):
+        with mock.patch.object(Boundary, "mark_ready", noting):
             early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
         equal = [
             torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
@@ -110,7 +110,7 @@ def crossing_cases() -> dict[str, list[bool]]:
     found: dict[str, list[bool]] = {}
     for name in BY_UNITS:
         crossed, seen = threading.Event(), found.setdefault(name, [])
-        last = "_arrive_whole" if name[1:] == "NG" else "_take" if name in AT_BOUNDARY else "_accumulate"
+        last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
         awaited = (3,) if name in AT_BOUNDARY else range(4)
         original = getattr(ShardedGradients, last)
 

@@ -70,8 +70,8 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
     def move(engine: Any) -> bool:
         """Offload and reload; whether nothing is left in the memory it was in, though all is host memory here."""
         optimizer = engine.optimizer
-        before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].held.clone()]
-        buffers = (optimizer.lp_param_buffer, optimizer.gradients["dense"].held)
+        before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].accumulator.clone()]
+        buffers = (optimizer.lp_param_buffer, optimizer.gradients["dense"].accumulator)
         storages = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         del buffers
         old = of_optimizer(optimizer) if states is None else []
@@ -83,7 +83,7 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
         optimizer.lp_param_buffer, held = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
         engine.reload_states()
         held.fill_(torch.nan)
-        after = [optimizer.lp_param_buffer, optimizer.gradients["dense"].held]
+        after = [optimizer.lp_param_buffer, optimizer.gradients["dense"].accumulator]
         return freed and all(map(torch.equal, before, after))
 
     rows = []

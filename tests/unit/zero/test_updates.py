@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state
 import deepspeed_ext
 from deepspeed_ext import strategy
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.zero.flat.arrivals import Arrivals
+from deepspeed_ext.zero.flat.update_gathers import UpdateGathers
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.shards import Window
 from tests.harness import networks, training
@@ -50,7 +50,12 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 def arriving_when_waited_for() -> Iterator[threading.Event]:
     """In this context updates are on their way until somebody waits for them; that sets the event."""
     gate = threading.Event()
-    gather, start, wait_for, drain = FlatUpdates.gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
+    gather, start, wait_for, drain = (
+        FlatUpdates.gather_window,
+        UpdateGathers.start,
+        UpdateGathers.wait_for,
+        UpdateGathers.drain,
+    )
 
     class Held:
         def wait(self) -> None:
@@ -70,13 +75,13 @@ def arriving_when_waited_for() -> Iterator[threading.Event]:
         wait_for(self, number)
 
     def drained(self: Any) -> None:
-        if self.begun:
+        if self.in_flight:
             gate.set()
         drain(self)
 
     with (
         mock.patch.object(FlatUpdates, "gather_window", late),
-        mock.patch.multiple(Arrivals, start=started, wait_for=waited, drain=drained),
+        mock.patch.multiple(UpdateGathers, start=started, wait_for=waited, drain=drained),
     ):
         yield gate
 
@@ -174,7 +179,7 @@ def unread_case() -> tuple[bool, bool, list[set[str]]]:
         engine.step()
         engine.zero_grad()  # as HF's Trainer does
         model.train()
-        begun, waited = engine.optimizer.updates.arrivals.begun, gate.is_set()
+        begun, waited = engine.optimizer.updates.gathers.in_flight, gate.is_set()
         classes.append({type(module._parameters).__name__ for module in model.modules()})
         classes.append({type(copy.deepcopy(layer)._parameters).__name__ for layer in model.layers})
         engine.destroy()
@@ -273,18 +278,18 @@ class Gate(nn.Module):
         return nn.functional.linear(x, self.part.weight)
 
 
-def watched(model: nn.Module) -> Arrivals:
-    """Arrivals of a model, a window for each parameter, in their order."""
+def watched(model: nn.Module) -> UpdateGathers:
+    """UpdateGathers of a model, a window for each parameter, in their order."""
     places = {id(param): place for place, param in enumerate(model.parameters())}
     windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
-    updates = Arrivals(windows, mock.Mock(), overlap=True, ahead=True)
-    updates.watch(model, places)
+    updates = UpdateGathers(windows, mock.Mock(), overlap=True, overlap_updates=True)
+    updates.install_hooks(model, places)
     return updates
 
 
-def waits(updates: Arrivals, model: nn.Module) -> list[int]:
+def waits(updates: UpdateGathers, model: nn.Module) -> list[int]:
     """The windows that modules wait for in a forward, one after the other."""
-    with mock.patch.object(Arrivals, "begun", True), mock.patch.object(updates, "wait_for") as wait_for:
+    with mock.patch.object(UpdateGathers, "in_flight", True), mock.patch.object(updates, "wait_for") as wait_for:
         model(torch.ones(1, 4))
     return [call.args[0] for call in wait_for.call_args_list]
 
