@@ -70,7 +70,7 @@ def save_checkpoint(
         commit.prepare(WORLD)
         frozen = {} if exclude_frozen_parameters else _frozen(engine)
         snapshot = None if files.aside is None else _snapshot(engine, files.aside)
-        engine.optimizer.resync_parameters()  # otherwise a run that loads this checkpoint would not continue like this one
+        engine.optimizer.resync_parameters()  # or a run that loads this checkpoint would differ
         outer_content = outer_states.contents(engine)
         header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
         with (

@@ -13,10 +13,10 @@ Note [Momentum in universal checkpoints]
     In universal checkpoints, momentum has no loss scale, as in a strategy's optimizer.
 
 Note [States in several files]
-    With experts and os = I or N, enough of the first ranks write states to cover all of them (``zero/checkpoint_ranks.py``). So
-    dense states, or experts, that are sharded over fewer ranks are repeated in several files. DeepSpeed's converter
-    would concatenate all copies. So it is given only those in the first files, and at stage 3 the number of ranks that
-    share experts according to the files.
+    With experts and os = I or N, enough of the first ranks write states to cover all of them
+    (``zero/checkpoint_ranks.py``). So dense states, or experts, that are sharded over fewer ranks are repeated in
+    several files. DeepSpeed's converter would concatenate all copies. So it is given only those in the first files,
+    and at stage 3 the number of ranks that share experts according to the files.
 
     It reads files in own order (``zero/flat/states.py``) under DeepSpeed's names. It uses their map of parameters, and
     concatenates a parameter's fragments by rank number, which is the order of its elements.

@@ -82,8 +82,8 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
     sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
         raise ValueError(
-            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
-            f"ranks on each node they are {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
+            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but the "
+            f"ranks on each node give the sizes {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
         )
 
 

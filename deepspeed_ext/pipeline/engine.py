@@ -78,10 +78,10 @@ class ShardedPipelineEngine(PipelineEngine):
             return ""
         lengths = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
         return (
-            f": each node has one data-parallel rank of a stage (those of the first are the ranks "
-            f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). For groups inside of nodes "
-            f"make pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut "
-            f"tensors over fewer ranks than a node has; stages then send their activations between nodes"
+            f": each node has one data-parallel rank of a stage (the first stage has the ranks "
+            f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). To form groups inside nodes, "
+            f"make pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and use "
+            f"fewer tensor-parallel ranks than a node has; stages then send their activations between nodes"
         )
 
     def connect(self) -> None:
@@ -116,7 +116,7 @@ class ShardedPipelineEngine(PipelineEngine):
         if options.partition_activations or options.cpu_checkpointing:
             raise ValueError(
                 "pipeline.use_reentrant false with sharded parameters cannot be combined with "
-                "activation_checkpointing.partition_activations and cpu_checkpointing. Remove one of the two."
+                "activation_checkpointing.partition_activations or cpu_checkpointing. Remove one of these keys."
             )
         module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)
 

@@ -29,11 +29,11 @@ from deepspeed_ext.strategy import Placement, Strategy
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, module: type(engine) is not PipelineEngine and type(engine).__name__,
-        "{} runs another schedule than 1F1B",
+        "{} does not run the 1F1B schedule",
     ),
     Unsupported(
         lambda engine, module: any(hasattr(param, "ds_id") for param in module.parameters()),
-        "the PipelineModule has parameters that are sharded already; build it outside of deepspeed.zero.Init",
+        "the PipelineModule has sharded parameters; build it outside deepspeed.zero.Init",
     ),
 )
 
@@ -91,16 +91,16 @@ def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strat
     if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
         raise ValueError(
             f"{SECTION}.{QUANTIZED_UPDATES} cannot be combined with tied layers ({', '.join(tied)}) in a pipeline "
-            f"with {STRATEGY} {strategy.name}: the copies of their weights on several stages would differ by what was "
-            f"not sent yet. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
+            f"with {STRATEGY} {strategy.name}: the copies of their weights on different stages would differ by the "
+            f"quantization errors. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
         )
 
 
 def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:
     if undecided(config):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, since their stages have different models. "
-            f"Set one of the strategies; `python -m deepspeed_ext plan` compares them."
+            f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, because their stages have different models. "
+            f"Set a strategy; `python -m deepspeed_ext plan` compares them."
         )
     if active_strategy(config) is None and config.zero_config.stage > 1:
         require()
@@ -119,9 +119,8 @@ def partition_layers(partition: Callable[..., None], module: PipelineModule, *ar
 
     if partition_parameters.zero_init_context:
         raise ValueError(
-            "A PipelineModule cannot be built under deepspeed.zero.Init, which shards parameters over all ranks, "
-            "while each stage has its own. Build it outside: stages hold their own layers only, and shard them "
-            "afterwards."
+            "A PipelineModule cannot be built under deepspeed.zero.Init, which shards parameters over the ranks of "
+            "all stages. Build it outside: each stage builds only its own layers, and shards them afterwards."
         )
     partition(module, *args, **kwargs)
 

@@ -40,9 +40,9 @@ def log_strategy(
     chosen = getattr(engine._config, "strategy_was_chosen", False)
     n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
-    defaults = f" (by default here: {', '.join(changed_defaults)})" if changed_defaults else ""
+    defaults = f" (defaults changed: {', '.join(changed_defaults)})" if changed_defaults else ""
     if engine._config.zero_config.paro_overlap_updates and strategy.p == strategy.os:
-        defaults += f"; {SECTION}.{OVERLAP_UPDATES} changes nothing: with p = os no parameters come back after a step"
+        defaults += f"; {SECTION}.{OVERLAP_UPDATES} has no effect: with p = os no parameters are sent after a step"
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # pipelines only
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
@@ -65,7 +65,7 @@ def _equivalent_stage(strategy: Strategy, sizes: GroupSizes, compressed: bool) -
     size = f"({SECTION}.{GROUP_SIZE} is {m})"
     name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
     plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
-    uncompressed = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
+    uncompressed = ", and there are no messages between groups to compress" if compressed and m == n else ""
     equivalent = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
     return f": {groups}{equivalent}{uncompressed} {size}"
 
@@ -81,7 +81,7 @@ def _outer_text(settings: OuterSettings | None) -> str:
     if settings is None:
         return ""
     values = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
-    return f"; groups train apart, with an outer step every {settings.steps} steps ({values})"
+    return f"; groups train independently, with an outer step every {settings.steps} steps ({values})"
 
 
 def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
@@ -107,7 +107,7 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     )
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
-        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
+        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB, and "
         f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
         f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
         ranks=[0],

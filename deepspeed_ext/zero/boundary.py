@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of gradients that are reduced between groups at the accumulation boundary, in one order on all ranks.
 
-Note [Leaving early]
+Note [Early reduction]
     Gradients that are sent between groups at the accumulation boundary are completed one by one during the backward of
     the last micro-batch. Ranks may get gradients in different orders, and not all of them, but all ranks must sum the
     same elements. So gradients are divided into *buckets*, fixed for the run, the model's last parameters first. A
@@ -27,9 +27,10 @@ Note [Usage learned in the first step]
     nothing is sent early in the first step, and a member that has had several gradients delays its bucket forever
     after.
 
-    If all buckets would take too much memory, they are sent early in the first step, too (``buckets_to_resend``). If a member gets
-    another gradient afterwards, its bucket is sent again after the backward, with only that gradient. Flags of these
-    buckets are reduced, for which the host waits: in the first step, and if it waits for each bucket anyway.
+    If keeping all buckets would take too much memory, they are sent early in the first step, too. If a member gets
+    another gradient afterwards, its bucket is sent again after the backward, with only that gradient
+    (``buckets_to_resend``). Flags of these buckets are reduced, and the host waits for the result. So this is done in
+    the first step only, unless the host waits for each bucket anyway.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -43,7 +44,7 @@ Resend = Literal["never", "in the first step", "always"]
 
 
 class Boundary(Generic[Bucket]):
-    """The buckets of one accumulation. See Note [Leaving early] and Note [Usage learned in the first step].
+    """The buckets of one accumulation. See Note [Early reduction] and Note [Usage learned in the first step].
 
     Args:
         buckets: in the order in which they are sent.
@@ -52,7 +53,7 @@ class Boundary(Generic[Bucket]):
         early: whether buckets may be sent before the boundary.
         once: whether a member gets at most one gradient in a backward.
         name: gives the name of a member, for errors.
-        buckets_to_resend: when buckets may be sent again after a member has got another gradient.
+        resend: when buckets may be sent again after a member has got another gradient.
     """
 
     def __init__(
@@ -71,9 +72,7 @@ class Boundary(Generic[Bucket]):
         self._name = name
         self._resend = resend
         self._used: set[Hashable] = set()  # members that this rank used in the first step
-        self._with_several_gradients: set[Hashable] = (
-            set()
-        )  # members that have ever had several gradients in one backward
+        self._with_several_gradients: set[Hashable] = set()  # ever, in one backward
         self._has_learned = False
         self._arrange(buckets)
 
@@ -91,9 +90,7 @@ class Boundary(Generic[Bucket]):
         self._missing = [len(members) for members in self._members]  # numbers of incomplete members
         self._complete: set[Hashable] = set()
         self._with_gradient: set[Hashable] = set()  # members with a gradient of this backward
-        self._late_buckets: set[int] = (
-            set()
-        )  # numbers of buckets with a gradient that was received after they were sent
+        self._late_buckets: set[int] = set()  # numbers of sent buckets that have got another gradient since
         self._next = 0  # number of the first bucket that has not been sent
 
     @property
@@ -122,9 +119,9 @@ class Boundary(Generic[Bucket]):
         sent = [number for number in self._numbers.get(member, ()) if number < self._next]
         if sent and not self.may_resend:
             raise RuntimeError(
-                f"The parameter {self._name(member)} got another gradient in a backward, after it was reduced between "
-                f"groups, and in the first step of this run it got one only. Set zero_optimization.overlap_comm to "
-                f"false: then it may."
+                f"Parameter {self._name(member)} got another gradient in a backward after its first had been reduced "
+                f"between groups; in the first step of this run it got only one. Set zero_optimization.overlap_comm "
+                f"to false to allow this."
             )
         self._late_buckets.update(sent)
         if member in self._with_gradient:
@@ -157,7 +154,8 @@ class Boundary(Generic[Bucket]):
         """Return the buckets to send again, in order, after ``pop_remaining``. Collective if there may be any.
 
         Args:
-            max_over_ranks: see ``learn_usage``. Buckets in flight must have been received: other ranks may wait for them first.
+            max_over_ranks: see ``learn_usage``. Buckets in flight must have been received: other ranks may wait for
+                them first.
         """
         if not self.may_resend:
             return []

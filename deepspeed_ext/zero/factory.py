@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import deepspeed.runtime.engine
-import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we replace it
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class, so import it before the swap
 import deepspeed.runtime.zero.stage3
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -38,10 +38,8 @@ from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from deepspeed_ext.zero.updates_in_flight import wait_for_replicated_parameters
 
-_EXPORT_METHODS = (
-    "save_16bit_model",
-    "_zero3_consolidated_16bit_state_dict",
-)  # an engine's methods that export weights
+# Methods of an engine that export weights.
+_EXPORT_METHODS = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")
 
 
 class Hops(Protocol):
@@ -138,7 +136,7 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
         call = configure(engine, optimizer)
     if not isinstance(call, _Call):
         raise RuntimeError(
-            f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
+            f"expected the engine to create its optimizer for {strategy.name} by DeepSpeed's class name, got "
             f"{type(call)}"
         )
     return call
@@ -156,8 +154,9 @@ def _refuse_replaced_methods(strategy: Strategy) -> None:
     """
     if methods := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}: that code would have no effect. Turn off "
-            f"what replaces the method (in axolotl: lora_fp32_gradients), or remove {SECTION}.{STRATEGY}."
+            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}, which other code has patched: its patch "
+            f"would have no effect. Turn off that patch (in axolotl: lora_fp32_gradients), or remove "
+            f"{SECTION}.{STRATEGY}."
         )
 
 

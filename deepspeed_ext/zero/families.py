@@ -139,10 +139,7 @@ def families_of(
     """
     families = {}
     for name, topology in topologies.items():
-        reduction_topology, prefix = (
-            reductions[name],
-            "" if name == DENSE else f"{name}_",
-        )  # prefix in records and traces
+        reduction_topology, prefix = reductions[name], "" if name == DENSE else f"{name}_"  # in records and traces
         intra, inter = f"{prefix}intra", f"{prefix}inter"
         families[name] = Family(
             name,

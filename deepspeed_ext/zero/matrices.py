@@ -64,8 +64,8 @@ def matrices_of(shape: Sequence[int], heads: int | None, method: str, max_flops:
     """
     if heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
         raise ValueError(
-            f"Muon was to orthogonalize {heads} attention heads (muon_num_heads) of a parameter of shape "
-            f"{tuple(shape)}: it needs two dimensions, of which the first is a multiple of the heads."
+            f"muon_num_heads is {heads} for a parameter of shape {tuple(shape)}: expected two dimensions, the first a "
+            f"multiple of muon_num_heads."
         )
     if not math.prod(shape):
         return

@@ -54,9 +54,7 @@ class MicroSteps:
         self.overlap = False
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
-        self._last_was_declared = (
-            False  # whether the last micro-batch of an accumulation was known before its backward
-        )
+        self._last_was_declared = False  # whether an accumulation's last backward was declared before it ran
         self._bucket_size = self._smallest = 1
 
     @property
@@ -85,7 +83,7 @@ class MicroSteps:
         """End a micro-step whose buckets have been flushed; at the accumulation boundary reduce g -> os.
 
         Raises:
-            RuntimeError: the boundary was taken back during the backward.
+            RuntimeError: the boundary was canceled during the backward.
         """
         boundary = self._optimizer.is_gradient_accumulation_boundary()
         self._last_was_declared = boundary or self._flush_follows
@@ -93,8 +91,9 @@ class MicroSteps:
             self._optimizer.sync_gradients()
         elif not self._flush_follows and any(gradients.has_sent for gradients in self._optimizer.gradients.values()):
             raise RuntimeError(
-                "The accumulation boundary was taken back during a backward: gradients are already on their way "
-                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
+                "The accumulation boundary was canceled during a backward, but gradients are already being reduced "
+                "between groups. Call set_gradient_accumulation_boundary before the backward, or set "
+                "zero_optimization.overlap_comm to false."
             )
         elif not self.overlap:
             self.finish_buckets()

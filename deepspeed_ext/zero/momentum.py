@@ -60,4 +60,4 @@ def with_momentum(states: Mapping[int, Mapping[str, Any]], momenta: Mapping[int,
 
 def sharding_mismatch(saved: str, expected: str) -> ValueError:
     """Return the error for optimizer states that are sharded differently: as ``saved``, not as ``expected``."""
-    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {expected}.")
+    return ValueError(f"The checkpoint has optimizer states {saved}, but this run expects {expected}.")

@@ -225,7 +225,7 @@ class Muon:
     # Between ranks ####################################################################################
 
     def _exchange(self, step_round: _Round) -> Transfer:
-        """Send parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_write_updates``."""
+        """Send parts to owners, orthogonalize, and return this rank's parts of updates, for ``_write_updates``."""
         device = get_accelerator().current_device_name()
         if self._replicated:
             rank, ranks = step_round.collectives.rank, step_round.collectives.size

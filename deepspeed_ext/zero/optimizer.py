@@ -161,9 +161,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def _require_parameters(self) -> None:
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
             raise RuntimeError(
-                "Parameters are offloaded, and with zero_optimization.paro_quantized_updates or paro_outer_optimizer "
-                "all ranks are sent them before a checkpoint is saved, and after a load. Call engine.reload_states() "
-                "before."
+                "Parameters are offloaded, but with zero_optimization.paro_quantized_updates or paro_outer_optimizer "
+                "they are sent to all ranks before a checkpoint is saved and after a load. Call "
+                "engine.reload_states() first."
             )
 
     @override

@@ -227,8 +227,8 @@ class OuterOptimizer(OuterHooks):
         """Reject a step of outer weights; see ``OuterHooks``."""
         if self._group_weights is not None:
             raise RuntimeError(
-                "The outer weights are in the place of this group's, for evaluation and for files, so no step can be "
-                "taken. Leave the context deepspeed_ext.outer_weights before engine.step()."
+                "Cannot step while the model holds the outer weights. Exit the context deepspeed_ext.outer_weights "
+                "before engine.step()."
             )
 
     def after_step(self, number: int) -> None:

@@ -12,7 +12,7 @@ Note [Order of work, parameters sharded]
       may have used different parameters (``sharded/gradients.py``).
     - At the boundary, gradients in I are reduced to ``os`` once (``sync_gradients``).
     - If the engine knows that a micro-batch is the last one, the boundary's buckets are already sent during its
-      backward, as they become complete; see Note [Leaving early] in ``boundary.py``.
+      backward, as they become complete; see Note [Early reduction] in ``boundary.py``.
     - After the step, updated parameters are gathered os -> p (``gather_updates``).
 
     The parts are in ``sharded/``: parameters, gradient reduction, and this rank's flat partitions.
@@ -342,9 +342,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            slices.store_update(
-                sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now
-            )
+            slices.set_update(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now)
         if self._starts_updates_early:
             slices.gather_updates_of(sub_group_id)
 

@@ -14,8 +14,8 @@ class ReductionStream:
     """DeepSpeed's stream of gradient reductions, if there is one.
 
     Args:
-        double_buffered: whether DeepSpeed alternates between two buffers of a bucket: the copy into one of them waits for
-            the reductions that were queued before, which may still read it.
+        double_buffered: whether DeepSpeed alternates between two buffers of a bucket. The copy into one of them waits
+            for the reductions that were queued before, which may still read it.
 
     Attributes:
         stream: the stream; None while reductions run on the current stream.

@@ -8,7 +8,7 @@ Note [Reduction of flat buffers]
       ``os`` once, and dropped.
 
     At the boundary, windows of slices are reduced between groups, each a part of a stripe. A window is sent as soon as
-    the last micro-batch's backward has completed the parameters of its stripe: Note [Leaving early] in
+    the last micro-batch's backward has completed the parameters of its stripe: Note [Early reduction] in
     ``boundary.py``. With os = N the sums are gathered inside the group only after all windows: buckets are in flight
     there until then, and operations on one communicator must have one order.
 """

@@ -149,8 +149,8 @@ class FlatStates:
         expected, buffers = self._optimizer.partition_count, self._optimizer.buffers
         if stage > 2 or count != expected:
             raise sharding_mismatch(
-                f"of stage {stage} and sharded over {count} ranks",
-                f"are of stage 1 or 2 and sharded over {expected} ranks (an entry for each parameter group)",
+                f"of stage {stage}, sharded over {count} ranks",
+                f"stage 1 or 2, sharded over {expected} ranks (an entry for each parameter group)",
             )
         if PARAM_SLICE_MAPPINGS not in state:  # from an older DeepSpeed
             return
@@ -159,13 +159,13 @@ class FlatStates:
             numel = buffers[number].numel if number < len(buffers) else 0
             if layout.numel != numel:
                 raise sharding_mismatch(
-                    f"of {layout.numel} elements in parameter group {number}", f"have {numel} in that group"
+                    f"of {layout.numel} elements in parameter group {number}", f"{numel} elements in that group"
                 )
         saved, own = _position_texts(state[PARAM_SLICE_MAPPINGS]), _position_texts(self._mappings(layouts))
         if difference := first_difference(saved, own, set(self._optimizer.param_names.values())):
             raise sharding_mismatch(
                 f"in another order ({difference})",
-                "go by round_robin_gradients, the parameter groups and the sizes of parameters",
+                "the order that round_robin_gradients, the parameter groups, and the sizes of parameters give",
             )
 
     def in_memory_order(self, states: Sequence[State], optimizer_states: bool, fp32_weights: bool) -> list[State]:
@@ -200,7 +200,7 @@ class FlatStates:
         is_collective = bool(self._striped) or own_order or uses_muon(self._optimizer.optimizer)
         fails_elsewhere = is_collective and any_rank(problem is not None, self._optimizer.dp_process_group)
         if problem is not None or fails_elsewhere:
-            raise problem or sharding_mismatch("otherwise on another rank", "are not")
+            raise problem or sharding_mismatch("with other sharding on another rank", "one sharding")
 
 
 def require_one_value_per_element(states: State, lengths: Container[int]) -> None:
@@ -212,9 +212,9 @@ def require_one_value_per_element(states: State, lengths: Container[int]) -> Non
     for key, value in states.items():
         if isinstance(value, Tensor) and value.numel() > 1 and value.numel() not in lengths:
             raise ValueError(
-                f"The optimizer's state {key!r} has {value.numel()} elements, where each element of a parameter must "
-                f"have one of its own, for checkpoints to keep ZeRO's order. Set "
-                f"zero_optimization.round_robin_gradients to true: then the shards are ZeRO's own."
+                f"The optimizer state {key!r} has {value.numel()} elements, but saving in ZeRO's order needs one "
+                f"element per parameter element. Set zero_optimization.round_robin_gradients to true, so that the "
+                f"shards are ZeRO's own."
             )
 
 
@@ -308,7 +308,7 @@ def with_partition_momentum(buffers: Sequence[FlatBuffer], state: State, group: 
     ]
     flags = all_reduce_max(torch.tensor([[part is not None for part in saved], is_full, wrong]).float(), group).bool()
     if flags[2].any():
-        raise sharding_mismatch(f"for Muon's momentum of {lengths} elements", f"are for {chunks} elements")
+        raise sharding_mismatch(f"with {lengths} elements of Muon's momentum", f"{chunks} elements")
     momenta = {}
     for index, (present, full) in enumerate(flags[:2].T.tolist()):
         if present:

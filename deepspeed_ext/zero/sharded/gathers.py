@@ -230,7 +230,7 @@ class Gathers:
         ordered = sorted(params, key=lambda param: param.ds_id)
         for param in ordered:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
+                raise RuntimeError(f"expected a released parameter, got one that is gathered: {param.ds_summary()}")
         handles: list[Any] = []
         others = [param for param in ordered if _owner(param) is not self]
         if others:  # of another family
@@ -310,7 +310,7 @@ class Gathers:
             if unit is not None and unit.ds_active_sub_modules:
                 if param_list is None:
                     return  # a module that uses this parameter alone has ended; its unit still uses it
-                raise RuntimeError(f"a parameter is to be released while its leaf module runs: {member.ds_summary()}")
+                raise RuntimeError(f"cannot release a parameter while its leaf module runs: {member.ds_summary()}")
             if unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
         self.live.add(-sum(p.ds_numel for p in params if p.ds_status == ZeroParamStatus.AVAILABLE))

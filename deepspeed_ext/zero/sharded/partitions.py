@@ -115,15 +115,15 @@ class FlatPartitions:
         stage, count, ranks = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
         if (stage, count) != (3, ranks):
             raise sharding_mismatch(
-                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ranks}"
+                f"of stage {stage}, sharded over {count} ranks", f"stage 3, sharded over {ranks} ranks"
             )
         saved_placement = state.get(PLACEMENT)
         if saved_placement is not None and saved_placement != self._optimizer._zero3_partition_group_metadata():
             raise sharding_mismatch(
                 f"of {len(saved_placement)} sub-groups of experts and others, over the ranks "
                 f"{[group['partition_ranks'] for group in saved_placement]}",
-                "are of others, which DeepSpeed refuses with AutoEP (sub_group_size, allgather_bucket_size and "
-                "expert_parallel.autoep_size must be as they were)",
+                "others, which DeepSpeed refuses with AutoEP: keep sub_group_size, allgather_bucket_size, and "
+                "expert_parallel.autoep_size unchanged",
             )
         _check_groups(state, self.numels())
 
@@ -211,8 +211,8 @@ def _check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> 
     saved = [[flats[index].numel() for index in group] for group in groups]
     if [sum(group) for group in saved] != [sum(group) for group in numels]:
         raise sharding_mismatch(
-            f"for parameter groups of {[sum(group) for group in saved]} elements on this rank",
-            f"for groups of {[sum(group) for group in numels]}: it has another model or other parameter groups",
+            f"of {[sum(group) for group in saved]} elements in the parameter groups on this rank",
+            f"{[sum(group) for group in numels]}: the model or its parameter groups differ",
         )
     states = state[OPTIMIZER_STATE_DICT]["state"]
     for group, sizes, expected in zip(groups, saved, numels, strict=True):
@@ -220,8 +220,8 @@ def _check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> 
             values = [states[index][key] for index in group]
             if not _has_elements(values, [flats[index] for index in group]) and _differ(values):
                 raise ValueError(
-                    f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be divided "
-                    f"into others. Load it with the sub_group_size and allgather_bucket_size that saved it."
+                    f"The optimizer state {key!r} differs between the checkpoint's sub-groups, so they cannot be "
+                    f"divided into others. Load it with the sub_group_size and allgather_bucket_size that saved it."
                 )
 
 

@@ -38,9 +38,8 @@ class GradientShards:
         self.chunks = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         unreduced = context.strategy.g == Placement.N
         if all(family.rows == 1 for family in gradients.values()) and (not unreduced or context.offload):
-            self.set_accumulator(
-                optimizer.grad_partitions_flat_buffer.view(-1)
-            )  # DeepSpeed's buffer has the right size
+            # DeepSpeed's buffer has the right size.
+            self.set_accumulator(optimizer.grad_partitions_flat_buffer.view(-1))
             return
         if context.pinned:
             get_accelerator().unpin_memory(optimizer.grad_partitions_flat_buffer)
@@ -264,9 +263,9 @@ class GradientReduction:
         strategy = self._context.strategy
         if self.awaits_boundary and strategy.g != strategy.os:
             raise RuntimeError(
-                f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
-                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}) they are not summed "
-                f"over all ranks before it."
+                f"Gradients can be read and changed only at the accumulation boundary: with paro_strategy "
+                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}), they are not summed over all "
+                f"ranks earlier."
             )
 
     # After a step #####################################################################################

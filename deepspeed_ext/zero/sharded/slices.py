@@ -47,7 +47,7 @@ from deepspeed_ext.zero.updates_in_flight import register
 
 
 class _RowUpdate(NamedTuple):
-    """This rank's updated row of a block, 1D without its padding; see ``Slices.store_update``."""
+    """This rank's updated row of a block, 1D without its padding; see ``Slices.set_update``."""
 
     updated: Tensor
     current: Tensor
@@ -297,7 +297,7 @@ class Slices:
             [index for index, window in enumerate(self._ordered_windows()) if window.buffer == number]
         )
 
-    def store_update(self, number: int, updated: Tensor, current: Tensor, in_full: bool) -> None:
+    def set_update(self, number: int, updated: Tensor, current: Tensor, in_full: bool) -> None:
         """Store this rank's updated row of a block. The next gather sends its difference to the other ranks.
 
         Until then the row keeps the values that the other ranks have.
@@ -330,8 +330,8 @@ class Slices:
         return self._windows
 
     def _split_block(self, number: int, max_columns: int) -> Iterator[Window]:
-        """Yield the windows of a block, of about ``max_columns`` columns each and about equal width: a window for the end of
-        a large parameter alone would be a tiny message."""
+        """Yield the windows of a block, of about equal width, up to about ``max_columns``: a window for the end of a
+        large parameter alone would be a tiny message."""
         columns_of = [(ds_id, columns) for ds_id, (block, columns) in self._columns.items() if block == number]
         padded_width = self._blocks[number].shape[1]
         width = fill_up(-(-padded_width // max(1, round(padded_width / max_columns))), self.redistribution.multiple)

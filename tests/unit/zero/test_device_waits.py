@@ -151,7 +151,7 @@ def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
 def test_what_was_set_by_default_is_used_and_said(ranks: Any) -> None:
     for lines, overlaps in ranks(2).run(defaults_case):
         assert overlaps == [True, False]
-        assert not lines or [line.partition("(by default here: ")[2] for line in lines] == [
+        assert not lines or [line.partition("(defaults changed: ")[2] for line in lines] == [
             "timers.throughput.synchronized false, zero_optimization.overlap_comm true)",
             "timers.throughput.synchronized false)",
         ]

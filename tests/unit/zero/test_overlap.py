@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Communication under compute: earlier than with a wait after everything, and with the same bits.
 
-See Note [Leaving early].
+See Note [Early reduction].
 """
 
 import threading
