@@ -79,6 +79,7 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
     Raises:
         ValueError: the launcher's node size gives groups of different sizes on different stages.
     """
+    # Every rank gathers before any rank raises: the gather is collective.
     sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
         raise ValueError(

@@ -10,8 +10,8 @@ Note [Order of operations in a pipeline]
     and 3, the hop between groups starts during the backward of the last micro-batch, and the rest is sent at the
     flush. The schedule is otherwise unchanged.
 
-    DeepSpeed itself runs no reduction between micro-batches: except on the last stage, its pipeline leaves out the
-    steps that ZeRO takes at the end of a backward. These steps are added here.
+    DeepSpeed itself runs no reduction between micro-batches: except on the last stage, its pipeline omits the steps of
+    ZeRO at the end of a backward. These steps are added here.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ class _Outputs:
 
     def backward(self, gradient: Tensor | Sequence[Tensor]) -> None:
         gradients = [gradient] if isinstance(gradient, Tensor) else gradient
+        # The next stage sends gradients of all floating-point outputs, even of outputs that need none.
         floating = [tensor for tensor in self._tensors if tensor.is_floating_point()]
         pairs = [pair for pair in zip(floating, gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
@@ -99,6 +100,7 @@ class ShardedPipelineEngine(PipelineEngine):
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self._tied = TiedGradients(self.module, self.optimizer)
             self.optimizer.gradient_terms.append(self._tied)
+            # Gradients are read only at the flush, so the last buckets of a backward may overlap the next backward.
             self.optimizer.micro_steps.overlap = True
 
     def _use_checkpointing_that_stops_early(self) -> None:
@@ -122,7 +124,7 @@ class ShardedPipelineEngine(PipelineEngine):
 
     @override
     def destroy(self) -> None:
-        """Destroy the engine as DeepSpeed does, and the process groups that were made for it."""
+        """Destroy the engine as DeepSpeed does, and the process groups that were created for it."""
         super().destroy()
         if self._tied is not None and torch.distributed.is_initialized():
             self._tied.destroy()
@@ -160,13 +162,13 @@ class ShardedPipelineEngine(PipelineEngine):
         self.optimizer.clear_backward_seen_flag()
 
     def _has_gradient(self, buffer_id: int) -> bool:
-        """Return whether a micro-batch has a backward on this stage; a frozen first stage has none."""
+        """Whether a micro-batch has a backward on this stage; a frozen first stage has none."""
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_pipe_partitioned:
             return True
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
         if not self._trains and not any(tensor.requires_grad for tensor in tensors):
-            self.pipe_buffers["outputs"][buffer_id] = None
+            self.pipe_buffers["outputs"][buffer_id] = None  # no backward will free these outputs
             return False
         self.pipe_buffers["outputs"][buffer_id] = _Outputs(tensors)
         return True
@@ -177,7 +179,7 @@ class ShardedPipelineEngine(PipelineEngine):
 
     @override
     def _exec_reduce_grads(self) -> None:
-        """Flush the pipeline: move gradients g -> os, and sum those of tied weights over stages."""
+        """Flush the pipeline: reduce gradients g -> os, and sum gradients of tied weights over stages."""
         self._force_grad_boundary = True
         try:
             if self.zero_optimization_partition_gradients():

@@ -65,7 +65,7 @@ def initialize(
         try:
             strategy = _strategy(config, module, require)
         except (ValueError, RuntimeError) as error:
-            problem = str(error)
+            problem = str(error)  # raised on all ranks below; raised here, it would hang the other ranks' gather
         require_same_settings(module, settings_of(config, strategy, module), problem)
     if strategy is None:
         init(engine, *args, **kwargs)
@@ -112,8 +112,8 @@ def partition_layers(partition: Callable[..., None], module: PipelineModule, *ar
     """Assign each stage its layers with DeepSpeed's ``partition``, unless it is called under ``deepspeed.zero.Init``.
 
     Raises:
-        ValueError: the module is built there. ``zero.Init`` shards parameters over all ranks, including those of other
-            stages, and would wait for them.
+        ValueError: the module is built there. ``zero.Init`` shards parameters over the ranks of all stages, and would
+            wait for the other stages.
     """
     from deepspeed.runtime.zero import partition_parameters
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of weights that several pipeline stages share, such as those of embedding and head.
+"""Gradients of weights that several pipeline stages share, such as the weights of embedding and head.
 
 Each stage reduces its own gradient of such a weight like any other. Once gradients are sharded as the optimizer's
 states are, ranks of these stages exchange their shards. So no rank ever has the full gradient, and even a compressed
@@ -79,11 +79,12 @@ class _Exchange:
         owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # on the host if offloaded
         local_shards = [part.to(device) for part in owned]
         sent = [self._common_elements(local_shards, rank) for rank in range(len(self._stages))]
-        splits = [part.numel() for part in sent]  # also those received: both ranks list their common elements
+        splits = [part.numel() for part in sent]  # and of received parts: both ranks list their common elements
         received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
             received, bucket, splits, splits, group=self.group, log_name="tied_gradients_all_to_all"
         )
+        # Sums are in fp32, so that 16-bit gradients are rounded only once.
         totals = {
             stage: [torch.zeros_like(part, dtype=torch.float32) for part in local_shards] for stage in self._stages
         }
@@ -137,6 +138,7 @@ def _make_groups(
                 sorted(grid.stage_to_global(stage_id=s, data=d, **coordinates) for s in stages for d in replica)
                 for replica in _replicas(optimizer)
             ]
+            # Collective: ranks without these weights must create the groups, too.
             group = make_groups(lists, None)
             if group is not None and weights:
                 exchanges.append((data_parallel_ranks(group), group, weights))
@@ -144,13 +146,13 @@ def _make_groups(
 
 
 def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
-    """Return the keys of tied layers by their stages, except those on one stage only, which exchange nothing."""
+    """Return the keys of tied layers by their stages, without layers on only one stage, which exchange nothing."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(index))
     keys: dict[tuple[int, ...], list[str]] = {}
-    for key in sorted(stages):
+    for key in sorted(stages):  # sorted: all ranks must create the process groups in the same order
         if len(stages[key]) > 1:
             keys.setdefault(tuple(sorted(stages[key])), []).append(key)
     return keys

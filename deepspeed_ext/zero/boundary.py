@@ -20,10 +20,11 @@ Note [Early reduction]
 
 Note [Usage learned in the first step]
     A member that no rank uses would delay all buckets after its own. The first step finds these members and moves
-    their buckets to the end. No sum and no kept error depends on the order of buckets.
+    their buckets to the end. Neither sums nor error feedback depend on the order of buckets.
 
     A parameter may get several gradients in one backward if modules share it and each is checkpointed reentrantly. Its
-    bucket must not be sent before the last gradient, which cannot be recognized. If that may happen (``once`` false),
+    bucket must not be sent before the last gradient, which cannot be recognized. If that may happen
+    (``single_gradient`` false),
     nothing is sent early in the first step, and a member that has had several gradients delays its bucket forever
     after.
 
@@ -51,7 +52,7 @@ class Boundary(Generic[Bucket]):
         members: gives the members of a bucket; a member may be in several buckets, and a bucket without members is
             always complete.
         early: whether buckets may be sent before the boundary.
-        once: whether a member gets at most one gradient in a backward.
+        single_gradient: whether a member gets at most one gradient in a backward.
         name: gives the name of a member, for errors.
         resend: when buckets may be sent again after a member has got another gradient.
     """
@@ -72,7 +73,7 @@ class Boundary(Generic[Bucket]):
         self._name = name
         self._resend = resend
         self._used: set[Hashable] = set()  # members that this rank used in the first step
-        self._with_several_gradients: set[Hashable] = set()  # ever, in one backward
+        self._with_several_gradients: set[Hashable] = set()  # members that have ever got several in one backward
         self._has_learned = False
         self._arrange(buckets)
 

@@ -48,10 +48,10 @@ def newton_schulz_flops(rows: int, columns: int, method: str) -> float:
 def matrices_of(shape: Sequence[int], heads: int | None, method: str, max_flops: float) -> Iterator[Matrices]:
     """Yield a parameter's matrices, together if they cost at most ``max_flops``.
 
-    As in ``muon_update``, the last two dimensions are a matrix, and those before count matrices (packed experts). A
-    kernel of four dimensions is one matrix, with a row for each output channel, and a projection of attention heads
-    may have a matrix for each head. (``muon_update`` fails with kernels, because it does not restore the shape of
-    their update; here it is passed the matrix.)
+    As in ``muon_update``, the last two dimensions are a matrix, and earlier dimensions count matrices (packed
+    experts). A kernel of four dimensions is one matrix, with a row for each output channel, and a projection of
+    attention heads may have a matrix for each head. (``muon_update`` fails with kernels, because it does not restore
+    the shape of their update; here it is passed the matrix.)
 
     Args:
         shape: shape of the parameter, with at least two dimensions.

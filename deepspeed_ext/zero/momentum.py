@@ -3,7 +3,7 @@
 """Muon's momentum in checkpoints: conversion from DeepSpeed's stages to a rank's elements.
 
 Note [Momentum of DeepSpeed's stages]
-    Our momentum has the elements whose weights a rank has, like any state, in fp32, of gradients without the loss
+    Our momentum has the elements whose weights a rank has, as every state, in fp32, of gradients without the loss
     scale. The same holds for DeepSpeed with optimizer offload. DeepSpeed's stage 3 differs only in loss scales. Its
     stages 1 and 2 without offload have, on each rank, the momentum of all elements of each parameter that is partly on
     the rank, one after the other, without padding. Without offload, DeepSpeed's momentum is of gradients with the loss

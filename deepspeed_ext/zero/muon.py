@@ -24,7 +24,8 @@ Note [Muon]
 
     Each family of parameters (``families.py``) has its own owners and rounds, among the ranks that share its states:
     the owner of an expert is a rank that has this expert. All ranks start the rounds of all families in one order,
-    dense ones first. Ranks with other experts have as many rounds of matrices of the same shapes, over other groups.
+    dense families first. Ranks with other experts run the same number of rounds, with matrices of the same shapes,
+    over other groups.
 
     The order is that of DeepSpeed's stages: overflow check, Muon, norm and clipping of the updates, step. A skipped
     step does not change the momentum. DeepSpeed's function ``muon_update`` orthogonalizes, with its handling of heads,

@@ -26,10 +26,10 @@ Reduce = Callable[[Tensor, dist.ReduceOp], None]  # reduction over the parts of 
 class PartsReduction(Enum):
     """Handling of DeepSpeed's reductions over the parts of a model."""
 
-    RUN = "it runs"
-    RUN_AND_REPEAT = "it runs, and again over the replicas: an overflow is looked for"
-    DEFERRED = "nothing yet: the norm of all parts takes one sum at its end"
-    PENDING = "nothing yet, and the sum is owed"
+    RUN = "outside of norms and overflow checks: the reduction runs"
+    RUN_AND_REPEAT = "during an overflow check: it runs, and is repeated over the replicas"
+    DEFERRED = "while a norm is computed, before DeepSpeed reduces: one sum over all parts follows at the end"
+    PENDING = "after DeepSpeed would have reduced a part of the norm: the sum at the end is required"
 
 
 class Norms:
@@ -45,7 +45,7 @@ class Norms:
         self._state = PartsReduction.RUN
 
     def set_skip_group(self, ranks: ProcessGroup | None) -> None:
-        """Skip a step if gradients of any of these ranks have overflowed, not only those of a replica."""
+        """Skip a step if gradients have overflowed on any of these ranks, instead of on a replica only."""
         self._skip_group = ranks
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp, reduce_parts: Reduce) -> None:
@@ -92,7 +92,7 @@ class Norms:
         """
         with self._in_state(PartsReduction.DEFERRED):
             norm = local_norm()
-            pending = self._state is PartsReduction.PENDING  # false if the data-parallel ranks are those of all parts
+            pending = self._state is PartsReduction.PENDING  # false if the data-parallel ranks have all parts
         invalid = ~torch.isfinite(norm) | (norm < 0)
         total = torch.stack([torch.where(invalid, 0.0, norm).square(), invalid.to(norm.dtype)])
         total = total.to(get_accelerator().current_device_name())

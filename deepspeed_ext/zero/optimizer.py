@@ -40,10 +40,10 @@ from deepspeed_ext.zero.streams import ReductionStream
 
 
 class GradientTerm(Protocol):
-    """Gradients that are not from this rank's backward: those of tied weights, or of other groups."""
+    """Gradients that are not from this rank's backward: gradients of tied weights, or of other groups."""
 
     def complete_gradients(self) -> None:
-        """Add these gradients to those of the optimizer's shard. Collective."""
+        """Add these gradients to the optimizer's shard. Collective."""
 
 
 class ParoOptimizer(ZeROOptimizer, ABC):
@@ -140,7 +140,8 @@ class ParoOptimizer(ZeROOptimizer, ABC):
             term.complete_gradients()
 
     def resync_parameters(self) -> None:
-        """Send the optimizer's weights to all ranks, rounded to the parameters' dtype, if updates are quantized.
+        """Send the optimizer's weights in full to all ranks, rounded to the parameters' dtype, if updates are
+        quantized.
 
         See Note [Resync] in ``resync.py``. Collective.
 

@@ -47,7 +47,7 @@ from deepspeed_ext.zero.shards import FlatShard
 
 
 class OuterHooks:
-    """Null object for runs without an outer optimizer."""
+    """Methods that an optimizer calls on its outer optimizer; they do nothing in runs without one."""
 
     def begin_step(self) -> None:
         """Called before a step.

@@ -35,7 +35,7 @@ def request_all() -> None:
 
 
 class _Vote:
-    """Whether any rank of a group has requested a resync; copied to the host asynchronously."""
+    """All-reduced resync requests of a group's ranks; copied to the host asynchronously."""
 
     def __init__(self, requested: bool, group: ProcessGroup | None) -> None:
         result = all_reduce_max(

@@ -16,7 +16,7 @@ class Member(NamedTuple):
 
     param: nn.Parameter
     shape: tuple[int, ...]  # shape of the full parameter
-    stripe: Stripe | None  # rank r of those that share optimizer states has the elements in cell r; None: each has all
+    stripe: Stripe | None  # rank r of the ranks that share optimizer states has cell r; None: every rank has all cells
     span: Span  # elements of the parameter that this rank has; possibly none
     offset: int  # position of these elements in the shard
 
@@ -31,7 +31,7 @@ class FlatShard(NamedTuple):
 
     number: int  # DeepSpeed's number of the parameter group or sub-group
     group: int  # number of the parameter group
-    members: tuple[Member, ...]  # its parameters, including those of which this rank has no element
+    members: tuple[Member, ...]  # its parameters, even if this rank has no element of a parameter
 
 
 class Window(NamedTuple):
@@ -43,7 +43,7 @@ class Window(NamedTuple):
 
 
 def in_forward_order(windows: Iterable[Window]) -> list[Window]:
-    """Return windows in order, those of the model's first parameters first."""
+    """Return windows in the order of the model's parameters."""
     return sorted(windows, key=lambda window: (min(window.members, default=0), window.buffer, window.span))
 
 

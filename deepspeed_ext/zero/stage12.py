@@ -144,8 +144,8 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def initialize_gradient_partition(self, i: int, param_group: Sequence[nn.Parameter], partition_id: int) -> None:
-        """Fill the parent's tables for this rank only. It reads entries of others only to send to them; with thousands
-        of ranks they take seconds, and memory."""
+        """Fill the parent's tables for this rank only. The parent reads other ranks' entries only to send to them.
+        Building them needs seconds, and memory, with thousands of ranks."""
         buffer = self.buffers[i]
         if partition_id == buffer.rank and not buffer.striped:
             super().initialize_gradient_partition(i, param_group, partition_id)
@@ -282,7 +282,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         elements_per_buffer: int,
     ) -> None:
         """Reduce a bucket without ``contiguous_gradients``: the bucket is a list of gradients."""
-        self._clear_previous_reduced_grads()  # those of earlier buckets, which are packed by now
+        self._clear_previous_reduced_grads()  # gradients of earlier buckets, which are packed by now
         tensors = [grad.reshape(-1) for grad in grads]
         self._reduce_bucket(tensors, grad_params, communication_data_type, tensors)
 
@@ -486,7 +486,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def reset_cpu_buffers(self) -> None:
-        """Also drop the shards: with offload the parent would add new gradients to those of a skipped step."""
+        """Also drop the shards: with offload the parent would add new gradients to the gradients of a skipped step."""
         super().reset_cpu_buffers()
         self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
 

@@ -3,7 +3,7 @@
 """ZeRO's stage-3 optimizer for strategies with p = I or G, with all three states placed by the table.
 
 Note [Order of work, parameters sharded]
-    The parent stores, steps and saves chunks of parameters over the process group that shards the optimizer states.
+    The parent stores, steps, and saves chunks of parameters over the process group that shards the optimizer states.
     This class overrides how parameters and gradients get there:
 
     - Forward and backward gather parameters p -> N (``sharded/gathers.py``).
@@ -102,7 +102,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
-        """Make sub-groups; with slices, each is one all-gather after the step, of at most a bucket."""
+        """Create sub-groups; with slices, each is sent in one all-gather after the step, of at most a bucket."""
         configured = self.sub_group_size
         if self.parameters.has_slices:
             self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
@@ -135,7 +135,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _setup_for_real_optimizer(self) -> None:
-        """Make the parts for gradients and optimizer states, after DeepSpeed has made its flat buffers."""
+        """Create the parts for gradients and optimizer states, after DeepSpeed has created its flat buffers."""
         super()._setup_for_real_optimizer()
         self.reductions.use(self.reduce_and_partition_stream)  # None on devices without streams
         self.reduction = GradientReduction(
@@ -153,7 +153,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """Put a complete gradient into a bucket, or keep it unreduced until the boundary."""
+        """Put a complete gradient into a bucket, or store it unreduced until the boundary."""
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
             self.reduction.reduce_if_full(self.context.message_dtype(param))
@@ -172,7 +172,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
         self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """Do the same with ``reduce_scatter`` false, the only case in which ZeRO-3 counts sequence parallelism."""
+        """Reduce with ``reduce_scatter`` false, the only case in which ZeRO-3 counts sequence parallelism."""
         self.reduction.reduce_bucket(communication_data_type, self.sequence_parallel_size)
         return []
 
@@ -263,7 +263,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     # Checkpoints ######################################################################################
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict with other sharding.
+        """Reject a rank's state dict with other sharding.
 
         Raises:
             ValueError: the sharding differs.
@@ -279,7 +279,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         checkpoint_folder: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Also refuse states with other sharding, and divide sub-groups anew.
+        """Reject states with other sharding, and adapt the sizes of sub-groups.
 
         Raises:
             ValueError: see ``check_states``.
@@ -377,10 +377,10 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Serve DeepSpeed's safe_set_full_fp32_param and its like.
+        """Implement DeepSpeed's safe_set_full_fp32_param and safe_set_full_optimizer_state.
 
-        If the number of ranks does not divide a parameter, DeepSpeed's own reads past its end, and only the last rank
-        raises.
+        If the number of ranks does not divide a parameter, DeepSpeed's method reads past its end, and only the last
+        rank raises.
         """
         self.resync.request()
         if not param.requires_grad or value.numel() != param.ds_numel:
@@ -391,7 +391,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def set_local_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
+        """Implement DeepSpeed's safe_set_local_fp32_param and safe_set_local_optimizer_state."""
         self.resync.request()
         super().set_local_hp_param(without_padding(value, param), param, optim_state_key)
         self._update_outer(param, optim_state_key)
@@ -403,25 +403,25 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Serve DeepSpeed's safe_get_full_grad and its like."""
+        """Implement DeepSpeed's safe_get_full_grad and safe_get_local_grad."""
         self.reduction.require_complete()
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
     @override
     def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Serve DeepSpeed's safe_set_full_grad, also for parameters that ranks do not divide."""
+        """Implement DeepSpeed's safe_set_full_grad, also for parameters that ranks do not divide."""
         super().set_fp32_grad_for_param(with_padding(value, param), param)
 
     @override
     def set_local_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Serve DeepSpeed's safe_set_local_grad."""
+        """Implement DeepSpeed's safe_set_local_grad."""
         super().set_local_grad_for_param(without_padding(value, param), param)
 
     @override
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[..., Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
-        """Serve DeepSpeed's safe_update_full_grad_vectorized, also for parameters that ranks do not divide."""
+        """Implement DeepSpeed's safe_update_full_grad_vectorized, also for parameters that ranks do not divide."""
         self.reduction.require_complete()
 
         def update(gradient: Tensor, param: ZeroParameter) -> Tensor:

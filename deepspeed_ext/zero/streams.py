@@ -50,7 +50,7 @@ class ReductionStream:
             for producer in {current, *(bucket.copy_streams if bucket else ())}:
                 stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
             if self._double_buffered:
-                current.wait_stream(stream)  # or the next gradients would be written over those that are reduced
+                current.wait_stream(stream)  # or the next gradients would overwrite a bucket that is being reduced
             for tensor in freed:
                 tensor.record_stream(stream)  # or their memory would be reused while it is read
         with get_accelerator().stream(stream):

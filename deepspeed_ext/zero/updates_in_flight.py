@@ -14,7 +14,7 @@ class PendingUpdates(Protocol):
 
 
 _all: "weakref.WeakSet[PendingUpdates]" = weakref.WeakSet()
-_replicated: "weakref.WeakSet[PendingUpdates]" = weakref.WeakSet()  # those with p = N
+_replicated: "weakref.WeakSet[PendingUpdates]" = weakref.WeakSet()  # updates with p = N
 
 
 def register(updates: PendingUpdates, replicated: bool = False) -> None:
@@ -31,7 +31,7 @@ def unregister(updates: PendingUpdates) -> None:
 
 
 def wait_for_updates() -> None:
-    """Wait until the parameters of all engines of this process are those of their last step.
+    """Wait until the parameters of all engines of this process have the values of their last step.
 
     Between a step and the next forward they may be stale with ``zero_optimization.paro_overlap_updates``, and with
     p = I. Not collective. On a device with streams the current stream waits; the host does not.

@@ -38,7 +38,7 @@ def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ra
     """Return the offsets of stripes in a flat buffer; each consists of complete parameters.
 
     Args:
-        offsets, numels: those of its parameters, in order.
+        offsets, numels: offsets and numbers of elements of its parameters, in order.
         bucket: maximum number of elements of a stripe, unless one parameter has more.
         ranks: number of ranks that share each stripe.
     """
@@ -337,7 +337,7 @@ class FlatBuffers(list[FlatBuffer]):
         return next(buffer for buffer in self if buffer.has(param))
 
     def windows(self, rows: Sequence[int], max_numel: int) -> list[Window]:
-        """Return windows of all buffers, those of the model's first parameters first.
+        """Return the windows of all buffers, in the order of the model's parameters.
 
         A backward completes them in reverse order: the first of a window's parameters gets its gradient last.
 

@@ -73,7 +73,7 @@ class FlatGradients:
     Args:
         context: shared constants; a strategy with p = N.
         family: name of the family.
-        buffers: all flat buffers, also those of other families.
+        buffers: all flat buffers, including other families' buffers.
         shards: gradients of the optimizer's shards.
         mean: factors of the mean.
 

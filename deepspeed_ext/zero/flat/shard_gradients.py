@@ -27,8 +27,8 @@ class HostShard(list[Tensor]):
 class ShardGradients:
     """Gradients of the optimizer's shards, a 1D tensor for each parameter group.
 
-    With optimizer offload they are the gradients that the optimizer reads, or other tensors in host memory if those
-    have a lower precision than accumulation.
+    With optimizer offload they are the gradients that the optimizer reads, or other tensors in host memory if the
+    optimizer's gradients have a lower precision than accumulation.
 
     Args:
         context: shared constants.

@@ -286,11 +286,11 @@ def with_partition_momentum(buffers: Sequence[FlatBuffer], state: State, group: 
     Args:
         buffers: Muon's flat buffers.
         state: this rank's state dict.
-        group: the ranks that share the optimizer's dense states, including those that share the states of its
-            experts; the others have experts of the same shapes, saved in the same way.
+        group: the ranks that share the optimizer's dense states. They include the ranks that share the states of this
+            rank's experts; the other ranks have experts of the same shapes, saved in the same way.
 
     Raises:
-        ValueError: on all these ranks, if the momentum is that of other elements.
+        ValueError: on all these ranks, if the momentum has other elements.
     """
     base = state[BASE_OPTIMIZER_STATE]
     if not buffers or not isinstance(base, dict):

@@ -6,8 +6,8 @@ DeepSpeed compares the record over all ranks of the job, by broadcasts that a ra
 With p = I groups gather separately and may see different data: a group with an invalid record must not wait for the
 others. So it is compared among the ranks that gather together.
 
-Parameters that persist stay gathered between uses. DeepSpeed does so only once the record is complete. In a model that
-takes another path in every step it never is, and small parameters would be gathered again for each use.
+Parameters that persist stay gathered between uses. DeepSpeed keeps them only once the record is complete. In a model
+whose path differs in every step the record is never complete, and small parameters would be gathered for each use.
 
 Note [Frozen parameters under checkpoints]
     A non-reentrant checkpoint runs a block again while the backward of one of its modules waits, and saves the
@@ -50,10 +50,11 @@ _coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made
 
 @checked
 class GroupCoordinator(PartitionedParameterCoordinator):
-    """DeepSpeed's coordinator, with a process group of its own.
+    """DeepSpeed's coordinator, with a separate process group.
 
     Args:
-        group: the ranks that gather parameters together; None for all of the job. Other arguments are the parent's.
+        group: the ranks that gather parameters together; None for all ranks of the job. Other arguments are the
+            parent's.
     """
 
     # DeepSpeed's attributes that are read or written here.
@@ -165,7 +166,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     @override
     @compiler.lazy_disable
     def reset_step(self) -> None:
-        """Begin a forward; compare the last one's record within the group."""
+        """Begin a forward; compare the record of the previous forward within the group."""
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
                 block.abandon()
@@ -188,7 +189,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 @contextmanager
 def use_coordinator(group: ProcessGroup | None) -> Iterator[None]:
-    """Use a coordinator of the group in a DeepSpeedZeRoOffload that is made in this context.
+    """Make a DeepSpeedZeRoOffload that is created in this context use a coordinator of the group.
 
     Args:
         group: the ranks that gather parameters together.
@@ -206,7 +207,7 @@ def use_coordinator(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def is_coordinating() -> bool:
-    """Whether a DeepSpeedZeRoOffload is being made within ``use_coordinator``."""
+    """Whether a DeepSpeedZeRoOffload is being created within ``use_coordinator``."""
     return _coordinating.get()
 
 
@@ -220,10 +221,10 @@ def _comparing_within(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def assert_same_in_group(ints: Sequence[int]) -> bool:
-    """Whether a group has been set to compare within; if so, compare.
+    """Compare a record within the group that ``reset_step`` has set; return False if it has set none.
 
-    One small all-reduce of the length and a checksum: all ranks of the group get the same result, so none waits for a
-    rank that has raised.
+    One small all-reduce of the length and a checksum: all ranks of the group get the same result, so no rank waits for
+    one that has raised.
 
     Raises:
         RuntimeError: the ranks of the group have different lists. Raised on all of them.
@@ -247,20 +248,20 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
 def _record_use(params: Sequence[Any]) -> None:
     """Keep the memory of gathered parameters until the current stream has read them.
 
-    DeepSpeed does so when it frees a parameter, but not when it releases a leaf module with a granularity threshold:
-    the next gather could overwrite memory that a computation still reads.
+    DeepSpeed records uses when it frees a parameter, but not when it releases a leaf module with a granularity
+    threshold: the next gather could overwrite memory that a computation still reads.
     """
     if not get_accelerator().is_synchronized_device():
         for param in params:
-            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so itself
+            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit records its own use
                 param.data.record_stream(get_accelerator().current_stream())
 
 
 def drop_references(model: nn.Module) -> None:
     """Drop DeepSpeed's references to a model whose engine has been destroyed.
 
-    It is still at the bottom of the stack of modules whose forward runs, and a key of a cache that a method of all
-    coordinators shares. Its parameters refer to the optimizer: all states would stay in memory.
+    The model is still at the bottom of the stack of modules whose forward runs, and a key of a cache that all
+    coordinators share. Its parameters refer to the optimizer, so all states would stay in memory.
     """
     if model in parameter_offload.FWD_MODULE_STACK:
         parameter_offload.FWD_MODULE_STACK.remove(model)

@@ -42,13 +42,13 @@ def _pieces_by_rank(
     layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False
 ) -> _Pieces:
     """Return the pieces of a window that each rank of a group holds, in the order in which it sends them. Their spans
-    are relative to the window in the parameter. With ``between`` each is in row 0, the only one.
+    are relative to the window in the parameter. With ``between`` each piece is in row 0, the only row.
 
     Args:
         layouts: layouts of the parameters.
         experts: number of experts in each.
         window: numbers of the window's experts.
-        between: whether the ranks are those of an inter group, and each is a group of its own.
+        between: whether the ranks are an inter group, in which each rank is a group.
     """
     layout = layouts[0]
     pieces: _Pieces = [[] for _ in range(layout.rows if between else layout.cols)]
@@ -156,7 +156,7 @@ class WindowGathers:
 
 
 class WindowGradients:
-    """Reduces windows' gradients into those of dense parameters. See Note [Windows of slices].
+    """Reduces the gradients of windows into gradients of dense parameters. See Note [Windows of slices].
 
     While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients are kept unreduced until
     DeepSpeed passes them on.
@@ -195,7 +195,7 @@ class WindowGradients:
             self._pass_to_optimizer(module)
 
     def _pass_to_optimizer(self, module: WindowedModule) -> None:
-        """Pass complete gradients that were kept unreduced, if any, to the optimizer."""
+        """Pass complete gradients that were stored unreduced, if any, to the optimizer."""
         self._sums.pop(id(module), None)
         self._unreduced_modules.discard(id(module))
         if self._optimizer._coalesce_grad_reduction:

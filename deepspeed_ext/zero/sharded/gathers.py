@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers of parameters with p = I or G for forward and backward.
 
-Of each parameter, three methods of DeepSpeed's are replaced: ``all_gather``, ``all_gather_coalesced`` and
+Three methods that DeepSpeed attaches to each parameter are replaced: ``all_gather``, ``all_gather_coalesced``, and
 ``partition``. ``release`` restores them.
 """
 
@@ -79,7 +79,7 @@ class GatherHandle:
 
 
 class ResidentHandle:
-    """Parameters that are not sharded, as there is one rank: their ``ds_tensor`` is used without a gather."""
+    """Handle of parameters on a single rank: their unsharded ``ds_tensor`` is used without a gather."""
 
     def __init__(self, params: Sequence[ZeroParameter]) -> None:
         self._params = params
@@ -267,12 +267,12 @@ class Gathers:
     ) -> list[GatherHandle] | None:
         """Gather the unavailable parameters of the list in batches, as DeepSpeed's ``param.all_gather``.
 
-        Callers read the values, so parameters are gathered in their own dtype. Those that are still gathered in a
+        Callers read the values, so parameters are gathered in their own dtype. Parameters that are gathered in a
         module's compute dtype are gathered again.
         """
         unique = list(dict.fromkeys([param] if param_list is None else param_list))
         owned = [p for p in unique if getattr(p, OWNER, None) is self]
-        if len(owned) < len(unique):  # others are of another family or engine, or of none
+        if len(owned) < len(unique):  # the rest belongs to another family or engine, or to none
             others = [p for p in unique if getattr(p, OWNER, None) is not self]
             others[0].all_gather(param_list=others, async_op=async_op, hierarchy=hierarchy)
         rounded = [p for p in owned if p.ds_id in self._rounded_ids and _is_idle(p)]

@@ -24,12 +24,12 @@ Note [Pending gradients]
     Note [Early reduction] in ``boundary.py``, with zeros for parameters that a group has not used. Here each
     micro-step ends at a boundary.
 
-    A piece waits for the other members of its bucket, and for the buckets before it. Waiting pieces take about one
-    bucket if modules are used in the order in which they were made: 0.03 to 0.19 of the I-slice, in the dtype on the
-    wire, were counted for 24 layers of a transformer, with buckets of 1/146 to 1/19 of the model. They take all of a
-    backward's gradients if the model's last parameter gets its gradient last, or one parameter in each bucket gets
-    none: 0.57, with every other layer unused. If nothing were sent early in the first step, they would take the full
-    I-slice with any model. Buffers of full buckets, instead of pieces, would take 1.04 instead of 0.57.
+    A piece waits for the other members of its bucket, and for the buckets before it. Waiting pieces use the memory of
+    about one bucket if modules are used in the order in which they were created: 0.03 to 0.19 of the I-slice, in the
+    dtype on the wire, were counted for 24 layers of a transformer, with buckets of 1/146 to 1/19 of the model. All
+    gradients of a backward wait if the model's last parameter gets its gradient last, or if one parameter in each
+    bucket gets none: 0.57, with every other layer unused. If nothing were sent early in the first step, pieces would
+    fill the full I-slice with any model. Buffers of full buckets would need 1.04 instead of 0.57.
 """
 
 import math
@@ -234,7 +234,7 @@ class ShardedGradients:
         return self._redistribution.row if self.rows > 1 else 0
 
     def inter_group_spans(self, param: ZeroParameter, name: str) -> Iterator[InterGroupSpan]:
-        """Return the spans of a parameter that this rank reduces between groups."""
+        """Yield the spans of a parameter that this rank reduces between groups."""
         layout, col = self._slices.layout(param), self._redistribution.col
         return inter_group_spans_of(name, param.ds_numel, layout, col, self._number, start=self._starts[param.ds_id])
 
@@ -249,7 +249,7 @@ class ShardedGradients:
         self.has_gradients = False
 
     def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Learn from the first step; see ``Boundary``. Collective, once."""
+        """Record parameter usage in the first step; see ``Boundary``. Collective, once."""
         self._boundary.learn_usage(max_over_ranks)
 
     # In a micro-step: N -> g ##########################################################################
@@ -287,9 +287,9 @@ class ShardedGradients:
         """Start to reduce a bucket, and to add the result.
 
         Args:
-            gradients: parameters and their gradients; None stands for zeros. They are copied at once.
+            gradients: parameters and their gradients; None means zeros. They are copied at once.
             dtype: dtype on the wire.
-            sequence_parallel_size: ranks that count as one in the mean.
+            sequence_parallel_size: number of ranks that count as one rank in the mean.
             last: whether this is the last micro-batch.
         """
         self.submit(
@@ -351,14 +351,14 @@ class ShardedGradients:
         return cells.div_(self._context.ranks / sequence_parallel_size)
 
     def end_backward(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
-        """Called when all gradients of a backward have been passed to ``reduce``. Arguments as in ``learn_usage``."""
+        """Called when all gradients of a backward have been passed to ``reduce``. Argument: see ``learn_usage``."""
         if self._reduces_via_i:
             self._queue.drain()  # or pieces in flight would be sent as zeros
             self._prepare_accumulator()
             for bucket in self._boundary.pop_remaining():
                 self._reduce_between_groups(bucket)
             if self._boundary.may_resend:
-                self._inter_queue.drain()  # before the host waits for other ranks: they may wait for these first
+                self._inter_queue.drain()  # or the host would wait for ranks that wait for these buckets
                 for bucket in self._boundary.buckets_to_resend(max_over_ranks):
                     self._reduce_between_groups(bucket)
 
@@ -404,7 +404,7 @@ class ShardedGradients:
         self.reduce_buckets(self._boundary.pop_remaining())
 
     def reduce_buckets(self, buckets: Iterable[Bucket]) -> None:
-        """Reduce kept gradients of buckets, in order, to the placement of os; with os = I inside the group only."""
+        """Reduce full gradients of buckets, in order, to the placement of os; with os = I inside the group only."""
         for bucket in buckets:
             self._prepare_accumulator()
             gradients = [(param, self._full_gradients.pop(param.ds_id, None)) for param in bucket]

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of a model with p = I or G: shards and gathers of all families.
 
-With ``offload_param`` some shards are cached on the device (``paro_parameter_cache_bytes``), those of modules at both
-ends of the model first: no compute overlaps a copy before the first module, nor between the last one's forward and its
-backward.
+With ``offload_param`` some shards are cached on the device (``paro_parameter_cache_bytes``), from both ends of the
+model to its middle: no compute overlaps a copy before the first module, nor between the forward and the backward of
+the last module.
 """
 
 import logging
@@ -95,7 +95,7 @@ class ShardedParameters:
         self.gathers[DENSE].fetch_windows(windowed)
 
     def slices_of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
-        """Return the shards of a sub-group's family. All its parameters are of one."""
+        """Return the shards of a sub-group's family. All its parameters are of one family."""
         return self.slices[family_of(sub_group[0])]
 
     @property

@@ -5,7 +5,7 @@
 Note [Sub-groups in checkpoints]
     A rank of ZeRO-3 saves its chunks of a parameter group's parameters one after the other, divided into
     sub-groups by ``sub_group_size`` or, for some strategies, by ``allgather_bucket_size``. The order is the same with
-    all sizes, so a parameter group's states need only be divided at other elements.
+    all sizes, so loading only divides a parameter group's states at other elements.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -107,7 +107,7 @@ class FlatPartitions:
         return numels
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict with other sharding, except for the sizes of sub-groups.
+        """Reject a rank's state dict with other sharding, except for the sizes of sub-groups.
 
         Raises:
             ValueError: it has another stage, number of ranks, or other parameter groups.

@@ -44,7 +44,7 @@ class GradientShards:
         if context.pinned:
             get_accelerator().unpin_memory(optimizer.grad_partitions_flat_buffer)
         self.chunks.clear()
-        optimizer.grad_partitions_flat_buffer = None  # free it before another one is made
+        optimizer.grad_partitions_flat_buffer = None  # freed before another buffer is allocated
         if unreduced:
             self.drop()
         else:
@@ -138,7 +138,7 @@ class GradientReduction:
     # In a micro-step: N -> g ##########################################################################
 
     def keep_full(self, param: ZeroParameter) -> None:
-        """Keep a gradient unreduced until the boundary, and start to reduce the buckets that it completes."""
+        """Store a gradient unreduced until the boundary, and start to reduce the buckets that it completes."""
         if not (self.shards.has_gradients or self.shards.is_placeholder or self._context.offload):
             self.shards.drop()
         self._optimizer._apply_autoep_folding_tp_correction(param)
@@ -282,6 +282,6 @@ class GradientReduction:
         self.awaits_boundary = False
 
     def drop(self) -> None:
-        """Drop accumulated gradients and those in flight."""
+        """Drop gradients that are accumulated or in flight."""
         for gradients in self.gradients.values():
             gradients.drop()

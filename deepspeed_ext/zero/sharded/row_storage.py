@@ -9,8 +9,8 @@ Note [Rows on the host]
     to the host on the stream of its transfer, and readers wait for that stream. So the host does not wait, except
     before it reads rows itself (``Slices.settle``).
 
-    A copy between pinned memory and the device is ordered by its stream only if it leaves no work to the host. The
-    host would have to gather rows with gaps between them, or change their dtype, and would do so at once, while
+    A copy between pinned memory and the device is ordered by its stream only if the host has no part in it. The host
+    would have to gather rows with gaps between them, or change their dtype. It would do this immediately, while
     received windows are still being written. So rows are copied one by one, in their dtype; neighbors in a row are
     copied together.
 

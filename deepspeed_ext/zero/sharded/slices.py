@@ -14,8 +14,8 @@ Note [Rows]
     so that a model with one sub-group is sent in parts, too. A window of all columns is gathered in place; any other
     through a buffer of its size, of which side streams have two at a time.
 
-    Gathers are started after the step. The first use of a parameter waits for those of its windows. If a host thread
-    runs transfers, windows are gathered one after the other. Gathers for use wait for them in another thread.
+    Gathers are started after the step. The first use of a parameter waits for the gathers of its windows. If a host
+    thread runs transfers, windows are gathered one after the other. Gathers for use wait for them in another thread.
 """
 
 import itertools
@@ -59,7 +59,7 @@ class _RowUpdate(NamedTuple):
         return self.updated[window.start : window.stop].to(device=device, dtype=self.current.dtype)
 
     def padded_row(self, window: Span) -> Tensor:
-        """Return the same with padding."""
+        """Return the row with padding."""
         row = self.row(window)
         return torch.nn.functional.pad(row, (0, window.numel - row.numel()))
 
@@ -110,7 +110,7 @@ class Slices:
 
     @property
     def has_slices(self) -> bool:
-        """Whether parameters are held as slices of several rows."""
+        """Whether parameters are stored as slices of several rows."""
         return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
     def layout(self, param: ZeroParameter) -> FlatLayout:
@@ -291,7 +291,7 @@ class Slices:
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
-        """Do so for one sub-group, in a step that updates sub-groups in one order on all ranks."""
+        """Start the gathers of one sub-group, in a step that updates sub-groups in one order on all ranks."""
         self.order_gathers()
         self._gather_windows(
             [index for index, window in enumerate(self._ordered_windows()) if window.buffer == number]
