@@ -59,7 +59,7 @@ from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_te
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
-from deepspeed_ext.zero.flat.states import under_deepspeeds_names
+from deepspeed_ext.zero.flat.states import with_stock_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.native_experts import EXPERTS
@@ -214,7 +214,7 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
 
 def save_rest(args: Any, ds_checkpoint: Any) -> None:
     """Save the states of stages 1 and 2 that belong to no parameter. Arguments are those of DeepSpeed's function."""
-    with _shown_when_loaded(under_deepspeeds_names):
+    with _shown_when_loaded(with_stock_names):
         _save_rest(args, ds_checkpoint)
 
 
@@ -257,7 +257,7 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the scale or the layout of momentum is ambiguous.
     """
-    state = under_deepspeeds_names(state)
+    state = with_stock_names(state)
     stage3 = BASE_OPTIMIZER_STATE not in state
     key = OPTIMIZER_STATE_DICT if stage3 else BASE_OPTIMIZER_STATE
     flats = state[FP32_FLAT_GROUPS if stage3 else SINGLE_PARTITION_OF_FP32_GROUPS]

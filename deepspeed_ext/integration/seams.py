@@ -168,10 +168,10 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
         return configure(self, optimizer)
     from deepspeed_ext.config.implied import warn_without_zero_init
     from deepspeed_ext.loco.setup import ConfiguredHops
-    from deepspeed_ext.zero.factory import configure_with
+    from deepspeed_ext.zero.factory import build_optimizer
 
     warn_without_zero_init(self._config, strategy, self.module)
-    result = configure_with(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
+    result = build_optimizer(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
     record_optimizer(self._config)
     return result
 

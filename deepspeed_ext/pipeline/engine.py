@@ -85,7 +85,7 @@ class ShardedPipelineEngine(PipelineEngine):
             f"fewer tensor-parallel ranks than a node has; stages then send their activations between nodes"
         )
 
-    def connect(self) -> None:
+    def attach_optimizer(self) -> None:
         """Connect the pipeline to our optimizer. Called once the parent is initialized. Collective over all ranks."""
         self.enable_backward_allreduce = True  # reduce at the end of each backward, as without a pipeline
         self._trains = any(
@@ -95,7 +95,7 @@ class ShardedPipelineEngine(PipelineEngine):
         )
         strategy = active_strategy(self._config)
         self._shards_parameters = strategy is not None and strategy.p != Placement.N
-        self._use_checkpointing_that_stops_early()
+        self._use_torch_checkpointing()
         if isinstance(self.optimizer, ParoOptimizer):  # a stage with nothing to train has none
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self._tied = TiedGradients(self.module, self.optimizer)
@@ -103,7 +103,7 @@ class ShardedPipelineEngine(PipelineEngine):
             # Gradients are read only at the flush, so the last buckets of a backward may overlap the next backward.
             self.optimizer.micro_steps.overlap = True
 
-    def _use_checkpointing_that_stops_early(self) -> None:
+    def _use_torch_checkpointing(self) -> None:
         """With sharded parameters, use torch's non-reentrant checkpointing instead of DeepSpeed's.
 
         DeepSpeed's recomputes a segment up to the end of its last module. The end of that forward releases parameters
@@ -201,20 +201,20 @@ class ShardedPipelineEngine(PipelineEngine):
     @override
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Save the layers, gathering one layer's parameters at a time. Collective if parameters are sharded."""
-        for _ in self._layers(modify=False):
+        for _ in self._expose_layers(modify=False):
             super().module_state_dict(exclude_frozen_parameters)
 
     @override
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the layers in the same way; then copy the tied weights of the first stage to all others."""
-        for _ in self._layers(modify=True):
+        for _ in self._expose_layers(modify=True):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         tied = list(self.module.tied_modules.parameters())
         if tied and self._shards_parameters:
             with deepspeed.zero.GatheredParameters(tied, modifier_rank=0):
                 self.module._synchronize_tied_weights()
 
-    def _layers(self, modify: bool) -> Iterator[None]:
+    def _expose_layers(self, modify: bool) -> Iterator[None]:
         """Show DeepSpeed one layer at a time if parameters are sharded; otherwise all of them at once.
 
         All ranks of a stage visit all layers, in the same order, regardless of which rank writes them.

@@ -71,17 +71,17 @@ def initialize(
         init(engine, *args, **kwargs)
         return
     refuse_unsupported(UNSUPPORTED, strategy, engine, module)
-    _refuse_differences_of_tied_weights(config, strategy, module)
+    _reject_quantized_tied_updates(config, strategy, module)
     engine.__class__ = ShardedPipelineEngine
-    _fill_groups(module, kwargs)
+    _fill_empty_groups(module, kwargs)
     # The parent refuses ZeRO-2 and 3 in one assertion, its only use of this name.
     allows_all_stages = SimpleNamespace(gradients=float("inf"))
     with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=allows_all_stages):
         init(engine, *args, **kwargs)
-    engine.connect()
+    engine.attach_optimizer()
 
 
-def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
+def _reject_quantized_tied_updates(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
     """Refuse quantized updates of tied weights: stages divide a weight into different blocks, so copies would differ.
 
     Raises:
@@ -125,7 +125,7 @@ def partition_layers(partition: Callable[..., None], module: PipelineModule, *ar
     partition(module, *args, **kwargs)
 
 
-def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
+def _fill_empty_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
     """Add a parameter that stays 0 to each of the optimizer's parameter groups with nothing to train on this stage.
 
     Args:

@@ -49,7 +49,7 @@ class CheckpointWriters:
         self._group = get_topology(dense.world, count).intra
 
     @property
-    def writes(self) -> bool | None:
+    def is_writer(self) -> bool | None:
         """Whether this rank writes; None if DeepSpeed decides."""
         if self._group is None:
             return None
@@ -71,7 +71,7 @@ class CheckpointWriters:
         name = Path(path).name
         if name.startswith("layer_") and "_expert_" in name:
             return not self._is_first_with_experts
-        return self.writes is False and name.startswith("zero_pp_rank_")
+        return self.is_writer is False and name.startswith("zero_pp_rank_")
 
     @contextmanager
     def use_rank_numbers(self, engine: Engine) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class CheckpointWriters:
             return
         with (
             replaced(engine.optimizer, dp_process_group=self._group),
-            replaced(engine, save_zero_checkpoint=self.writes),
+            replaced(engine, save_zero_checkpoint=self.is_writer),
         ):
             yield
 
@@ -91,7 +91,7 @@ class CheckpointWriters:
 
         Collective over ``between``, the ranks of this rank's number in all groups.
         """
-        flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.writes)]
+        flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.is_writer)]
         states, model, own = all_reduce_max(torch.tensor(flags).float(), between).bool().tolist()
         with (
             replaced(engine, save_zero_checkpoint=states, save_non_zero_checkpoint=model),

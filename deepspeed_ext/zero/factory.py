@@ -77,7 +77,7 @@ def _call_recorder(name: str) -> Callable[..., _Call]:
     return record
 
 
-def configure_with(
+def build_optimizer(
     configure: Callable[..., Any], engine: Engine, optimizer: object, *, strategy: Strategy, hops: EngineHops
 ) -> Any:
     """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes instead of DeepSpeed's.
@@ -93,7 +93,7 @@ def configure_with(
         RuntimeError: the engine did not look the class up under the expected name.
     """
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
-    _refuse_replaced_methods(strategy)
+    _reject_patched_methods(strategy)
     wait_for_replicated_parameters()  # updates of an earlier engine, before the new one reads its parameters
     outer: OuterSettings | None = engine._config.zero_config.paro_outer_optimizer
     alone = strategy.os == Placement.N or outer is not None
@@ -125,7 +125,7 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     engine_module = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would disable overlap, with a warning
-            stack.enter_context(replaced(engine, zero_overlap_comm=_overlap_nothing))
+            stack.enter_context(replaced(engine, zero_overlap_comm=_return_false))
             record = _call_recorder("DeepSpeedZeroOptimizer")
             stack.enter_context(replaced(engine_module, DeepSpeedZeroOptimizer=record))
         else:
@@ -142,11 +142,11 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     return call
 
 
-def _overlap_nothing() -> bool:
+def _return_false() -> bool:
     return False
 
 
-def _refuse_replaced_methods(strategy: Strategy) -> None:
+def _reject_patched_methods(strategy: Strategy) -> None:
     """Reject third-party patches that would have no effect.
 
     Raises:
@@ -180,7 +180,7 @@ def add_outer_optimizer(
         settings=settings,
         hops=(hops.reduce(between, "outer"), hops.gather(between, "outer")),
         shards=optimizer,
-        report=_reporter(engine) if engine.monitor.enabled else None,
+        report=_monitor_writer(engine) if engine.monitor.enabled else None,
     )
     optimizer.outer = outer
     optimizer.norms.set_skip_group(topology.inter)
@@ -189,7 +189,7 @@ def add_outer_optimizer(
         setattr(engine, name, _with_outer_weights(getattr(engine, name), outer))
 
 
-def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
+def _monitor_writer(engine: Engine) -> Callable[[Mapping[str, float]], None]:
     """Return a function that writes an outer step's measures to the engine's monitor, on rank 0."""
 
     def report(measures: Mapping[str, float]) -> None:
@@ -265,20 +265,20 @@ def _adapt_engine(engine: Engine, optimizer: object, topology: Topology, strateg
     """Disable engine code that our optimizer replaces, and select the ranks that write files."""
 
     def is_first_weights_partition_group() -> bool:
-        if isinstance(optimizer, Stage3Optimizer) and optimizer.writers.writes is not None:
-            return bool(optimizer.writers.writes)
+        if isinstance(optimizer, Stage3Optimizer) and optimizer.writers.is_writer is not None:
+            return bool(optimizer.writers.is_writer)
         return topology.rank < topology.sizes.group_size  # every group holds all states
 
     if strategy.p != Placement.N and strategy.os == Placement.I:
         engine.is_first_weights_partition_group = is_first_weights_partition_group
-    engine._reduce_autoep_folding_tp_replicated_gradients = _reduce_nothing
+    engine._reduce_autoep_folding_tp_replicated_gradients = _skip_reduction
     if isinstance(optimizer, Stage12Optimizer):
         optimizer.updates.install_hooks(engine.module)
         if optimizer.updates.gathers.overlap_updates:  # HF's Trainer calls it between a step and the next forward
             engine.zero_grad = optimizer.updates.gathers.without_waiting(engine.zero_grad)
 
 
-def _reduce_nothing() -> None:
+def _skip_reduction() -> None:
     """Replace the engine's correction of folded experts' gradients, which our optimizers have already corrected."""
 
 

@@ -90,13 +90,13 @@ def error_state_of(families: Families, family_of_buffer: Callable[[int], str]) -
         families: all families of an optimizer.
         family_of_buffer: returns the family of a flat buffer, by the number that hops use.
     """
-    several = len(families) > 1
+    has_experts = len(families) > 1
 
     def key_path_of(buffer: int) -> tuple[str, ...]:
-        return ("families", family_of_buffer(buffer)) if several else ()
+        return ("families", family_of_buffer(buffer)) if has_experts else ()
 
     states = {
-        (("families", name) if several else ()) + key_path: state
+        (("families", name) if has_experts else ()) + key_path: state
         for name, family in families.items()
         for key_path, state in family.reduce.inter.error_states().items()
     }

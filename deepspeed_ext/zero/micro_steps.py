@@ -79,7 +79,7 @@ class MicroSteps:
         finally:
             self._flush_follows = False
 
-    def end(self) -> None:
+    def end_micro_step(self) -> None:
         """End a micro-step whose buckets have been flushed; at the accumulation boundary reduce g -> os.
 
         Raises:

@@ -148,7 +148,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         Raises:
             RuntimeError: parameters are offloaded.
         """
-        if not self.resync.always:
+        if not self.resync.always_in_full:
             self.send_parameters()
 
     @abstractmethod

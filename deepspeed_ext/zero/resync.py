@@ -78,7 +78,7 @@ class Resync:
         context: shared constants. Updates are sent between groups if p is not G and os is G.
 
     Attributes:
-        now: whether the next update is sent in full.
+        in_full: whether the next update is sent in full.
     """
 
     def __init__(self, context: Context) -> None:
@@ -89,12 +89,12 @@ class Resync:
         self._updates_since_resync = 0
         self._requested = False
         self._vote: _Vote | None = None
-        self.now = True
+        self.in_full = True
         if self._every is not None:
             _all.add(self)
 
     @property
-    def always(self) -> bool:
+    def always_in_full(self) -> bool:
         """Whether all updates are sent in full."""
         return self._every is None
 
@@ -108,8 +108,9 @@ class Resync:
         if self._every is not None:
             self._vote = _Vote(self._requested, self._context.topology.world)
 
-    def begin(self, stepping: bool) -> None:
-        """Set ``now`` for the next update; in a step, after ``reduce_requests``. The result is the same on all ranks.
+    def begin_update(self, stepping: bool) -> None:
+        """Set ``in_full`` for the next update; in a step, after ``reduce_requests``. The result is the same on all
+        ranks.
 
         Args:
             stepping: whether the update is from an optimizer step.
@@ -118,6 +119,6 @@ class Resync:
             return
         self._updates_since_resync += 1
         requested = stepping and self._vote is not None and self._vote.result()
-        self.now = not stepping or requested or self._updates_since_resync >= self._every
-        if self.now:
+        self.in_full = not stepping or requested or self._updates_since_resync >= self._every
+        if self.in_full:
             self._updates_since_resync, self._requested = 0, False

@@ -74,14 +74,14 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         if groups:
             kwargs["expert_data_parallel_group"] = groups
         super().__init__(*args, dp_process_group=dense, **kwargs)
-        context.reductions.use(self.reduction_stream if context.overlap else None)
+        context.reductions.set_stream(self.reduction_stream if context.overlap else None)
         self.micro_steps.set_bucket_size(param.numel() for param in self.buffers.params())
         self.buffers.number_parameters(self.param_names)
         if self.cpu_offload:  # frees the parent's buffer for accumulation on the device, which is not used here
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         self.unscaled_updates = None if self.cpu_offload else self.groups_lacking_loss_scale
         self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
-        mean = Mean.of_optimizer(context, self)
+        mean = Mean.from_optimizer(context, self)
         self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=mean)
         self.updates = FlatUpdates(
             context,
@@ -218,7 +218,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of ``owned_span``; see ``ParoOptimizer``."""
         buffer = self.buffers.buffer_of(param)
-        return buffer.member(param).in_shard.of(self.shards.of(buffer.number))
+        return buffer.member(param).in_shard.of(self.shards.gradient_of(buffer.number))
 
     def flat_shards(self) -> list[FlatShard]:
         """Return the parameters in this rank's partitions; see ``FlatShards``."""
@@ -231,12 +231,12 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     def shard_gradient(self, number: int) -> Tensor:
         """Return the gradient of this rank's partition; see ``FlatShards``."""
-        return self.shards.of(number)
+        return self.shards.gradient_of(number)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
         """Pass updates to an offloaded optimizer; see ``FlatShards``."""
         if self.cpu_offload:
-            self.shards.hand_over(shards)
+            self.shards.pass_to_optimizer(shards)
 
     # Buckets: N -> g ##############################################################################
 
@@ -299,7 +299,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
         """Return a zero shard: the parent's, or from ``shards`` with offload or for a striped buffer."""
         if self.cpu_offload or self.buffers[group_idx].striped:
-            return self.shards.make(group_idx)
+            return self.shards.make_shard(group_idx)
         return super()._build_compact_grad_partition_buffer(group_idx)
 
     @override
@@ -316,13 +316,13 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         self.setup_buckets()  # in a pipeline stage without trained parameters no hook has set them up
         boundary = self.is_gradient_accumulation_boundary()
         self._flush_buckets(boundary and self.strategy.g == Placement.N)
-        self.micro_steps.end()
+        self.micro_steps.end_micro_step()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         if boundary:
-            self._forget_accumulated()
+            self._drop_accumulated()
 
-    def _forget_accumulated(self) -> None:
+    def _drop_accumulated(self) -> None:
         """Drop stage 1's accumulated gradients, which are in the shards now. The parent keeps them, so another
         backward would reduce them again."""
         for group in self.bit16_groups:
@@ -360,7 +360,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         self.micro_steps.learn_usage()
         self.complete_gradients()
         if self.cpu_offload:
-            self.shards.hand_over()
+            self.shards.pass_to_optimizer()
 
     # Norms ########################################################################################
 

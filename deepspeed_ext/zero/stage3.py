@@ -137,7 +137,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _setup_for_real_optimizer(self) -> None:
         """Create the parts for gradients and optimizer states, after DeepSpeed has created its flat buffers."""
         super()._setup_for_real_optimizer()
-        self.reductions.use(self.reduce_and_partition_stream)  # None on devices without streams
+        self.reductions.set_stream(self.reduce_and_partition_stream)  # None on devices without streams
         self.reduction = GradientReduction(
             self.context, optimizer=self, micro_steps=self.micro_steps, slices=self.slices
         )
@@ -197,13 +197,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         self.reduction.end_backward()
-        self.micro_steps.end()
+        self.micro_steps.end_micro_step()
 
     def sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard; see ``ParoOptimizer``."""
         self.reduction.complete_shards()
         self.complete_gradients()
-        self.reduction.hand_over()
+        self.reduction.pass_to_optimizer()
 
     @override
     def _apply_muon_to_accumulated_grads(self) -> None:
@@ -245,7 +245,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     def flat_shards(self) -> list[FlatShard]:
         """Return the contents of this rank's flat partitions; see ``FlatShards``."""
-        return self.partitions.shards()
+        return self.partitions.flat_shards()
 
     def shard_weights(self, number: int) -> nn.Parameter:
         """Return this rank's partition of the optimizer's weights; see ``FlatShards``."""
@@ -336,13 +336,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Also send the updated weights to the other groups, at once if the optimizer is offloaded."""
         if self.gradient_scale.stepping and sub_group_id == 0:  # only now it is known that the step is applied
-            self.resync.begin(stepping=True)
+            self.resync.begin_update(stepping=True)
         slices = self.parameters.slices_of(self.fp16_groups[sub_group_id])
-        if slices.steps_in_place(self.resync.now):
+        if slices.steps_in_place(self.resync.in_full):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            slices.set_update(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now)
+            slices.set_row(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.in_full)
         if self._starts_updates_early:
             slices.gather_updates_of(sub_group_id)
 
@@ -358,7 +358,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Send the optimizer's weights to all ranks; see ``ParoOptimizer``."""
         self._require_parameters()
         self.parameters.begin_step()  # gathers of the last step may still write rows that are written here
-        self.resync.begin(stepping=False)
+        self.resync.begin_update(stepping=False)
         for sub_group in range(len(self.fp16_partitioned_groups_flat)):
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
         self.parameters.gather_updates()
@@ -467,9 +467,9 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Return the parent's norm, without replicas that another pipeline stage counts."""
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
         norm = super().get_grad_norm_direct(counted, params, norm_type)
-        return norm if self.autoep_folding_spec is None else self._norm_of_one_lane(norm, params)
+        return norm if self.autoep_folding_spec is None else self._divide_by_tp_duplicates(norm, params)
 
-    def _norm_of_one_lane(self, norm: Tensor, params: Sequence[ZeroParameter]) -> Tensor:
+    def _divide_by_tp_duplicates(self, norm: Tensor, params: Sequence[ZeroParameter]) -> Tensor:
         """Return a tensor-parallel rank's share of the global norm: the parent has summed folded experts over these
         ranks already. See Note [Folded experts] in ``families.py``."""
         if family_of(params[0]) == DENSE:

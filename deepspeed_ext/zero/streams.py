@@ -27,7 +27,7 @@ class ReductionStream:
         # Some devices order dependent operations of two streams themselves. DeepSpeed's stage 3 does not rely on it.
         self._ordered_by_device = double_buffered and bool(get_accelerator().resolves_data_dependency())
 
-    def use(self, stream: Any) -> None:
+    def set_stream(self, stream: Any) -> None:
         """Reduce on this stream from now on; None for the current stream."""
         self.stream = stream
 

@@ -328,9 +328,9 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         shards = getattr(optimizer, "shards", None)
-        measure = getattr(shards, "hand_over", None)  # with p = N
+        measure = getattr(shards, "pass_to_optimizer", None)  # with p = N
         if measure is not None and engine.optimizer_name() == "muon":
-            patches.enter_context(mock.patch.object(shards, "hand_over", measured))
+            patches.enter_context(mock.patch.object(shards, "pass_to_optimizer", measured))
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
                 patches.enter_context(mock.patch.object(one, "_store_sums", blocking(one._store_sums)))

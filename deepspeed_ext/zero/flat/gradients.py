@@ -49,7 +49,7 @@ class Mean:
     after: float | None = None
 
     @classmethod
-    def of_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
+    def from_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
         """Return the factors for all data-parallel ranks, split as the optimizer's keys select."""
         if not optimizer.gradient_average:
             return cls()
@@ -126,29 +126,29 @@ class FlatGradients:
         """Whether a flat buffer belongs to this family."""
         return buffer in self._buffers
 
-    def prepare(self, buffer: int) -> None:
+    def allocate(self, buffer: int) -> None:
         """Allocate the destination of this flat buffer's buckets on the current stream, where its last use is."""
         if self._bucket_placement == Placement.G:
-            self._shards.of(buffer)
+            self._shards.gradient_of(buffer)
         elif buffer not in self.slices:
             layout, device = self.layouts[buffer], get_accelerator().current_device_name()
             self.slices[buffer] = torch.zeros(
                 layout.rows, layout.chunk, dtype=self._context.accumulation_dtype, device=device
             )
 
-    def prepare_early_reduction(self) -> None:
+    def allocate_for_early_reduction(self) -> None:
         """Allocate memory for windows that are sent before the boundary, on the current stream."""
         if self._bucket_placement == Placement.I and self._inter_queue.unattended:
             for buffer in self._buffers:
-                self.prepare(buffer)
+                self.allocate(buffer)
                 if self._os != Placement.N:
-                    self._shards.of(buffer)
+                    self._shards.gradient_of(buffer)
 
-    def prepare_all(self) -> None:
+    def allocate_all(self) -> None:
         """Allocate memory of all flat buffers for the boundary, because ranks may have used different parameters."""
         for buffer in self._buffers:
-            self._shards.of(buffer)
-            self.prepare(buffer)
+            self._shards.gradient_of(buffer)
+            self.allocate(buffer)
 
     @property
     def has_sent(self) -> bool:
@@ -228,12 +228,12 @@ class FlatGradients:
             self._add_to_shard(buffer, span, self._mean.multiply(total)[0])
 
     def _store_gathered(self, buffer: int, start: int, sums: Tensor) -> None:
-        layout, shard = self.layouts[buffer], self._shards.of(buffer)
+        layout, shard = self.layouts[buffer], self._shards.gradient_of(buffer)
         cells = self._mean.multiply(sums).unsqueeze(1)
         layout.place(shard, start, cells.to(shard.device), add=True)
 
     def _add_to_shard(self, buffer: int, span: Span, part: Tensor) -> None:
-        add_to(span.of(self._shards.of(buffer)), part)
+        add_to(span.of(self._shards.gradient_of(buffer)), part)
         self._shards.note_addition()
 
 
@@ -278,9 +278,9 @@ class AllFlatGradients(dict[str, FlatGradients]):
         spans = tuple((number, Span(buffers[number].offset(param), param.numel())) for number, param in members)
         complete = [positions[id(param)] for _, param in members] if last else []
         for gradients in self.values() if last else ():
-            gradients.prepare_early_reduction()
+            gradients.allocate_for_early_reduction()
         for number in {number for number, _ in members}:
-            self[buffers[number].family.name].prepare(number)
+            self[buffers[number].family.name].allocate(number)
         with self._context.reductions.after_current(bucket, freed):
             self._reduce_by_family(tensors, spans, _wire_dtype(self._context, dtype), complete)
 
@@ -302,7 +302,7 @@ class AllFlatGradients(dict[str, FlatGradients]):
         All parameter groups on all ranks, with or without gradients: ranks may have used different parameters.
         """
         for gradients in self.values():
-            gradients.prepare_all()
+            gradients.allocate_all()
         with self._context.reductions.after_current():
             for gradients in self.values():
                 gradients.finish()

@@ -218,7 +218,7 @@ def require_one_value_per_element(states: State, lengths: Container[int]) -> Non
             )
 
 
-def under_deepspeeds_names(state: State) -> dict[str, Any]:
+def with_stock_names(state: State) -> dict[str, Any]:
     """Return a rank's state dict without keys unknown to DeepSpeed, in any order, for readers of
     ``PARAM_SLICE_MAPPINGS``, which have the positions of parameters in that order."""
     renamed = ((SINGLE_PARTITION_OF_FP32_GROUPS if key == OWN_PARTITIONS else key, state[key]) for key in state)
@@ -254,7 +254,7 @@ def _in_memory_order(buffers: Iterable[FlatBuffer], state: State) -> dict[str, A
         paddings[group] = 0 if buffer.striped else buffer.stock_padding
     new_base: Any = [states[group] for group in range(len(base))] if not isinstance(base, dict) else None
     return {
-        **under_deepspeeds_names(state),
+        **with_stock_names(state),
         SINGLE_PARTITION_OF_FP32_GROUPS: weights,
         GROUP_PADDINGS: paddings,
         BASE_OPTIMIZER_STATE: new_base if new_base is not None else {**base, "state": states},

@@ -44,7 +44,7 @@ class FlatGroups(list[Tensor]):
 
 def has_own_partition(buffer: FlatBuffer, resync: Resync) -> bool:
     """Whether this rank's partition of a flat buffer is a separate tensor."""
-    return buffer.striped or not resync.always
+    return buffer.striped or not resync.always_in_full
 
 
 class WeightOwner(Protocol):
@@ -162,7 +162,7 @@ class FlatUpdates:
         finally:
             self._stepping = outer_stepping
             # Full updates in flight still read the partitions; ``wait_and_free`` frees them.
-            if not (stepping and self.gathers.overlap_updates and self._resync.now):
+            if not (stepping and self.gathers.overlap_updates and self._resync.in_full):
                 self.free_partitions()
 
     def copy_weights(self) -> None:
@@ -195,7 +195,7 @@ class FlatUpdates:
         if as_parent and not self.gathers.overlap_updates and not any(buffer.striped for buffer in self._buffers):
             return False
         self.drain()  # earlier gathers write to the flat buffers, against which differences are computed
-        self._resync.begin(self._stepping)
+        self._resync.begin_update(self._stepping)
         for family in self._context.families.values():
             windows = [window for window in self._windows if self._buffers[window.buffer].family is family]
             if windows and not self._is_sent_in_full(windows[0]):
@@ -210,7 +210,7 @@ class FlatUpdates:
 
     def _is_sent_in_full(self, window: Window) -> bool:
         """Whether a window is sent in full: in this step, or always if its family sends no differences."""
-        return self._resync.now or self._redistribution_of(window).differences is None
+        return self._resync.in_full or self._redistribution_of(window).differences is None
 
     def _window_of_partition(self, window: Window) -> Tensor:
         own = self._partition(self._buffers[window.buffer])
@@ -253,7 +253,7 @@ class FlatUpdates:
         """Install module hooks, which wait for parameters in flight, and request a resync after a load."""
         if self.gathers.overlap_updates:
             self.gathers.install_hooks(module, self._buffers.positions)
-        if not self._resync.always:
+        if not self._resync.always_in_full:
             for submodule in module.modules():
                 self._hooks.append(submodule.register_load_state_dict_post_hook(ResyncRequester(self._resync)))
 

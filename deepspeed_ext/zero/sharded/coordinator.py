@@ -103,14 +103,14 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             block, number = expert
             block.enter(number, forward)
             return
-        with self._owners_only_where_hooks_save(forward):
+        with self._without_owners_in_reentrant_checkpoint(forward):
             super().fetch_sub_module(current_submodule, forward)
         block_ = self._blocks.get(id(current_submodule))
         if block_ is not None:
             block_.begin(forward)
 
     @contextmanager
-    def _owners_only_where_hooks_save(self, forward: bool) -> Iterator[None]:
+    def _without_owners_in_reentrant_checkpoint(self, forward: bool) -> Iterator[None]:
         """Release frozen parameters of modules that a reentrant checkpoint runs again; see the note above."""
         active = self._PartitionedParameterCoordinator__active_backward_submodules
         if not (forward and active) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -137,7 +137,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         super().trace_prologue(chunk)
         if self.is_record_trace():
             super().record_module(chunk)
-        with self._owners_only_where_hooks_save(forward):
+        with self._without_owners_in_reentrant_checkpoint(forward):
             super().fetch_sub_module(chunk, forward)
 
     def release_chunk(self, chunk: Chunk, forward: bool) -> None:

@@ -249,7 +249,7 @@ class WindowGradients:
             sums = self._sums[id(module)]
             transfer = self._window_transfer(flats, self._plans[key], layouts, sums)
             if complete:
-                transfer = _then(transfer, partial(self._gradients.reduce_sums, params, sums))
+                transfer = _chain(transfer, partial(self._gradients.reduce_sums, params, sums))
             self._gradients.submit(params, transfer, self._micro_steps.is_last, complete)
             if not get_accelerator().is_synchronized_device():
                 for gradient in flats:
@@ -286,7 +286,7 @@ class WindowGradients:
         return sums
 
 
-def _then(first: Transfer, second: Any) -> Transfer:
+def _chain(first: Transfer, second: Any) -> Transfer:
     """Run one transfer after the other."""
     yield from first
     return (yield from second())

@@ -122,13 +122,13 @@ class Gathers:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
         slices.shard_parameters()
-        self._attach()
+        self._attach_methods()
         self._leaves = list(leaves)
         self._units = [] if sequential else make_units(self._leaves, self)
 
     # Making ###########################################################################################
 
-    def _attach(self) -> None:
+    def _attach_methods(self) -> None:
         for param in self.slices.params:
             setattr(param, OWNER, self)
             if self.slices.strategy.os == Placement.I:
@@ -232,10 +232,10 @@ class Gathers:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
                 raise RuntimeError(f"expected a released parameter, got one that is gathered: {param.ds_summary()}")
         handles: list[Any] = []
-        others = [param for param in ordered if _owner(param) is not self]
-        if others:  # of another family
+        foreign = [param for param in ordered if _owner(param) is not self]
+        if foreign:  # of another family
             ordered = [param for param in ordered if _owner(param) is self]
-            handles.append(_owner(others[0]).all_gather_coalesced(others, safe_mode, quantize))
+            handles.append(_owner(foreign[0]).all_gather_coalesced(foreign, safe_mode, quantize))
         units = [param for param in ordered if isinstance(param, Unit)]
         handles += [self._start_unit(unit) for unit in units]
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
@@ -273,8 +273,8 @@ class Gathers:
         unique = list(dict.fromkeys([param] if param_list is None else param_list))
         owned = [p for p in unique if getattr(p, OWNER, None) is self]
         if len(owned) < len(unique):  # the rest belongs to another family or engine, or to none
-            others = [p for p in unique if getattr(p, OWNER, None) is not self]
-            others[0].all_gather(param_list=others, async_op=async_op, hierarchy=hierarchy)
+            foreign = [p for p in unique if getattr(p, OWNER, None) is not self]
+            foreign[0].all_gather(param_list=foreign, async_op=async_op, hierarchy=hierarchy)
         rounded = [p for p in owned if p.ds_id in self._rounded_ids and _is_idle(p)]
         if rounded:
             rounded[0].partition(rounded)

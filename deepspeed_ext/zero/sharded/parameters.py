@@ -47,7 +47,7 @@ class GatherSettings(NamedTuple):
             return cls(config.allgather_sequential)
         return cls(config.allgather_sequential, True, section.pin_memory, config.paro_parameter_cache_bytes)
 
-    def rows(self, redistribution: ParameterRedistribution, cached: frozenset[int]) -> DeviceRows:
+    def make_rows(self, redistribution: ParameterRedistribution, cached: frozenset[int]) -> DeviceRows:
         """Return the memory of slices; ``cached`` as in ``DeviceRows``."""
         return HostRows(redistribution, cached, self.pinned) if self.on_host else DeviceRows(redistribution)
 
@@ -86,7 +86,7 @@ class ShardedParameters:
                 context,
                 family=family,
                 params=[param for param in params if family_of(param) == name],
-                rows=settings.rows(family.gather, cached),
+                rows=settings.make_rows(family.gather, cached),
                 coordinator=coordinator,
             )
             self.gathers[name] = Gathers(

@@ -46,7 +46,7 @@ class FlatPartitions:
     def __init__(self, context: Context, *, optimizer: Stage3View, reduction: GradientReduction) -> None:
         self._context, self._optimizer, self._reduction = context, optimizer, reduction
 
-    def shards(self) -> list[FlatShard]:
+    def flat_shards(self) -> list[FlatShard]:
         """Return the parameters of each partition, with their positions."""
         shards = []
         for number, params in enumerate(self._optimizer.fp16_groups):
@@ -60,7 +60,7 @@ class FlatPartitions:
 
     def members_of(self, param: ZeroParameter) -> Iterator[tuple[int, Span]]:
         """Yield the number of each partition with elements of a parameter, and their span in it."""
-        for shard in self.shards():
+        for shard in self.flat_shards():
             for member in shard.members:
                 if member.param is param:
                     yield shard.number, member.in_shard

@@ -232,7 +232,7 @@ class GradientReduction:
         if self._context.offload:
             self._reductions.synchronize()  # gradients may be in host memory
 
-    def hand_over(self) -> None:
+    def pass_to_optimizer(self) -> None:
         """Make DeepSpeed's step read the complete gradients."""
         self._reductions.wait_for_current()  # DeepSpeed checks for overflow on this stream
         if not self._context.offload:

@@ -47,7 +47,7 @@ from deepspeed_ext.zero.updates_in_flight import register
 
 
 class _RowUpdate(NamedTuple):
-    """This rank's updated row of a block, 1D without its padding; see ``Slices.set_update``."""
+    """This rank's updated row of a block, 1D without its padding; see ``Slices.set_row``."""
 
     updated: Tensor
     current: Tensor
@@ -297,7 +297,7 @@ class Slices:
             [index for index, window in enumerate(self._ordered_windows()) if window.buffer == number]
         )
 
-    def set_update(self, number: int, updated: Tensor, current: Tensor, in_full: bool) -> None:
+    def set_row(self, number: int, updated: Tensor, current: Tensor, in_full: bool) -> None:
         """Store this rank's updated row of a block. The next gather sends its difference to the other ranks.
 
         Until then the row keeps the values that the other ranks have.
