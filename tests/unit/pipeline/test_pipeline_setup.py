@@ -33,9 +33,12 @@ DIFFERENT: dict[str, tuple[dict[str, Any], int]] = {
 
 def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
     for messages in ranks(4).run(different_case):
-        for what, message in zip(DIFFERENT, messages, strict=True):
-            assert "All stages of a pipeline must have the same configuration" in message, (what, message)
-            assert what in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, (what, message)
+        for difference, message in zip(DIFFERENT, messages, strict=True):
+            assert "All stages of a pipeline must have the same configuration" in message, (difference, message)
+            assert difference in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, (
+                difference,
+                message,
+            )
 
 
 def different_case() -> list[str]:
@@ -134,28 +137,32 @@ def stock_case(zero: dict[str, Any]) -> str:
     return name
 
 
-def test_destroyed_engines_leave_as_many_groups_as_deepspeeds(ranks: Any) -> None:
-    for stock, ours in ranks(4).run(left_case):
+def test_destroyed_engines_keep_no_more_groups_than_stock(ranks: Any) -> None:
+    for stock, ours in ranks(4).run(remaining_groups_case):
         assert ours == stock > 0
 
 
-def left_case() -> list[int]:
+def remaining_groups_case() -> list[int]:
     """Return how many process groups are left of a destroyed engine, of DeepSpeed's and of one with a strategy."""
-    left = []
+    numbers_of_groups = []
     for zero in ({"stage": 1}, {"paro_strategy": "NII", "paro_group_size": 1}):
         before = len(distributed_c10d._world.pg_map)
         engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
         engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
         engine.destroy()
-        left.append(len(distributed_c10d._world.pg_map) - before)
-    return left
+        numbers_of_groups.append(len(distributed_c10d._world.pg_map) - before)
+    return numbers_of_groups
 
 
-def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
+def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
-    found = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
-    assert len(found) == 1, lines
-    assert "ranks [0, 2]" in found[0] and "NIG is ZeRO-1 here" in found[0] and "PipeDataParallelTopology" in found[0]
+    warnings = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
+    assert len(warnings) == 1, lines
+    assert (
+        "ranks [0, 2]" in warnings[0]
+        and "NIG is ZeRO-1 here" in warnings[0]
+        and "PipeDataParallelTopology" in warnings[0]
+    )
 
 
 def layout_case() -> list[tuple[str, str]]:

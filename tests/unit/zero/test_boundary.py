@@ -31,13 +31,13 @@ def test_buckets_are_sent_in_one_order() -> None:
     buckets = ["ab", "b", "cd", "", "e"]
     for used in (members for count in range(6) for members in itertools.permutations("abcde", count)):
         boundary = Boundary(buckets, str, early=True)
-        left: list[str] = []
+        sent: list[str] = []
         for number, member in enumerate(used):
-            left += boundary.mark_ready([member])
+            sent += boundary.mark_ready([member])
             complete = [set(bucket) <= set(used[: number + 1]) for bucket in buckets]
-            assert left == buckets[: complete.index(False) if False in complete else len(buckets)]
-            assert boundary.has_sent == bool(left)
-        assert left + boundary.pop_remaining() == buckets
+            assert sent == buckets[: complete.index(False) if False in complete else len(buckets)]
+            assert boundary.has_sent == bool(sent)
+        assert sent + boundary.pop_remaining() == buckets
         assert boundary.mark_ready("a") == []  # a new step
 
 
@@ -51,7 +51,7 @@ def test_a_member_that_is_complete_twice_counts_once() -> None:
     assert boundary.mark_ready("a") == [] and boundary.pop_remaining() == ["ab", "c"]
 
 
-def test_without_early_all_buckets_wait_for_the_boundary() -> None:
+def test_buckets_wait_for_the_boundary_if_early_is_false() -> None:
     boundary = Boundary(["ab", "c"], str, early=False)
     assert boundary.mark_ready("abc") == [] and not boundary.has_sent
     boundary.learn_usage(lambda used: pytest.fail("ranks need not agree"))
@@ -66,7 +66,7 @@ def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
     ]
 
 
-def numbered(buckets: list[Any]) -> list[list[int]]:
+def ds_ids_of(buckets: list[Any]) -> list[list[int]]:
     """The numbers of the parameters of buckets."""
     return [[param.ds_id for param in bucket] for bucket in buckets]
 
@@ -74,9 +74,9 @@ def numbered(buckets: list[Any]) -> list[list[int]]:
 def test_buckets_have_one_dtype_and_begin_with_the_last_layer() -> None:
     params = parameters([5, 3, 9, 4, 2, 4, 0, 20], [*DTYPES] * 4)
     shuffled = [params[at] for at in (1, 0, 6, 3, 5, 4, 2, 7)]
-    same = numbered(boundary_buckets(shuffled, 20, lambda param: torch.float32))
-    assert same == [[7], [6, 3, 5, 4], [2], [1, 0]]
-    assert numbered(boundary_buckets(shuffled, 20, lambda param: param.dtype)) == [[7], [6, 4], [3, 5], [2], [1], [0]]
+    of_one_dtype = ds_ids_of(boundary_buckets(shuffled, 20, lambda param: torch.float32))
+    assert of_one_dtype == [[7], [6, 3, 5, 4], [2], [1, 0]]
+    assert ds_ids_of(boundary_buckets(shuffled, 20, lambda param: param.dtype)) == [[7], [6, 4], [3, 5], [2], [1], [0]]
 
 
 def test_only_parameters_with_one_gradient_are_sent_early() -> None:
@@ -94,7 +94,7 @@ def test_only_parameters_with_one_gradient_are_sent_early() -> None:
     boundary.learn_usage(lambda used: pytest.fail("ranks agree once"))
 
 
-def test_late_gradients_after_the_first_step() -> None:
+def test_late_gradients_raise_or_resend_their_bucket() -> None:
     first = Boundary(["a", "b"], str, early=True, single_gradient=False, resend="in the first step")
     always = Boundary(["a", "b"], str, early=True, single_gradient=False, resend="always")
     for boundary in (first, always):
@@ -117,7 +117,7 @@ class Group:
         self.pieces = PendingGradients(ROWS)
         buckets = boundary_buckets(params, limit, lambda param: param.dtype)
         self.boundary: Boundary[list[Any]] = Boundary(
-            buckets, lambda bucket: numbered([bucket])[0], early=True, single_gradient=False, resend="always"
+            buckets, lambda bucket: ds_ids_of([bucket])[0], early=True, single_gradient=False, resend="always"
         )
         self.crossed: list[list[int]] = []
         self.sums = {param.ds_id: 0 for param in params}
@@ -143,7 +143,7 @@ class Group:
     def cross(self, buckets: list[list[Any]]) -> None:
         """Take the pieces of buckets that are sent."""
         for bucket in buckets:
-            self.crossed += numbered([bucket])
+            self.crossed += ds_ids_of([bucket])
             message = torch.cat(self.pieces.pop(bucket), dim=1)
             columns = message.split([param.ds_tensor.ds_numel for param in bucket], dim=1)
             for param, part in zip(bucket, columns, strict=True):
@@ -151,12 +151,12 @@ class Group:
                 self.sums[param.ds_id] += int(part[0, 0])
 
 
-def together(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tensor]], None]) -> None:
+def run_with_all_reduce(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tensor]], None]) -> None:
     """Have groups do what asks for the largest of their values once."""
     everybody, all_asked = [], threading.Barrier(len(groups), timeout=60)
 
-    def largest(mine: Tensor) -> Tensor:
-        everybody.append(mine)
+    def largest(values: Tensor) -> Tensor:
+        everybody.append(values)
         all_asked.wait()
         return torch.stack(everybody).amax(0)
 
@@ -178,16 +178,16 @@ def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit
             group.backward(used, data.draw(some.sets(some.integers(1, 11))))
         for group in groups:
             group.cross(group.boundary.pop_remaining())
-        together(groups, lambda group, largest: group.cross(group.boundary.buckets_to_resend(largest)))
+        run_with_all_reduce(groups, lambda group, largest: group.cross(group.boundary.buckets_to_resend(largest)))
         assert groups[0].crossed == groups[1].crossed
         for group, used in zip(groups, uses, strict=True):
             assert group.sums == {param.ds_id: used.count(param) for param in params}
             assert not group.pieces._pending
         if step == 1:
-            together(groups, lambda group, largest: group.boundary.learn_usage(largest))
+            run_with_all_reduce(groups, lambda group, largest: group.boundary.learn_usage(largest))
 
 
-def test_neighbors_cross_without_a_copy() -> None:
+def test_neighboring_pieces_are_sent_without_a_copy() -> None:
     params = parameters([3, 2, 4], [torch.float32] * 3)
     pieces, arrived = PendingGradients(ROWS), torch.rand(ROWS, 9)
     pieces.add(params, arrived)

@@ -61,18 +61,18 @@ def check(
             volume = sent.volume(phase, WIDTH, WIDTH)
             micro_step += volume * phase.each_micro_step
             rest += Volume() if phase.each_micro_step else volume
-        due = [micro_step] * (accumulation - 1) + [micro_step + rest]
-        for number, (have, want) in enumerate(zip(counted, due, strict=True)):
+        expected = [micro_step] * (accumulation - 1) + [micro_step + rest]
+        for number, (have, want) in enumerate(zip(counted, expected, strict=True)):
             assert have == pytest.approx((want.intra, want.inter), rel=RELATIVE, abs=ABSOLUTE), (name, number)
-        whole = micro_step * accumulation + rest
+        volume = micro_step * accumulation + rest
         total = tuple(map(sum, zip(*counted, strict=True)))
-        assert total == pytest.approx((whole.intra, whole.inter), rel=RELATIVE), name
+        assert total == pytest.approx((volume.intra, volume.inter), rel=RELATIVE), name
 
 
 def states_of(params: list[Parameter]) -> ModelStates:
     """The model states of parameters, all in fp32."""
     trained = sum(numel for numel, trained, *_ in params if trained)
-    return ModelStates.of(sum(one[0] for one in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
+    return ModelStates.of(sum(param[0] for param in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
 
 
 ONE_BUCKET = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8}
@@ -118,7 +118,7 @@ def test_bytes_within_and_between_groups(
         *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
     ],
 )
-def test_gradients_and_updates_in_few_bits(
+def test_bytes_of_quantized_gradients_and_updates(
     ranks: Any,
     kernels: bool,
     world: int,
@@ -167,7 +167,7 @@ def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None
     zero = {**BUCKETS, "round_robin_gradients": True}
     params, rows = ranks(4).run(bytes_case, ("NII", "NIG"), 2, 1, zero, **MUON)[0]
     exchange = {Placement.G: halves}
-    check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda one: exchange.get(one.os, Volume()))
+    check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda strategy: exchange.get(strategy.os, Volume()))
 
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNN", "NGG", "III", "IGG"),))], ids=by_strategies)
@@ -176,14 +176,14 @@ def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple
     zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
     job = {"steps": 4, "dtype": "fp16", "overflow": ((2, 1),), "sizes": LARGER}
     params, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
-    states, width = ModelStates.of(sum(one[0] for one in params)), 2
+    states, width = ModelStates.of(sum(param[0] for param in params)), 2
     coded = Compression(updates=UpdateSettings())
     for name, counted in rows:
         phases = STRATEGIES[name].phases(GroupSizes(4, 2), states)
         *before, update = (coded.volume(phase, width, width).inter for phase in phases)
         # A step goes before those that are counted: the third one would be whole, but is skipped.
-        for number, due in enumerate((update, 0, phases[-1].volume.inter, update)):
-            assert counted[number][1] == pytest.approx(sum(before) + due, rel=RELATIVE), (name, number)
+        for number, expected in enumerate((update, 0, phases[-1].volume.inter, update)):
+            assert counted[number][1] == pytest.approx(sum(before) + expected, rel=RELATIVE), (name, number)
 
 
 def bytes_case(
@@ -230,7 +230,7 @@ def bytes_case(
     return params, rows
 
 
-class ExpertsAlone(networks.RoutedOverTwo):
+class OnlyExperts(networks.RoutedOverTwo):
     """Nothing but the experts is trained."""
 
     def __init__(self, *args: Any) -> None:
@@ -240,20 +240,20 @@ class ExpertsAlone(networks.RoutedOverTwo):
 
 
 @pytest.mark.parametrize("world, group, names", [(4, 2, ("NIG",)), *deep((4, 2, REPLICATED), (8, 4, REPLICATED))])
-def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int, names: Any) -> None:
+def test_experts_are_sent_among_the_ranks_that_have_them(ranks: Any, world: int, group: int, names: Any) -> None:
     alone, both = (
         ranks(world).run(bytes_case, names, group, 1, network=network)[0]
-        for network in (ExpertsAlone, networks.RoutedOverTwo)
+        for network in (OnlyExperts, networks.RoutedOverTwo)
     )
-    dense, of_experts = (states_of([one for one in both[0] if one[2] == expert]) for expert in (False, True))
+    dense, of_experts = (states_of([param for param in both[0] if param[2] == expert]) for expert in (False, True))
     for number, name in enumerate(names):
         of_dense = STRATEGIES[name].volume(GroupSizes(world, group), dense)
-        due = STRATEGIES[name].volume(GroupSizes(world // 2, group // 2), of_experts)
-        ((_, (counted,)), (_, (whole,))) = alone[1][number], both[1][number]
-        assert counted[1] == pytest.approx(due.inter, rel=RELATIVE), name
+        volume = STRATEGIES[name].volume(GroupSizes(world // 2, group // 2), of_experts)
+        ((_, (counted,)), (_, (total,))) = alone[1][number], both[1][number]
+        assert counted[1] == pytest.approx(volume.inter, rel=RELATIVE), name
         for kind, want in enumerate((of_dense.intra, of_dense.inter)):
             # Tokens, which move inside groups, are not counted in what is more.
-            assert whole[kind] - counted[kind] == pytest.approx(want, rel=RELATIVE), name
+            assert total[kind] - counted[kind] == pytest.approx(want, rel=RELATIVE), name
 
 
 class Wide(experts.SmallMixtral):
@@ -267,23 +267,23 @@ class Wide(experts.SmallMixtral):
     [(("IIG",), "Muon"), *deep((("III", "ING", "IIG", "IGG", "GGG"), "SGD"), (("III", "IGG"), "Muon"))],
     ids=by_strategies,
 )
-def test_sharded_experts_are_gathered_where_they_are_held(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:
+def test_sharded_experts_are_gathered_among_their_ranks(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:
     job = {"sizes": (256, 511, 300), "network": Wide, "optimizer": optimizer, "config": experts.autoep(2)}
     params, rows = ranks(4).run(bytes_case, names, 2, 1, BUCKETS, 2, **job)[0]
-    families = [[one for one in params if one[2] == expert] for expert in (False, True)]
+    families = [[param for param in params if param[2] == expert] for expert in (False, True)]
     clusters = [GroupSizes(4, 2), GroupSizes(2, 1)]
     for name, (*_, (intra, inter)) in rows:  # the record of modules is compared in the second forward
-        due = [STRATEGIES[name].volume(*each) for each in zip(clusters, map(states_of, families), strict=True)]
+        volumes = [STRATEGIES[name].volume(*each) for each in zip(clusters, map(states_of, families), strict=True)]
         for cluster, family in zip(clusters, families, strict=True):
             matrices = sum(numel for numel, *_, of_muon in family if of_muon)
-            due.append(STRATEGIES[name].exchange(cluster, matrices * WIDTH))
-        assert inter == pytest.approx(sum(volume.inter for volume in due), rel=RELATIVE), name
+            volumes.append(STRATEGIES[name].exchange(cluster, matrices * WIDTH))
+        assert inter == pytest.approx(sum(volume.inter for volume in volumes), rel=RELATIVE), name
         tokens = 150_000  # to experts and back, in forward and backward
-        assert intra == pytest.approx(sum(volume.intra for volume in due), rel=RELATIVE, abs=tokens), name
+        assert intra == pytest.approx(sum(volume.intra for volume in volumes), rel=RELATIVE, abs=tokens), name
 
 
 @pytest.mark.quick
-def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
+def test_records_and_traces_name_each_hop(ranks: Any) -> None:
     for records, labels in ranks(4).run(logger_case):
         hops = {"intra_reduce_scatter", "inter_reduce_scatter", "inter_all_gather", "intra_all_gather"}
         assert hops <= records

@@ -26,7 +26,7 @@ CASES = [("autotp", ("NIG",)), *deep(("autosp", ("NNI",)), ("autotp", ("NGG",)),
 
 
 @pytest.mark.parametrize("compiled, names", CASES)
-def test_passes_that_leave_gradients_alone(ranks: Any, compiled: str, names: tuple[str, ...]) -> None:
+def test_passes_that_reduce_no_gradients_match_stock(ranks: Any, compiled: str, names: tuple[str, ...]) -> None:
     operators = {
         "autotp": {"autotp.copy_to_tp_region", "autotp.reduce_from_tp_region"},
         "autosp": {"autosp.all_to_all"},
@@ -54,13 +54,13 @@ def compiled_case(compiled: str, names: tuple[str, ...]) -> list[Run]:
     for name in ("1", *names):
         # That changes Inductor's code, which it can do only once in a process.
         with mock.patch.object(init_sp, "register_long_context_checkpointing"):
-            run, found = trained(name, compiled, training.placed(name, 2 if compiled == "autosp" else 1))
-        weights.append(found)
-        runs.append(run._replace(apart=float((found - weights[0]).abs().max() / weights[0].abs().max())))
+            run, own_weights = train(name, compiled, training.placed(name, 2 if compiled == "autosp" else 1))
+        weights.append(own_weights)
+        runs.append(run._replace(apart=float((own_weights - weights[0]).abs().max() / weights[0].abs().max())))
     return runs
 
 
-def trained(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
+def train(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
     """Two steps of two micro-steps, and the weights after them."""
     import deepspeed
     import torch
@@ -97,10 +97,12 @@ def trained(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    active, found = engine.is_deepcompile_active(), training.whole_weights(model)
+    active, weights = engine.is_deepcompile_active(), training.whole_weights(model)
     engine.destroy()
     called = {str(node.target).removesuffix(".default") for graph in graphs for node in graph.graph.nodes}
-    return Run(name, active, {one for one in called if one.startswith(compiled)}, losses, 0.0), found
+    return Run(
+        name, active, {pass_name for pass_name in called if pass_name.startswith(compiled)}, losses, 0.0
+    ), weights
 
 
 def make_model() -> Any:

@@ -39,8 +39,8 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     waits: dict[str, Counter[str]] = {name: Counter() for name in names}
 
     def count(name: str, waited: Counter[Any], where: str) -> None:
-        for one, number in waited.items():
-            kind = one.what if one.what in ("device", "stream", "event") else "answer"
+        for wait, number in waited.items():
+            kind = wait.what if wait.what in ("device", "stream", "event") else "answer"
             waits[name][f"{kind} {where}"] += number
 
     for name in names:
@@ -74,7 +74,7 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     ],
     ids=by_strategies,
 )
-def test_the_host_waits_only_where_a_step_is_decided(
+def test_the_host_waits_only_to_decide_a_step(
     ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     ours = ranks(4).run(host_waits_case, names, dtype, config, zero | BY_PARAMETER)[0]
@@ -89,10 +89,10 @@ def test_the_host_waits_only_where_a_step_is_decided(
         assert waits["answer in step"] <= stock["answer in step"] + scales, (name, waits, stock)
 
 
-def test_four_bits_know_the_scale_of_this_step(ranks: Any, kernels: bool) -> None:
+def test_four_bit_messages_use_the_scale_of_their_step(ranks: Any, kernels: bool) -> None:
     for scales in ranks(4).run(scales_case):
         assert len({scale for scale, _ in scales}) > 1
-        assert all(known == scale for scale, known in scales)
+        assert all(used_scale == scale for scale, used_scale in scales)
 
 
 def scales_case() -> list[tuple[float, float]]:
@@ -131,7 +131,7 @@ def settings(synchronized: bool | None, overlap: bool | None, managed: bool = Tr
 
 
 @pytest.mark.quick
-def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
+def test_overlap_is_the_default_only_with_streams() -> None:
     def used(name: str, config: Any) -> tuple[bool, bool, int]:
         changed = use_overlap_defaults(config, STRATEGIES[name])
         return config.timers_config.synchronized, config.zero_config.overlap_comm, len(changed)
@@ -148,7 +148,7 @@ def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
         assert used("NIG", settings(None, None, managed=False)) == (False, True, 2)
 
 
-def test_what_was_set_by_default_is_used_and_said(ranks: Any) -> None:
+def test_changed_defaults_are_used_and_logged(ranks: Any) -> None:
     for lines, overlaps in ranks(2).run(defaults_case):
         assert overlaps == [True, False]
         assert not lines or [line.partition("(defaults changed: ")[2] for line in lines] == [
@@ -194,7 +194,7 @@ def updates_case() -> list[int]:
     return sent
 
 
-def test_buffers_of_buckets_are_given_back_with_their_micro_step(ranks: Any) -> None:
+def test_bucket_buffers_are_reusable_after_a_micro_step(ranks: Any) -> None:
     assert ranks(2).run(buffers_case) == [(True, False)] * 2
 
 
@@ -209,7 +209,7 @@ def buffers_case() -> tuple[bool, bool]:
 
         def record(tensor: torch.Tensor, stream: Any) -> None:
             recorded.add(tensor.untyped_storage().data_ptr())
-            buffers.update(b.untyped_storage().data_ptr() for one in buckets() for b in one.buffer)
+            buffers.update(b.untyped_storage().data_ptr() for bucket in buckets() for b in bucket.buffer)
             plain(tensor, stream)
 
         def buckets() -> Any:
@@ -222,7 +222,7 @@ def buffers_case() -> tuple[bool, bool]:
     return bool(recorded), bool(recorded & buffers)
 
 
-def test_updates_of_an_offloaded_optimizer_are_sent_at_once(ranks: Any) -> None:
+def test_offloaded_optimizers_send_updates_during_the_step(ranks: Any) -> None:
     for log in ranks(4).run(early_case):
         assert log.count("step") > 2
         assert [kind for kind, _ in groupby(log)] == ["step", "send"] * log.count("step")
@@ -252,7 +252,7 @@ def early_case() -> list[str]:
     return log
 
 
-def test_a_step_waits_for_no_copy_to_pageable_memory(ranks: Any) -> None:
+def test_a_step_does_not_wait_for_pageable_copies(ranks: Any) -> None:
     for pinned, pageable in ranks(4).run(windows_case):
         assert set(pinned) == {True} and set(pageable) == {False}, (pinned, pageable)
 
@@ -275,11 +275,11 @@ def windows_case() -> list[list[bool]]:
 
 @pytest.mark.parametrize("name", ["GNG", "ING"])
 def test_gradients_of_an_offloaded_optimizer_stay_in_place(ranks: Any, name: str) -> None:
-    for places in ranks(4).run(held_case, name):
+    for places in ranks(4).run(addresses_case, name):
         assert len(set(places)) == 1
 
 
-def held_case(name: str) -> list[int]:
+def addresses_case(name: str) -> list[int]:
     """Addresses of the gradients of the optimizer's shard: when it is made, and at the boundary of three steps."""
     job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
     engine, _ = training.make_engine(job, placed(name))

@@ -20,7 +20,7 @@ from tests.harness.training import PARTITIONED, SMALL, Job, check, placed
     "zero_init, names",
     [("plain", ("GGG",)), ("config", ("III",)), *deep(("plain", PARTITIONED), ("config", PARTITIONED))],
 )
-def test_models_built_under_zero_init_train_alike(ranks: Any, zero_init: str, names: tuple[str, ...]) -> None:
+def test_models_built_under_zero_init_match_stock(ranks: Any, zero_init: str, names: tuple[str, ...]) -> None:
     optimizer, bounds = ("Muon", {"weights": 1e-4, "losses": 1e-5}) if zero_init == "config" else ("SGD", {})
     check(ranks(4).run(zero_init_case, zero_init, names, optimizer)[0], **bounds)
 
@@ -34,37 +34,40 @@ def zero_init_case(zero_init: str, names: tuple[str, ...], optimizer: str) -> li
 
 @pytest.mark.parametrize("name", ["NIG", "IGG", "GGG"])
 def test_a_destroyed_engine_frees_everything(ranks: Any, name: str) -> None:
-    assert ranks(2).run(left_case, name) == [[]] * 2
+    assert ranks(2).run(destroyed_case, name) == [[]] * 2
 
 
-def left_case(name: str) -> list[str]:
+def destroyed_case(name: str) -> list[str]:
     """What is left of an engine that is destroyed within an accumulation, while another one goes on."""
     job = Job(empty=False, optimizer="Adam", accumulation=2, zero=SMALL)
-    one, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
+    destroyed, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
     data = training.batches(job)
-    for number, engine in enumerate((one, other) * 3):
+    for number, engine in enumerate((destroyed, other) * 3):
         training.micro_step(engine, job, number, *next(data))
         engine.step()
-    left = {kind: weakref.ref(of) for kind, of in {"engine": one, "model": one.module, "os": one.optimizer}.items()}
-    gradients = one.optimizer.gradients["dense"]
+    references = {
+        kind: weakref.ref(of)
+        for kind, of in {"engine": destroyed, "model": destroyed.module, "os": destroyed.optimizer}.items()
+    }
+    gradients = destroyed.optimizer.gradients["dense"]
     begun = getattr(gradients, "has_gradients", True)  # p = N has no such flag
-    one.destroy()
-    held = ["gradients"] if getattr(gradients, "has_gradients", False) or not begun else []
-    del one, engine, gradients
+    destroyed.destroy()
+    alive = ["gradients"] if getattr(gradients, "has_gradients", False) or not begun else []
+    del destroyed, engine, gradients
     gc.collect()
     training.micro_step(other, job, 6, *next(data))
     other.step()
-    return held + [kind for kind, of in left.items() if of() is not None]
+    return alive + [kind for kind, of in references.items() if of() is not None]
 
 
-def test_one_strategy_after_the_other_on_one_model(ranks: Any) -> None:
-    for rank_rows in ranks(4).run(handover_case):
+def test_strategies_train_one_model_in_turn(ranks: Any) -> None:
+    for rank_rows in ranks(4).run(strategies_in_turn_case):
         for name, lost, difference, equal in rank_rows:
             assert lost == 0.0, f"{name} got other weights than the last one left"
             assert difference <= 1e-5 and equal, (name, difference, equal)
 
 
-def handover_case() -> list[tuple[str, float, float, bool]]:
+def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
     """Train one model with every strategy in turn and with stock stage 3, each time against stock stage 2.
 
     Returns:
@@ -101,23 +104,23 @@ def handover_case() -> list[tuple[str, float, float, bool]]:
     return rows
 
 
-def test_engines_side_by_side(ranks: Any) -> None:
-    assert ranks(4).run(side_by_side_case) == [[0.0, 0.0]] * 4
+def test_two_engines_do_not_affect_each_other(ranks: Any) -> None:
+    assert ranks(4).run(two_engines_case) == [[0.0, 0.0]] * 4
 
 
-def side_by_side_case() -> list[float]:
+def two_engines_case() -> list[float]:
     """What it changes for two engines that the other one trains as well, in turn."""
     job = Job(accumulation=2, zero=SMALL)
 
     def run(names: list[str]) -> list[torch.Tensor]:
-        made = [(*training.make_engine(job, placed(name)), training.batches(job)) for name in names]
+        engines = [(*training.make_engine(job, placed(name)), training.batches(job)) for name in names]
         for number in range(4):
-            for engine, _, data in made:
+            for engine, _, data in engines:
                 training.micro_step(engine, job, number, *next(data))
-            for engine, *_ in made:
+            for engine, *_ in engines:
                 engine.step()
-        weights = [training.whole_weights(model) for _, model, _ in made]
-        for engine, *_ in made:
+        weights = [training.whole_weights(model) for _, model, _ in engines]
+        for engine, *_ in engines:
             engine.destroy()
         return weights
 

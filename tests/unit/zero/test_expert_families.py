@@ -73,7 +73,7 @@ def test_parity_of_moe_layers(
     ],
     ids=by_strategies,
 )
-def test_moe_layers_with_parameters_sharded(
+def test_parity_of_moe_layers_with_sharded_parameters(
     ranks: Any, ep: int, group: int, job: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     """DeepSpeed's stage 3 refuses them, so the oracle is its stage 2."""
@@ -110,7 +110,7 @@ def test_parity_of_experts_of_autoep(
     ],
     ids=by_strategies,
 )
-def test_experts_folded_into_tensor_parallel_ranks(
+def test_parity_of_experts_folded_into_tensor_parallelism(
     ranks: Any, ep: int, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
     # Clipped as stock stage 3 does; the norms of its stages 1 and 2 lack experts of all tensor-parallel ranks but one.
@@ -123,7 +123,9 @@ def test_experts_folded_into_tensor_parallel_ranks(
     [("MoE", ("NIG",)), *deep(("MoE", ("NNN", "NII")), ("AutoEP", ("NIG", "III", "IGG")))],
     ids=by_strategies,
 )
-def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) -> None:
+def test_quantization_errors_of_families_are_separate(
+    ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
+) -> None:
     """Eight bits are close to what is exact, and four bits of each family are its own."""
     for rows in ranks(4).run(few_bits_case, kind, names):
         for row in rows:
@@ -131,7 +133,7 @@ def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize("frozen", ["experts", *deep("others")])
-def test_a_family_without_anything_trained(ranks: Any, frozen: str) -> None:
+def test_a_family_without_trained_parameters(ranks: Any, frozen: str) -> None:
     for rows in ranks(4).run(frozen_case, frozen):
         check(rows)
 
@@ -190,7 +192,9 @@ MUON = {"weights": 1e-4, "losses": 1e-5}
         *deep((8, 2, 4, REPLICATED, {"accumulation": 3}), (4, 2, 2, REPLICATED, ON_HOST)),
     ],
 )
-def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]) -> None:
+def test_muon_of_moe_layers_matches_stock(
+    ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
+) -> None:
     """Each matrix of an expert is orthogonalized by a rank that has it, as in DeepSpeed's stages 1 and 2."""
     rows = run(ranks, ep, {"optimizer": "Muon", **job}, world, group, strategies=names)
     check(rows, weights=1e-6, losses=1e-5, norms=1e-4)  # the gate has a weight of 100
@@ -204,7 +208,7 @@ def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...
         *deep((8, 2, 4, PARTITIONED + REPLICATED, {}), (4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
     ],
 )
-def test_muon_of_autoep(
+def test_muon_of_autoep_matches_stock(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
 ) -> None:
     """Packed experts, beside DeepSpeed's stage 3."""
@@ -226,7 +230,7 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
     """Whether going on is the same from a checkpoint of one's own and from another's; errors of bad loads."""
-    found = {}
+    equal = {}
     routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
     for job, *names in (
@@ -244,15 +248,15 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
                 snapshots.run(engine, job, snapshots.steps_of(job, 1), first=0)
             engine.save_checkpoint(f"{folder}/{name}")
             losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=1)))
-            found[f"{job.optimizer}, {before} to {name}"] = losses[-1] == pytest.approx(losses[0], rel=0, abs=1e-6)
+            equal[f"{job.optimizer}, {before} to {name}"] = losses[-1] == pytest.approx(losses[0], rel=0, abs=1e-6)
             engine.destroy()
             dist.barrier()
 
     def refusal(job: Job, name: str, saver: str = "NIG", tag: str | None = None) -> str:
         engine, _ = training.make_engine(job, training.placed(name))
-        said = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saver}", tag=tag)
+        error = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saver}", tag=tag)
         engine.destroy()
-        return said
+        return error
 
     universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
@@ -268,7 +272,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         for path in Path(folder, "NIG", "global_step1").glob("layer_0_expert_*"):
             path.unlink()
     dist.barrier()
-    return found, [*refused, refusal(routed, "NIG")]
+    return equal, [*refused, refusal(routed, "NIG")]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_matches_an_uninterrupted_run(
     ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):

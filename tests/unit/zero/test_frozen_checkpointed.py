@@ -97,12 +97,12 @@ def checkpointed_case(
     """
     details = {"network": network, "checkpointing": use_reentrant, "zero_init": zero_init}
     job = Job(zero=NOTHING_KEPT, empty=False, steps=2, accumulation=2, **details)
-    found = []
+    rows = []
     weights: list[Tensor] = []
     on_host = placed("ING", offload_param={"device": "cpu"})
     for zero in ({"stage": 3}, *(on_host if name == HOST else placed(name) for name in names)):
         engine, model = training.make_engine(job, zero)
-        most = left = 0
+        most = between = 0
 
         def gathered(model: Any = model) -> int:
             return sum(p.ds_numel for p in model.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
@@ -118,14 +118,14 @@ def checkpointed_case(
         data = training.batches(job)
         for number in range(job.steps * job.accumulation):
             training.micro_step(engine, job, number, *next(data))
-            left = max(left, gathered())
+            between = max(between, gathered())
             engine.step()
-            left = max(left, gathered())
+            between = max(between, gathered())
         weights.append(training.whole_weights(model))
         apart = ((weights[-1] - weights[0]).abs().max() / weights[0].abs().max()).item()
-        found.append((most, left, apart, training.replicas_equal(weights[-1])))
+        rows.append((most, between, apart, training.replicas_equal(weights[-1])))
         engine.destroy()
-    return found
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def checkpointed_case(
     ],
     ids=by_strategies,
 )
-def test_one_block_is_gathered_at_once_and_training_is_stocks(
+def test_frozen_blocks_are_gathered_one_at_a_time(
     ranks: Any, use_reentrant: bool, network: type[Checkpointed], zero_init: str | None, names: Sequence[str]
 ) -> None:
     """Stock gathers all blocks by the end of the backward, if checkpoints are reentrant; a fork has corrected that."""
     stock, *ours = ranks(4).run(checkpointed_case, use_reentrant, network, zero_init, names)[0]
     if use_reentrant and network is Checkpointed:  # once DeepSpeed has corrected it, the override can go
         assert (stock[0] >= BLOCKS * BLOCK) != (fork.version() is not None), stock
-    for name, (most, left, apart, equal) in zip(names, ours, strict=True):
+    for name, (most, between, apart, equal) in zip(names, ours, strict=True):
         assert apart < 2e-6 and equal, (name, apart)
-        assert network is not Checkpointed or (most <= BLOCK + ADAPTERS and left == 0), (name, most, left)
+        assert network is not Checkpointed or (most <= BLOCK + ADAPTERS and between == 0), (name, most, between)

@@ -50,7 +50,7 @@ ROWS: dict[str, tuple[int, str, dict[str, Any], dict[str, float]]] = {  # ranks,
 
 
 @pytest.mark.parametrize("row, names", with_some(ROWS, SOME, ALL), ids=by_strategies)
-def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str, names: tuple[str, ...]) -> None:
+def test_parity_at_every_cluster_shape_and_option(ranks: Any, row: str, names: tuple[str, ...]) -> None:
     world, stage, details, bounds = ROWS[row]
     run(ranks, muon(**details), names, world, stage, **bounds)
 
@@ -71,7 +71,7 @@ def test_parity_with_optimizer_offload(ranks: Any) -> None:
     run(ranks, job, ("NIG", "GNG"), weights=3e-2, losses=5e-2, norms=3e-2)
 
 
-def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
+def test_parity_with_quantized_gradients_and_updates(ranks: Any, kernels: bool) -> None:
     # Muon does not care how large a gradient is, so 4 bits of one turn its small directions; replicas stay equal.
     loco, few = {"zeropp_loco_param": {}}, {"paro_quantized_updates": {}}
     ahead = {"paro_overlap_updates": True}
@@ -87,23 +87,23 @@ def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
     assert rows[-2].weights < BOUNDS["weights"]  # only later
 
 
-def test_an_unknown_iteration_is_refused_in_the_same_words(ranks: Any) -> None:
+def test_an_unknown_ns_method_raises_one_message(ranks: Any) -> None:
     """Whatever the order in which a rank has DeepSpeed's set."""
-    wanted = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
-    assert ranks(1).run(unknown_case) == [[wanted, wanted]]
+    expected = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
+    assert ranks(1).run(unknown_case) == [[expected, expected]]
 
 
 def unknown_case() -> list[str]:
     """The errors with both orders."""
     job, messages = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}}), []
-    for known in (["gram", "standard"], ["standard", "gram"]):
-        with mock.patch.object(original_muon, "NS_METHODS", known):
+    for order in (["gram", "standard"], ["standard", "gram"]):
+        with mock.patch.object(original_muon, "NS_METHODS", order):
             messages.append(error_of(training.make_engine, job, placed("NIG", 1)))
     return messages
 
 
 @pytest.mark.parametrize("names", [("III",), *deep((ALL,))], ids=by_strategies)
-def test_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
+def test_parity_of_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
     check(ranks(6).run(matrices_case, names)[0], **BOUNDS)
 
 
@@ -115,7 +115,7 @@ def matrices_case(names: tuple[str, ...]) -> list[Difference]:
     return [training.beside(stock, name, job, placed(name, 3)) for name in names]
 
 
-def test_groups_may_differ_in_momentum(ranks: Any) -> None:
+def test_parity_with_a_momentum_for_each_group(ranks: Any) -> None:
     check(ranks(4).run(groups_case)[0], **BOUNDS)
 
 
@@ -163,10 +163,10 @@ def fails_in_a_later_round() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
-def test_a_step_that_is_not_applied_leaves_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
+def test_a_step_that_is_not_applied_keeps_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(lost_case, names):
-        for name, kept, raised, weights in rows:
-            assert kept and raised, (name, kept, raised)
+        for name, unchanged, raised, weights in rows:
+            assert unchanged and raised, (name, unchanged, raised)
             assert weights == 0.0, (name, weights)  # to the bit what it is without these two steps
 
 
@@ -176,7 +176,7 @@ def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
     # No loss scale that changes: what follows must be what it is without the lost steps.
     job = in_rounds(dtype="fp16", overflow=((1, 1),), config={"fp16": {"enabled": True, "loss_scale": 256}})
     for name in names:
-        weights, kept = [], []
+        weights, unchanged = [], []
         for lost in (False, True):
             engine, model = training.make_engine(job, placed(name))
             data = training.batches(job)
@@ -188,20 +188,22 @@ def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
                 training.micro_step(engine, job, 1, *batches[1])
                 engine.step()
                 after = momenta_of(engine)
-                kept.append(len(before) > 0 and all(map(torch.equal, before, after)) and not engine.was_step_applied())
+                unchanged.append(
+                    len(before) > 0 and all(map(torch.equal, before, after)) and not engine.was_step_applied()
+                )
                 training.micro_step(engine, job, 2, *batches[1])
                 with fails_in_a_later_round(), pytest.raises(ZeroDivisionError):
                     engine.step()
                 engine.optimizer.zero_grad()
                 if name in REPLICATED:  # as a step that is skipped does
                     engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
-                kept.append(all(map(torch.equal, before, momenta_of(engine))))
+                unchanged.append(all(map(torch.equal, before, momenta_of(engine))))
             training.micro_step(engine, job, 3, *batches[1])
             engine.step()
             assert engine.was_step_applied()
             weights.append(training.whole_weights(model))
             engine.destroy()
-        rows.append((name, *kept, (weights[0] - weights[1]).abs().max().item()))
+        rows.append((name, *unchanged, (weights[0] - weights[1]).abs().max().item()))
     return rows
 
 
@@ -233,17 +235,17 @@ def compiling_case() -> tuple[int, bool]:
     ],
 )
 def test_a_parameter_is_divided_between_matrices(
-    shape: tuple[int, ...], heads: int | None, wanted: list[tuple[int, tuple[int, ...], int | None]]
+    shape: tuple[int, ...], heads: int | None, expected: list[tuple[int, tuple[int, ...], int | None]]
 ) -> None:
     each = newton_schulz_flops(shape[0] // heads if heads else shape[-2], shape[-1], "gram")
-    found = list(matrices_of(shape, heads, "gram", 2.5 * each))
-    assert [(one.start, one.shape, one.heads) for one in found] == wanted
-    assert sum(one.span.numel for one in found) == math.prod(shape)
+    parts = list(matrices_of(shape, heads, "gram", 2.5 * each))
+    assert [(part.start, part.shape, part.heads) for part in parts] == expected
+    assert sum(part.span.numel for part in parts) == math.prod(shape)
     (together,) = matrices_of(shape, heads, "gram", math.inf)
-    assert together.flops == pytest.approx(sum(one.flops for one in found))
+    assert together.flops == pytest.approx(sum(part.flops for part in parts))
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_count_the_matrix_products() -> None:
     assert newton_schulz_flops(10, 30, "standard") == 5 * (4 * 100 * 30 + 2 * 1000)
     assert newton_schulz_flops(30, 10, "gram") == 8 * 100 * 30 + 28 * 1000
     assert newton_schulz_flops(10, 10, "gram") == newton_schulz_flops(10, 10, "standard")

@@ -77,7 +77,7 @@ def named(value: object) -> str | None:
 
 
 @pytest.mark.parametrize("n, group_size, names, job, outer, bound", CASES, ids=named)
-def test_it_trains_as_a_copy_for_each_group(
+def test_training_matches_a_model_copy_for_each_group(
     ranks: Any,
     kernels: bool,
     n: int,
@@ -96,7 +96,7 @@ def test_it_trains_as_a_copy_for_each_group(
 MUON = replace(JOB, optimizer="Muon", accumulation=2, steps=3)
 
 
-def test_before_the_first_outer_step_a_group_trains_as_if_alone(ranks: Any) -> None:
+def test_groups_are_independent_before_an_outer_step(ranks: Any) -> None:
     apart = ranks(4).run(trained_case, ("NNI", "III"), {KEY: {"steps": 100}})
     alone = ranks(2).run(trained_case, ("NNI", "III"), {})
     assert apart[:2] == alone and apart[2] == apart[3] != apart[0]
@@ -118,26 +118,26 @@ def set_case(names: tuple[str, ...]) -> list[Any]:
         snapshots.run(engine, JOB, batches[:2])
         with engine.optimizer.outer.use_outer_weights():
             before = _weights(engine, model)
-            said = snapshots.error_of(engine.step)
+            error = snapshots.error_of(engine.step)
         param = dict(model.named_parameters())["layers.1.weight"]
         value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
         safe_set_full_fp32_param(param, value)
         with engine.optimizer.outer.use_outer_weights():
             anchors = _weights(engine, model)
         changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
-        same = torch.equal(anchors["layers.1.weight"], value)
+        equal = torch.equal(anchors["layers.1.weight"], value)
         snapshots.run(engine, JOB, batches[2:])
         after = _weights(engine, model)
         with engine.optimizer.outer.use_outer_weights():
-            agreed = torch.cat([one.flatten() for one in _weights(engine, model).values()])
+            agreed = torch.cat([values.flatten() for values in _weights(engine, model).values()])
         together = training.replicas_equal(agreed)
         near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
-        rows.append((name, changed, same, together, near < 0.1, "deepspeed_ext.outer_weights" in said))
+        rows.append((name, changed, equal, together, near < 0.1, "deepspeed_ext.outer_weights" in error))
         engine.destroy()
     return rows
 
 
-def test_what_a_script_sets_is_set_for_all(ranks: Any) -> None:
+def test_weights_set_by_a_script_reach_all_groups(ranks: Any) -> None:
     expected = [(name, ["layers.1.weight"], True, True, True, True) for name in ALL]
     assert ranks(4).run(set_case, ALL) == [expected] * 4
 
@@ -169,14 +169,14 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
     ],
     ids=str,
 )
-def test_what_groups_that_train_apart_cannot_have_is_refused(engine: dict[str, Any], said: str) -> None:
+def test_options_that_need_all_groups_are_refused(engine: dict[str, Any], message: str) -> None:
     kinds = {"pipeline_parallelism": False, "has_moe_layers": False, "sequence_parallel_size": 1}
     for section, refused in (({}, True), (None, False)):
         zero = SimpleNamespace(paro_outer_optimizer=section, paro_group_size=2)
         config = SimpleNamespace(zero_config=zero, _param_dict={"zero_optimization": {}})
-        given = SimpleNamespace(**kinds | engine, _config=config, module=torch.nn.Module())
-        with pytest.raises(ValueError, match=said) if refused else nullcontext():
-            refuse_unsupported(UNSUPPORTED, STRATEGIES["III"], given, None)
+        fake_engine = SimpleNamespace(**kinds | engine, _config=config, module=torch.nn.Module())
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
+            refuse_unsupported(UNSUPPORTED, STRATEGIES["III"], fake_engine, None)
 
 
 SIZES = (512, 1023, 1024, 600)  # 2.2 million parameters
@@ -200,7 +200,7 @@ PLAIN, STREAMING = {"steps": 3}, {"steps": 4, "fragments": 2, "delay": 1}
     ],
     ids=by_strategies,
 )
-def test_only_what_leaves_crosses_between_groups(
+def test_groups_receive_only_the_fragments_that_are_due(
     ranks: Any,
     kernels: bool,
     world: int,
@@ -214,14 +214,14 @@ def test_only_what_leaves_crosses_between_groups(
     leaving = {(part + 1) * steps // fragments % steps for part in range(fragments)}
     parameters, rows = ranks(world).run(bytes_case, names, group, {**outer, "bits": bits}, dtype)[0]
     part = parameters / group / fragments  # of a rank's slice
-    due = 2 * (groups - 1) / groups * part * BYTES[bits]
+    expected = 2 * (groups - 1) / groups * part * BYTES[bits]
     for name, at_rest, counted in rows:
         # DeepSpeed's stages 1 and 2 look for overflows in bf16, too.
         agree = dtype == "fp16" or (dtype == "bf16" and name[0] == "N")
         assert len(counted) == 2 * steps - 1
         outer_steps = [have for step, have in enumerate(counted, 2) if step % steps in leaving]
         inner_steps = [have - at_rest for step, have in enumerate(counted, 2) if step % steps not in leaving]
-        assert outer_steps == pytest.approx([due] * 2 * fragments, rel=RELATIVE), name
+        assert outer_steps == pytest.approx([expected] * 2 * fragments, rel=RELATIVE), name
         assert max(inner_steps) < A_FLAG and (agree or mean(inner_steps) < NOTHING), name
 
 
@@ -269,10 +269,10 @@ STOP = 2 * H  # the step before or after which a group stops: what leaves after 
     ids=lambda value: MOMENTS.get(value, value),
 )
 def test_a_slow_group_delays_others_only_at_its_fragment(ranks: Any, name: str, after: bool) -> None:
-    found = ranks(4).run(slow_case, name, after)
-    sleeping, waking = min(begin for begin, *_ in found[2:]), min(end for _, end, _ in found[2:])
+    times = ranks(4).run(slow_case, name, after)
+    sleeping, waking = min(begin for begin, *_ in times[2:]), min(end for _, end, _ in times[2:])
     waits = STOP + DELAY + (H if after else 0)  # what it has sent travels though it sleeps
-    for _, _, ends in found[:2]:
+    for _, _, ends in times[:2]:
         early = [step for step, end in ends.items() if end < waking]
         assert early == list(range(STOP, waits)), [(step, end - sleeping) for step, end in ends.items()]
 
@@ -304,7 +304,7 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
     """Where a checkpoint's weights differ from the anchors: on disk, in a file of 16 bits, and in other runs; and
     headers that tell of other ranks."""
     job = snapshots.job_of("fp32")
-    found = []
+    rows = []
     for name in names:
         where = f"{folder}/{name}"
         engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
@@ -322,7 +322,7 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
         differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
         files = Path(where, "global_step3").glob("*_model_states.pt")
         headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
-        differ += [str(one) for one in headers if (one["ranks"], one["group_size"]) != (4, 2)]
+        differ += [str(header) for header in headers if (header["ranks"], header["group_size"]) != (4, 2)]
         if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
             saved = torch.load(f"{where}/weights.bin")
             differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
@@ -334,8 +334,8 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
             snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
             differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
             engine.destroy()
-        found.append((name, bool(apart), back, differ))
-    return found
+        rows.append((name, bool(apart), back, differ))
+    return rows
 
 
 def _others(name: str) -> list[dict[str, Any]]:
@@ -356,7 +356,7 @@ def _weights(engine: Any, model: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("names", [("NNI", "III"), *deep((("NII", "INI"),))], ids=by_strategies)
-def test_another_run_goes_on_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
+def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(elsewhere_case, str(tmp_path), names):
         assert rows == [(name, True, {}, []) for name in names]
 
@@ -374,9 +374,9 @@ def converted_case(folder: str, name: str) -> list[str]:
     loading = replace(job, config={**job.config, "checkpoint": {"load_universal": True}})
     partitioned = name[0] != "N"
     groups = [training.placed(name, m, **{KEY: {"steps": 2}}) for m in (1, 4)]
-    others = [*groups, training.placed("NIG"), training.placed("IIG"), {"stage": 3 if partitioned else 2}]
+    configs = [*groups, training.placed("NIG"), training.placed("IIG"), {"stage": 3 if partitioned else 2}]
     differ = []
-    for other in others:
+    for other in configs:
         engine, model = training.make_engine(loading, other)
         engine.load_checkpoint(folder)
         weights = _weights(engine, model)
@@ -387,7 +387,7 @@ def converted_case(folder: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["III", *deep("NII")])
-def test_converted_checkpoints_have_the_anchors(ranks: Any, tmp_path: Any, name: str) -> None:
+def test_converted_checkpoints_contain_the_anchors(ranks: Any, tmp_path: Any, name: str) -> None:
     assert ranks(4).run(converted_case, str(tmp_path), name) == [[]] * 4
 
 
@@ -408,9 +408,9 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
     engine.save_checkpoint(folder, "tag")
     saved = _weights(engine, model)
     engine.destroy()
-    left, differ = [path.name for path in old if path.exists()], []
-    for beside in (False, True):
-        if beside:  # as older versions left it
+    remaining, differ = [path.name for path in old if path.exists()], []
+    for with_old_files in (False, True):
+        if with_old_files:  # as older versions left it
             shutil.copy(f"{folder}/{own.name}", own)
         engine, model = training.make_engine(job, outer)
         engine.load_checkpoint(folder, "tag")
@@ -418,8 +418,8 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
         differ.append([key for key in saved if not torch.equal(weights[key], saved[key])])
         engine.destroy()
         dist.barrier()
-    return left, differ[0], differ[1]
+    return remaining, differ[0], differ[1]
 
 
-def test_a_save_without_it_removes_its_files(ranks: Any, tmp_path: Any) -> None:
+def test_a_save_without_outer_states_removes_their_files(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2).run(replaced_case, str(tmp_path)) == [([], [], [])] * 2

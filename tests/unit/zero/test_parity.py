@@ -57,14 +57,16 @@ def job_of(kind: str, row: Row) -> Job:
 
 def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]:
     """Train stock and strategies with a row's options; the differences."""
-    table, given = parity_table.TABLES[kind], parity_table.merged(kind, row)
-    with nan_until_written() if "nan" in given else contextlib.nullcontext():
+    table, settings = parity_table.TABLES[kind], parity_table.merged(kind, row)
+    with nan_until_written() if "nan" in settings else contextlib.nullcontext():
         stage = {"stage": parity_table.stock_stage(row)}
         oracle = training.train(job_of(kind, parity_table.stock_row(kind, row)), stage)
         assert oracle.weights.isfinite().all()
         assert all(oracle.applied) == (row["overflow"] == "finite")
         return [
-            training.beside(oracle, name, job_of(kind, table.with_strategy(row, name)), placed(name, given["group"]))
+            training.beside(
+                oracle, name, job_of(kind, table.with_strategy(row, name)), placed(name, settings["group"])
+            )
             for name in strategies
         ]
 

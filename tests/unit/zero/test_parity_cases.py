@@ -24,7 +24,7 @@ ALL = (*REPLICATED, *PARTITIONED)
 @pytest.mark.parametrize(
     "overlap, names", [(True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED))]
 )
-def test_a_step_that_uses_nothing(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
+def test_parity_of_a_step_without_gradients(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
     # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
     # uses nothing.
     skipped = {(n, 1) for n in range(9) if n % 3} | {(n, 2) for n in range(9) if n % 3 < 2}
@@ -36,7 +36,7 @@ def test_a_step_that_uses_nothing(ranks: Any, overlap: bool, names: tuple[str, .
 
 
 @pytest.mark.parametrize("group, names", [(1, ("NIG", "INI", "IGG")), *deep((1, ALL), (2, ALL))])
-def test_groups_inside_the_data_parallel_group(ranks: Any, group: int, names: tuple[str, ...]) -> None:
+def test_parity_of_groups_inside_the_data_parallel_group(ranks: Any, group: int, names: tuple[str, ...]) -> None:
     job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
     for differences in ranks(4).run(training.compare, job, group, names):
         for row in differences:  # the two tensor-parallel ranks train different data, so only data-parallel ones agree
@@ -106,7 +106,7 @@ def two_backwards_case(job: Job, names: tuple[str, ...]) -> list[tuple[str, floa
     return rows
 
 
-def test_replicas_of_the_optimizer_decide_alike(ranks: Any) -> None:
+def test_optimizer_replicas_take_the_same_decision(ranks: Any) -> None:
     answers = ranks(4).run(replicas_case_of_replicated)
     assert answers == [[(name, 4.0, True, float("inf")) for name in ("NNN", "NNI", "NII")]] * 4
     assert ranks(4).run(replicas_case_of_partitioned) == [[("INI", [4.0], True), ("III", [4.0], True)]] * 4
@@ -120,7 +120,7 @@ def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
         engine, _ = training.make_engine(Job(), placed(name))
         optimizer = engine.optimizer
         # Ranks of a group find the same; NNN has no groups for its optimizer, so there it may differ by rank.
-        found = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
+        local_norm = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
 
         def answer(norm: float, overflow: bool, optimizer: Any = optimizer) -> tuple[float, bool]:
             parent = {
@@ -130,7 +130,7 @@ def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
             with mock.patch.multiple(stage_1_and_2.DeepSpeedZeroOptimizer, **parent):
                 return optimizer.scaled_global_norm().item(), optimizer.has_overflow()
 
-        valid, overflow = answer(found, group == 1)
+        valid, overflow = answer(local_norm, group == 1)
         invalid, _ = answer(-1.0 if group == 0 else 5.0, False)
         rows.append((name, valid, overflow, invalid))
         engine.destroy()
@@ -218,7 +218,7 @@ OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
     ],
     ids=str,
 )
-def test_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:
+def test_parity_of_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:
     """With os = G and ``offload_param``, slices of p = I are on the host."""
     job = Job(zero=SMALL, empty=False, groups=2, **details)
     stock = {"stage": 2 if job.skipped else 3}  # stage 3 steps with old gradients of layers that are not used
@@ -227,11 +227,11 @@ def test_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str,
     check(ranks(4).run(training.against, job, variants, stock)[0], weights=2e-6)
 
 
-def test_one_rank_alone(ranks: Any) -> None:
+def test_parity_on_a_single_rank(ranks: Any) -> None:
     check(ranks(1).run(training.compare, Job(accumulation=2, zero=SMALL), 1, ALL)[0])
 
 
-def test_a_boundary_declared_after_the_last_backward(ranks: Any) -> None:
+def test_parity_of_a_boundary_declared_after_backward(ranks: Any) -> None:
     for rows in ranks(4).run(late_boundary_case):
         for name, difference in rows:
             assert difference <= 1e-6, (name, difference)

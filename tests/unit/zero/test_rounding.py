@@ -29,7 +29,7 @@ OTHERS = ("NNG", "NGG", "III", "GGG", "2", "3")
     "name, accumulation",
     [("IIG", 1), *deep(("NIG", 1), ("NIG", 3), ("IIG", 3), ("2", 3), *((name, 1) for name in OTHERS))],
 )
-def test_bf16_rounds_and_does_nothing_else(ranks: Any, name: str, accumulation: int) -> None:
+def test_bf16_differs_from_fp64_only_by_rounding(ranks: Any, name: str, accumulation: int) -> None:
     job = Job(accumulation=accumulation, dtype="bf16", optimizer="Adam", empty=False, zero=SMALL, steps=STEPS)
     gradients, bias, masters, losses = ranks(4).run(rounding_case, job, name)[0]
     assert gradients <= GRADIENTS and abs(bias) <= BIAS and masters <= MASTERS, (gradients, bias, masters)

@@ -188,7 +188,7 @@ TRAININGS = ((2, 1, 1), (2, 2, 1), (2, 1, 0), (4, 2, 1))
 
 
 @pytest.mark.parametrize("place", FOUND)
-def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, place: str) -> None:
+def test_a_missing_wait_is_detected(ranks: Any, tmp_path: Path, place: str) -> None:
     """By the smallest training that finds it."""
     name, options, first = (*FOUND[place], 0)[:3]
     for world, group, steps in [(4, 1, 1)] if options in PIPELINES else TRAININGS[first:]:
@@ -220,7 +220,7 @@ LATER += ("parameters, pageable",)
         *deep(*((one, len(names), {}) for one, names in SETS.items())),
     ],
 )
-def test_nothing_is_used_before_it_is_complete(
+def test_data_is_complete_before_it_is_used(
     ranks: Any, kernels: bool, tmp_path: Path, options: str, number: int, of_two: dict[str, int]
 ) -> None:
     """With so many strategies of a set, other ones of each set."""
@@ -233,7 +233,7 @@ def test_nothing_is_used_before_it_is_complete(
 
 
 @pytest.mark.parametrize("name", ["III", "GGG"])
-def test_a_gather_that_another_stream_has_finished_is_waited_for(ranks: Any, name: str) -> None:
+def test_a_gather_that_another_stream_ran_is_waited_for(ranks: Any, name: str) -> None:
     assert ranks(4).run(gathers_case, name) == [([], True)] * 4
 
 

@@ -28,15 +28,15 @@ AHEAD = placed("NIG", group_size=1, paro_overlap_updates=True, **SEVERAL_BUCKETS
 
 
 @pytest.mark.quick
-def test_parameters_arrive_before_they_are_read(ranks: Any) -> None:
-    for found in ranks(2).run(by_hand_case):
+def test_reads_wait_for_updated_parameters(ranks: Any) -> None:
+    for results in ranks(2).run(by_hand_case):
         # Whether it has waited, and whether it has read what it would read later.
-        assert found == {way: (True, True) if "stale" not in way else (False, False) for way in found}
+        assert results == {reader: (True, True) if "stale" not in reader else (False, False) for reader in results}
 
 
 @pytest.mark.quick
 def test_iteration_that_reads_no_values_does_not_wait(ranks: Any) -> None:
-    for begun, waited, classes in ranks(2).run(unread_case):
+    for begun, waited, classes in ranks(2).run(iteration_case):
         assert begun and not waited
         assert classes == [{"_WaitingParameters", "dict"}, {"dict"}, {"dict"}]  # a ModuleList has no parameters
 
@@ -47,7 +47,7 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 
 
 @contextmanager
-def arriving_when_waited_for() -> Iterator[threading.Event]:
+def updates_held_until_waited_for() -> Iterator[threading.Event]:
     """In this context updates are on their way until somebody waits for them; that sets the event."""
     gate = threading.Event()
     gather, start, wait_for, drain = (
@@ -94,8 +94,8 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
     later = nn.Module()
     later.weight = last.weight
 
-    def values(some: Any) -> list[Any]:
-        return [tensor.detach().clone() for tensor in some]
+    def values(tensors: Any) -> list[Any]:
+        return [tensor.detach().clone() for tensor in tensors]
 
     def hooked() -> list[Any]:
         read: list[Any] = []
@@ -148,32 +148,32 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
 def by_hand_case() -> dict[str, tuple[bool, bool]]:
     """For each way to read parameters: whether it has waited, and whether it has read what it reads afterwards."""
     job = training.Job(sizes=networks.SQUARE, network=networks.Normed)
-    found: dict[str, tuple[bool, bool]] = {}
-    with arriving_when_waited_for() as gate:
+    results: dict[str, tuple[bool, bool]] = {}
+    with updates_held_until_waited_for() as gate:
         engine, model = training.make_engine(job, AHEAD)
-        data, kept = training.batches(job), list(model.parameters())
+        data, references = training.batches(job), list(model.parameters())
         model.eval()
         model(next(data)[0])  # the first forward waits for all of them
         model.train()
         ways = ways_to_read(engine, model, torch.ones(1, model.layers[-1].in_features))
-        for way, read in ways.items():
+        for reader, read in ways.items():
             training.micro_step(engine, job, 0, *next(data))
             engine.step()
-            seen, waited = read(), gate.is_set()
-            if way != "destroy":
+            values, waited = read(), gate.is_set()
+            if reader != "destroy":
                 deepspeed_ext.wait_for_updates()
             # What is loaded, or is there after the end of an engine, stays.
-            now = kept if way in ("load_state_dict", "destroy") else read()
-            found[way] = waited, all(torch.equal(a, b) for a, b in zip(seen, now, strict=True))
-    return found
+            now = references if reader in ("load_state_dict", "destroy") else read()
+            results[reader] = waited, all(torch.equal(a, b) for a, b in zip(values, now, strict=True))
+    return results
 
 
-def unread_case() -> tuple[bool, bool, list[set[str]]]:
+def iteration_case() -> tuple[bool, bool, list[set[str]]]:
     """Whether updates were on their way, and whether something has waited for them; then classes of modules'
     parameters, of copies of modules, and those after the engine."""
     job = training.Job(empty=False)
     classes = []
-    with arriving_when_waited_for() as gate:
+    with updates_held_until_waited_for() as gate:
         engine, model = training.make_engine(job, AHEAD)
         training.micro_step(engine, job, 0, *next(training.batches(job)))
         engine.step()
@@ -193,7 +193,7 @@ def compiled_case() -> tuple[bool, list[bool]]:
     job = training.Job(empty=False)
     weights, waited = [], []
     for compiled in (False, True):
-        with arriving_when_waited_for() as gate:
+        with updates_held_until_waited_for() as gate:
             engine, model = training.make_engine(job, AHEAD)
             if compiled:
                 engine.compile(backend="eager")
@@ -214,7 +214,7 @@ def compiled_case() -> tuple[bool, list[bool]]:
 
 
 @pytest.mark.quick
-def test_a_model_of_one_sub_group_crosses_in_windows(ranks: Any, kernels: bool) -> None:
+def test_one_sub_group_is_gathered_in_several_windows(ranks: Any, kernels: bool) -> None:
     for sub_groups, total, waited, different in ranks(4).run(windows_case):
         assert sub_groups == {1}  # as in checkpoints of versions that knew no windows
         assert 0 < waited[0] <= total / 16 * 1.1 + LAYER  # in one window it would be all of them
@@ -246,7 +246,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
             engine(next(data)[0])
         weights[name] = training.whole_weights(model)
         engine.destroy()
-    return sub_groups, total, waited, [name for name, found in weights.items() if not found.equal(weights["one"])]
+    return sub_groups, total, waited, [name for name, value in weights.items() if not value.equal(weights["one"])]
 
 
 def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
@@ -278,16 +278,16 @@ class Gate(nn.Module):
         return nn.functional.linear(x, self.part.weight)
 
 
-def watched(model: nn.Module) -> UpdateGathers:
+def hooked_gathers(model: nn.Module) -> UpdateGathers:
     """UpdateGathers of a model, a window for each parameter, in their order."""
-    places = {id(param): place for place, param in enumerate(model.parameters())}
-    windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
+    positions = {id(param): position for position, param in enumerate(model.parameters())}
+    windows = [Window(0, Span(position, 1), (position,)) for position in positions.values()]
     updates = UpdateGathers(windows, mock.Mock(), overlap=True, overlap_updates=True)
-    updates.install_hooks(model, places)
+    updates.install_hooks(model, positions)
     return updates
 
 
-def waits(updates: UpdateGathers, model: nn.Module) -> list[int]:
+def windows_waited_for(updates: UpdateGathers, model: nn.Module) -> list[int]:
     """The windows that modules wait for in a forward, one after the other."""
     with mock.patch.object(UpdateGathers, "in_flight", True), mock.patch.object(updates, "wait_for") as wait_for:
         model(torch.ones(1, 4))
@@ -344,13 +344,15 @@ WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("make, first, second, change, third", WAITS.values(), ids=WAITS.keys())
-def test_a_module_waits_for_what_it_may_read(make: Any, first: Any, second: Any, change: Any, third: Any) -> None:
+def test_a_module_waits_for_parameters_that_it_may_read(
+    make: Any, first: Any, second: Any, change: Any, third: Any
+) -> None:
     model = make()
-    updates = watched(model)
+    updates = hooked_gathers(model)
     copy.deepcopy(model)  # reads parameters, and calls nothing
-    assert [waits(updates, model), waits(updates, model)] == [first, second]
+    assert [windows_waited_for(updates, model), windows_waited_for(updates, model)] == [first, second]
     if change:
         change(model)
-    assert waits(updates, model) == third
+    assert windows_waited_for(updates, model) == third
     updates.drop()
     assert not any(module._forward_pre_hooks for module in model.modules())
