@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline sends and holds, counted at sockets and storages, against the formulas of the strategy table."""
+"""Traffic and memory of a pipeline, counted at sockets and storages, compared with the formulas of the strategy
+table."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,10 @@ ZERO = {
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
 }
-RELATIVE, ABSOLUTE = 0.02, 4000  # of what is due; bytes of norms, losses, and ZeRO-3's compared records
+RELATIVE, ABSOLUTE = (
+    0.02,
+    4000,
+)  # relative to the expected bytes; bytes of norms, losses, and ZeRO-3's compared records
 
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNG", "GGG"),))], ids="".join)
@@ -44,10 +48,10 @@ def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) 
             intra = sum(received[node : node + 2])
             inter = sum(received[first : first + 4]) - intra
             volume = strategy.volume(CLUSTER, states, MICRO_BATCHES)
-            # A bucket lies in few ranks' shards, so single ranks receive more or less of each; see the mean below.
+            # A bucket belongs to a few ranks' shards, so single ranks receive more or less; see the mean below.
             assert intra <= 1.5 * volume.intra + ABSOLUTE and inter <= 1.5 * volume.inter + ABSOLUTE, (name, rank)
             memory = strategy.memory(CLUSTER, states)
-            # What has crossed under the backward is in the optimizer's shard.
+            # Gradients that were reduced between groups during the backward are in the optimizer's shard.
             most = memory.gradients + (states.gradients / CLUSTER.shards(strategy.os) if name == "NIG" else 0)
             assert memory.gradients <= gradients <= 1.02 * most + ABSOLUTE, (name, rank)
             assert memory.parameters <= parameters <= 1.02 * memory.parameters + ABSOLUTE, (name, rank)
@@ -65,7 +69,8 @@ def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) 
 
 
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
-    """Of each strategy: parameters of this stage; bytes received from each rank in a step; bytes held before it."""
+    """Return for each strategy the parameters of this stage, bytes received from each rank in a step, and bytes before
+    it."""
     rows = []
     for name in names:
         pipe = pipelines.Pipe(micro_batches=MICRO_BATCHES, widths=WIDTHS, tied=False, zero=ZERO)
@@ -81,7 +86,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
         for _ in range(2):
             dist.barrier()
             meter.start()
-            dist.barrier()  # whoever is first must not send before others count
+            dist.barrier()  # no rank may send before other ranks count
             engine.train_batch(data)
             if STRATEGIES[name].stage == 3:
                 engine.optimizer.drain_parameters()
@@ -106,7 +111,7 @@ def test_stages_exchange_shards_of_tied_gradients(ranks: Any, name: str) -> None
 
 
 def tied_case(name: str) -> tuple[int, int, int]:
-    """Messages of tied gradients in a step, elements of the weight, and those that this rank sends."""
+    """Return the messages of tied gradients in a step, elements of the weight, and elements that this rank sends."""
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)
@@ -119,7 +124,7 @@ def tied_case(name: str) -> tuple[int, int, int]:
 
 @contextmanager
 def exchanges() -> Iterator[list[tuple[str, int]]]:
-    """Name and elements of each all-to-all of this rank: of those between pairs of ranks, and of collectives."""
+    """Record name and elements of this rank's all-to-alls in this context: pairwise ones and collectives."""
     messages: list[tuple[str, int]] = []
     original, pairwise = dist.all_to_all_single, collectives.pairwise_all_to_all
 
@@ -148,8 +153,8 @@ def test_groups_reduce_once_per_step_and_buckets_overlap(ranks: Any) -> None:
 
 
 def collectives_case() -> tuple[int, ...]:
-    """NIG: reductions inside the group and between groups in a step; of these before the last micro-batch's backward,
-    and before the flush; transfers left open."""
+    """Train with NIG; return reductions inside the group and between groups in a step, reductions between groups
+    before the last micro-batch's backward and before the flush, and open transfers."""
     pipe = pipelines.Pipe(zero={"reduce_bucket_size": 300, "overlap_comm": True})
     engine = pipelines.make_pipeline(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines with each strategy train what they train with ZeRO-1, and what plain torch trains without a pipeline."""
+"""Parity of pipelines with each strategy with ZeRO-1, and with plain torch without a pipeline."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def run(
     norms: float = 1e-6,
     **pipe: Any,
 ) -> None:
-    """Compare, and check against bounds that fp32 rounding stays below; no gradient may be missing."""
+    """Compare, and check bounds that fp32 rounding does not reach; no gradient may be missing."""
     for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe):
         for row in rows:
             assert row.same, row
@@ -33,7 +33,7 @@ def run(
 
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
-    """How far each strategy is from each oracle."""
+    """Return the distance of each strategy from each oracle."""
     pipe = {"zero": SMALL, "steps": 2, "micro_batches": 2, **pipe}
     return pipelines.compare_pipelines(pipelines.Pipe(**pipe), names, group, oracles)
 
@@ -96,7 +96,7 @@ def test_mixtures_of_experts_match_zero_1(
 def test_a_stage_with_nothing_to_train_matches_zero_1(
     ranks: Any, stages: int, frozen: tuple[int, ...], groups: int
 ) -> None:
-    # DeepSpeed's own fails there.
+    # DeepSpeed's own pipelines fail here.
     run(ranks, SOME, stages=stages, tied=False, frozen=frozen, groups=groups)
 
 
@@ -112,7 +112,7 @@ def test_optimizer_offload_matches_zero_1(ranks: Any) -> None:
 
 @pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
 def test_muon_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> None:
-    # The table is tied, and Adam's. Muon's iterations make more of what rounding leaves.
+    # The embedding is tied, and trained by Adam. Muon's iterations amplify rounding errors.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}
     run(ranks, names[1:], **muon)
     run(ranks, names[:2], tied=False, groups=2, clipping=0.0, frozen=(3,), **muon)
@@ -131,7 +131,7 @@ def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> Non
 
 
 def overflow_case() -> list[tuple[str, bool]]:
-    """Strategies, and whether they took the decisions of ZeRO-1 and its weights."""
+    """Return strategies, and whether they took the decisions of ZeRO-1 and have its weights."""
     pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], micro_batches=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
     assert stock.applied == [True, False, True]
@@ -150,7 +150,7 @@ def test_compression_keeps_tied_weights_equal_on_all_stages(ranks: Any, kernels:
 
 
 def loco_case() -> list[tuple[str, bool, float]]:
-    """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
+    """Return strategies, whether all copies of weights are bitwise equal, and their distance from ZeRO-1's."""
     rows, both = [], {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     pipes = {tied: pipelines.Pipe(micro_batches=2, tied=tied) for tied in (True, False)}
     stock = {tied: pipelines.train_pipeline(pipe, {"stage": 1}) for tied, pipe in pipes.items()}
@@ -171,9 +171,9 @@ def test_tensor_parallel_pipelines_match_zero_1(ranks: Any) -> None:
 
 
 def tensor_parallel_case() -> list[Any]:
-    """How far strategies are from ZeRO-1 with 2 stages, 2 data-parallel and 2 tensor-parallel ranks of each.
+    """Return the distance from ZeRO-1 with 2 stages of 2 data-parallel and 2 tensor-parallel ranks each.
 
-    The layers are not really cut; activations between stages are, as DeepSpeed does it.
+    Layers are not sharded; activations between stages are, as in DeepSpeed.
     """
     pipe, topology = pipelines.Pipe(2, 2, 2, zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
@@ -190,7 +190,7 @@ def test_evaluation_between_steps(ranks: Any) -> None:
 
 
 def evaluation_case() -> dict[str, list[float]]:
-    """Losses of training and evaluation in turns."""
+    """Return losses of alternating training and evaluation."""
     losses_by_engine = {}
     for name in ("1", "NIG", "IIG"):
         keys = {"stage": 1} if name == "1" else {"paro_strategy": name, "paro_group_size": 1}

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of pipelines: to resume from, for DeepSpeed's own ZeRO-1, and for another number of stages."""
+"""Checkpoints of pipelines: for resuming, for DeepSpeed's ZeRO-1, and for another number of stages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_a_resumed_pipeline_matches_an_uninterrupted_run(
 
 
 def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -> list[tuple[str, bool, bool]]:
-    """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
+    """Return strategies, and whether weights and losses after a load are bitwise equal to the saved run's."""
     pipe = pipelines.Pipe(2, 2, optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
     rows = []
     for name in names:
@@ -61,7 +61,7 @@ def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -
 
 
 def keys_of(name: str) -> dict[str, Any]:
-    """Keys of a strategy or a stage."""
+    """Return the keys of a strategy or a stage."""
     return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": 1}
 
 
@@ -87,8 +87,8 @@ def test_universal_checkpoints_load_on_other_stages(
 
 
 def other_stages_case(folder: str, saved: str, loaded: str, stages: int = 0) -> tuple[dict[str, float], list[float]]:
-    """What differs after a load, and the next losses: in a pipeline of as many stages the weights, in one of other
-    stages, from a universal checkpoint, also the moments."""
+    """Return what differs after a load, and the next losses: the weights with the same number of stages; with another
+    one, from a universal checkpoint, also the moments."""
     pipes = [pipelines.Pipe(optimizer="Adam", micro_batches=2, tied=not stages)] * 2
     if stages:
         config = {"checkpoint": {"load_universal": True}}
@@ -110,7 +110,7 @@ def other_stages_case(folder: str, saved: str, loaded: str, stages: int = 0) -> 
 
 
 def full_states(engine: Any) -> dict[str, Any]:
-    """Weights and moments of all stages, in fp32, by name."""
+    """Return weights and moments of all stages, in fp32, by name."""
     own_states = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
@@ -130,8 +130,8 @@ def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path) -> No
 
 
 def weights_case(folder: str) -> list[tuple[str, float, float]]:
-    """Strategies, and how far weights are from those saved, and after a step from those of NIG; for two ways to load
-    no states of the optimizer."""
+    """Return strategies, and the distance of weights from the saved ones, and after a step from NIG's, for two ways to
+    load no optimizer states."""
     pipe, rows, stepped = pipelines.Pipe(clipping=0.0, optimizer="Adam", micro_batches=2), [], {}
     for name in ("NIG", "IIG"):
         keys = {"paro_strategy": name, "paro_group_size": 1}
@@ -161,7 +161,7 @@ def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: 
 
 
 def missing_case(folder: str) -> tuple[str, bool]:
-    """The error of a load without one layer's file, and whether it has changed anything."""
+    """Return the error of a load without one layer's file, and whether it has changed anything."""
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)

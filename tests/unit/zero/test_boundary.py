@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which buckets of gradients are sent between groups. It does not depend on which one is complete first.
+"""The order in which buckets of gradients are sent between groups: the same on all ranks, in any order of completion.
 
 See Note [Pending gradients].
 """
@@ -59,7 +59,7 @@ def test_buckets_wait_for_the_boundary_if_early_is_false() -> None:
 
 
 def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
-    """Parameters with so many elements in each of the rows."""
+    """Return parameters with these numbers of elements in each row."""
     return [
         SimpleNamespace(ds_id=n, ds_numel=ROWS * numel, ds_tensor=SimpleNamespace(ds_numel=numel), dtype=dtype)
         for n, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
@@ -67,7 +67,7 @@ def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
 
 
 def ds_ids_of(buckets: list[Any]) -> list[list[int]]:
-    """The numbers of the parameters of buckets."""
+    """Return the ds_ids of the parameters of buckets."""
     return [[param.ds_id for param in bucket] for bucket in buckets]
 
 
@@ -111,7 +111,7 @@ def test_late_gradients_raise_or_resend_their_bucket() -> None:
 
 
 class Group:
-    """A group of ranks that sends the gradients it gets, which are ones, to other groups."""
+    """A group of ranks that sends its gradients, which are ones, to other groups."""
 
     def __init__(self, params: list[Any], limit: int) -> None:
         self.pieces = PendingGradients(ROWS)
@@ -123,7 +123,7 @@ class Group:
         self.sums = {param.ds_id: 0 for param in params}
 
     def backward(self, used: list[Any], cuts: set[int]) -> None:
-        """Parameters get gradients in this order, in buckets that end at ``cuts``."""
+        """Give parameters gradients in this order, in buckets that end at ``cuts``."""
         bucket: list[Any] = []
         for number, param in enumerate(used):
             if bucket and (number in cuts or bucket[0].dtype != param.dtype or param in bucket):
@@ -134,14 +134,14 @@ class Group:
             self.arrive(bucket)
 
     def arrive(self, bucket: list[Any]) -> None:
-        """A bucket is reduced, sorted as by DeepSpeed, and with padding."""
+        """Add a reduced bucket, sorted as DeepSpeed sorts it, and with padding."""
         bucket.sort(key=lambda param: param.ds_id)
         width = sum(param.ds_tensor.ds_numel for param in bucket)
         self.pieces.add(bucket, torch.ones(ROWS, width + 1, dtype=bucket[0].dtype).view(-1))
         self.cross(self.boundary.mark_ready(param.ds_id for param in bucket))
 
     def cross(self, buckets: list[list[Any]]) -> None:
-        """Take the pieces of buckets that are sent."""
+        """Pop the pieces of buckets that are sent."""
         for bucket in buckets:
             self.crossed += ds_ids_of([bucket])
             message = torch.cat(self.pieces.pop(bucket), dim=1)
@@ -152,7 +152,7 @@ class Group:
 
 
 def run_with_all_reduce(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tensor]], None]) -> None:
-    """Have groups do what asks for the largest of their values once."""
+    """Run an action of all groups, each of which calls an elementwise maximum over all groups once."""
     everybody, all_asked = [], threading.Barrier(len(groups), timeout=60)
 
     def largest(values: Tensor) -> Tensor:
@@ -167,7 +167,8 @@ def run_with_all_reduce(groups: list[Group], act: Callable[[Group, Callable[[Ten
 @settings(max_examples=80, deadline=None)
 @given(data=some.data(), widths=some.lists(some.integers(1, 12), min_size=1, max_size=8), limit=some.integers(1, 60))
 def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit: int) -> None:
-    """In any order, some several times: the same buckets cross in the same order, and each gradient once."""
+    """Gradients come in any order, some repeatedly: groups send the same buckets in one order, and each gradient
+    once."""
     params = parameters(widths, [data.draw(some.sampled_from(DTYPES)) for _ in widths])
     groups = [Group(params, limit) for _ in range(2)]
     for step in range(3):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between ranks, counted by the kernel at their sockets, against the formulas of the strategy table."""
+"""Bytes between ranks, counted by the kernel at their sockets, compared with the formulas of the strategy table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +21,17 @@ from tests.harness import experts, networks, training
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
-SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
-LARGER = (512, 1023, 1024, 600)  # 2.2 million, for what is in 4 bits
+SIZES = (256, 511, 512, 300)  # 546,000 parameters, so that message headers and norms are negligible
+LARGER = (512, 1023, 1024, 600)  # 2.2 million parameters, for 4-bit messages
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
-MATRICES, SIDE = 6, 300  # as many and as large, so that owners have as much to do
+MATRICES, SIDE = 6, 300  # of equal number and size, so that owners have equal work
 MUON = {"sizes": (SIDE,) * (MATRICES + 1), "optimizer": "Muon"}
 LARGER_BUCKETS = {"reduce_bucket_size": 800_000, "allgather_bucket_size": 800_000}
 WIDTH = 4  # bytes of an element
-RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barriers, norms, ZeRO-3's compared records)
+RELATIVE, ABSOLUTE = (
+    0.01,
+    1000,
+)  # relative to the expected bytes; bytes if none are expected (barriers, norms, ZeRO-3's compared records)
 # The formula gathers each parameter twice in a micro-step. DeepSpeed gathers it less often if it keeps it from one use
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
@@ -48,12 +51,12 @@ def check(
     sent: Compression = AS_IT_IS,
     exchange: Callable[[Strategy], Volume] = lambda strategy: Volume(),
 ) -> None:
-    """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before.
+    """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.
 
     Args:
-        rows: what was counted.
-        cluster, states, accumulation, sent: what the formula is of.
-        exchange: what a step moves besides.
+        rows: counted bytes.
+        cluster, states, accumulation, sent: arguments of the formula.
+        exchange: further traffic of a step.
     """
     for name, counted in rows:
         micro_step, rest = Volume(), exchange(STRATEGIES[name])
@@ -70,7 +73,7 @@ def check(
 
 
 def states_of(params: list[Parameter]) -> ModelStates:
-    """The model states of parameters, all in fp32."""
+    """Return the model states of parameters, all in fp32."""
     trained = sum(numel for numel, trained, *_ in params if trained)
     return ModelStates.of(sum(param[0] for param in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
 
@@ -147,7 +150,7 @@ def test_bytes_of_quantized_gradients_and_updates(
 def test_muon_exchanges_parts_of_matrices_once_a_step(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
-    # Of stripes of one matrix each, all ranks have a part.
+    # All ranks have a part of each stripe, which is one matrix.
     zero = {**BUCKETS, "reduce_bucket_size": SIDE**2}
     params, rows = ranks(world).run(bytes_case, names, group, accumulation, zero, **MUON)[0]
     cluster, matrices = GroupSizes(world, group), MATRICES * SIDE**2 * WIDTH
@@ -162,7 +165,7 @@ def test_muon_exchanges_parts_of_matrices_once_a_step(
 
 
 def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None:
-    # Of the four partitions two end within a matrix, and the other half is with the other rank of the group.
+    # Two of the four partitions end within a matrix, whose other half is on the other rank of the group.
     halves = Volume(2 * 2 * SIDE**2 / 2 * WIDTH / 4, 0)
     zero = {**BUCKETS, "round_robin_gradients": True}
     params, rows = ranks(4).run(bytes_case, ("NII", "NIG"), 2, 1, zero, **MUON)[0]
@@ -172,7 +175,7 @@ def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNN", "NGG", "III", "IGG"),))], ids=by_strategies)
 def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple[str, ...]) -> None:
-    """A whole update that is due then is sent with the next step."""
+    """A full update that is due in the skipped step is sent with the next one."""
     zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
     job = {"steps": 4, "dtype": "fp16", "overflow": ((2, 1),), "sizes": LARGER}
     params, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
@@ -181,7 +184,7 @@ def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple
     for name, counted in rows:
         phases = STRATEGIES[name].phases(GroupSizes(4, 2), states)
         *before, update = (coded.volume(phase, width, width).inter for phase in phases)
-        # A step goes before those that are counted: the third one would be whole, but is skipped.
+        # A step precedes the counted steps: the third one would be sent in full, but is skipped.
         for number, expected in enumerate((update, 0, phases[-1].volume.inter, update)):
             assert counted[number][1] == pytest.approx(sum(before) + expected, rel=RELATIVE), (name, number)
 
@@ -194,9 +197,9 @@ def bytes_case(
     steps: int = 1,
     **details: Any,
 ) -> tuple[list[Parameter], list[Row]]:
-    """Parameters of this rank, and for each strategy the mean bytes a rank of the micro-steps of some steps.
+    """Return this rank's parameters, and for each strategy the mean bytes per rank of the micro-steps of some steps.
 
-    Muon does not iterate, which sends nothing and is slow.
+    Muon does not iterate here: the iteration sends nothing and is slow.
     """
     job = training.Job(
         **{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, "steps": steps + 1, **details}
@@ -206,7 +209,7 @@ def bytes_case(
         engine, model = training.make_engine(job, placed(name, group, **TWICE))
         data = training.batches(job)
         meters = [TrafficMeter() for _ in range(steps * accumulation)]
-        # A step of one micro-step goes before: it records the order of the modules, which ranks compare once.
+        # A step of one micro-step precedes: it records the order of the modules, which ranks compare once.
         for number, meter in enumerate([TrafficMeter(), *meters]):
             engine.set_gradient_accumulation_boundary(number % accumulation == 0)
             dist.barrier()
@@ -231,7 +234,7 @@ def bytes_case(
 
 
 class OnlyExperts(networks.RoutedOverTwo):
-    """Nothing but the experts is trained."""
+    """A network that trains only its experts."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -252,12 +255,12 @@ def test_experts_are_sent_among_the_ranks_that_have_them(ranks: Any, world: int,
         ((_, (counted,)), (_, (total,))) = alone[1][number], both[1][number]
         assert counted[1] == pytest.approx(volume.inter, rel=RELATIVE), name
         for kind, want in enumerate((of_dense.intra, of_dense.inter)):
-            # Tokens, which move inside groups, are not counted in what is more.
+            # Tokens, which are sent inside groups, are not counted in the difference.
             assert total[kind] - counted[kind] == pytest.approx(want, rel=RELATIVE), name
 
 
 class Wide(experts.SmallMixtral):
-    """So wide that tokens are few bytes beside parameters."""
+    """A model so wide that tokens are few bytes in comparison with parameters."""
 
     width, inner = 160, 320
 
@@ -291,7 +294,8 @@ def test_records_and_traces_name_each_hop(ranks: Any) -> None:
 
 
 def logger_case() -> tuple[set[str], set[str]]:
-    """What a step of NIG with collectives leaves: records in DeepSpeed's comms logger, and labels in a trace."""
+    """Train a step of NIG with collectives; return the records in DeepSpeed's comms logger and the labels in a
+    trace."""
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})

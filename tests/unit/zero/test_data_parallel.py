@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that a strategy shards and reduces over beside tensor and sequence parallelism: as stock, or refused."""
+"""The ranks over which strategies shard and reduce with tensor and sequence parallelism: as with stock, or refused."""
 
 import contextlib
 from typing import Any
@@ -26,7 +26,7 @@ ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
 
 
 def make_engine(zero: dict[str, Any], more_config: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
-    """An engine over a small network, from a fixed seed."""
+    """Return an engine over a small network, from a fixed seed."""
     get_accelerator().is_fp16_supported = lambda: True  # or zero.Init makes bf16 on a CPU
     config = {**CONFIG, **more_config, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     torch.manual_seed(3)
@@ -37,7 +37,7 @@ def make_engine(zero: dict[str, Any], more_config: dict[str, Any], zero_init: bo
 
 
 def train(engine: Any, steps: int = 2) -> Any:
-    """The weights after some steps on data of this rank's own, 1D."""
+    """Return the weights after some steps on different data on each rank, 1D."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())
@@ -48,7 +48,7 @@ def train(engine: Any, steps: int = 2) -> Any:
 
 
 def differences(strategy: str, **how: Any) -> tuple[float, float]:
-    """How far the weights are from those of stock's stage, and from those of the first rank."""
+    """Return the distance of weights from the weights of stock's stage, and from the first rank's weights."""
     stock = train(make_engine({"stage": STRATEGIES[strategy].stage}, **how))
     ours = train(make_engine({"paro_strategy": strategy, "paro_group_size": 2}, **how))
     first = ours.clone()
@@ -66,7 +66,7 @@ def test_sequence_parallel_ranks_form_one_replica(ranks: Any, strategy: str, bes
 
 
 def sequence_parallel_case(strategy: str, parallelism: str) -> tuple[float, float]:
-    """See ``differences``; ranks 0 and 1 share a sequence, and so do 2 and 3, or none, or all do."""
+    """See ``differences``. Sequences are shared by ranks 0 and 1 and by ranks 2 and 3, by all ranks, or by none."""
     if parallelism == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
         return differences(strategy, more_config={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
@@ -102,7 +102,8 @@ def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zer
 
 
 def mesh_case(zero: dict[str, Any], source: str) -> None:
-    """Make an engine with two data-parallel ranks of two sequence-parallel ones, or after one that had them."""
+    """Create an engine with two data-parallel ranks of two sequence-parallel ranks each, or after one that had
+    them."""
     if source == "by an earlier engine":
         make_engine({"stage": 3}, ON_MESH).destroy()
     mesh: dict[str, Any] = {"mesh_param": (2, 2)} if source == "mesh_param" else {}
@@ -115,19 +116,20 @@ def test_an_mpu_with_the_group_overrides_the_mesh(ranks: Any) -> None:
 
 
 def mesh_and_mpu_case() -> tuple[float, float]:
-    """See ``differences``: an mpu that names the group over both axes, beside the mesh."""
+    """See ``differences``: with a mesh, and an mpu that returns the group over both axes."""
     parallel_state_sp.initialize_sequence_parallel(2)
     return differences("IIG", more_config=ON_MESH, mpu=parallel_state_sp)
 
 
 def test_a_stock_engine_reshards_a_model_of_ours(ranks: Any) -> None:
-    """It reduces over the ranks of the mesh, as stock does, though its own group is one axis."""
+    """It reduces over the ranks of the mesh, as stock does, although its own group is one axis."""
     answers = ranks(4).run(takeover_case)
     assert answers == [answers[0]] * 4 and answers[0] < 1e-6
 
 
 def takeover_case() -> float:
-    """How far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
+    """Return the distance of a stock engine on a mesh, over the model of one of our engines, from one over a new
+    model."""
     expected = train(make_engine({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
     engine = make_engine({"paro_strategy": "INI", "paro_group_size": 2}, {})
@@ -145,6 +147,6 @@ def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
 
 
 def tensor_parallel_case() -> None:
-    """Two data-parallel ranks of two tensor-parallel ones, as AutoTP makes them."""
+    """Create two data-parallel ranks of two tensor-parallel ranks each, as AutoTP does."""
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was communicated")):
         make_engine({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})

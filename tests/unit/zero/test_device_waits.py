@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On a device with streams: where the host waits, what overlaps by default, and which updates are sent first."""
+"""Devices with streams: waits of the host, defaults of overlap, and the order in which updates are sent."""
 
 import gc
 from collections import Counter
@@ -30,10 +30,10 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
-    """How often the host has waited in micro-steps 5 to 8, two of which make a step, for each strategy or stage.
+    """Return how often the host waits in micro-steps 5 to 8, which are two steps, for each strategy or stage.
 
-    Kinds are "device", "stream", "event" and "answer", that is for a value, in ``engine.step()`` or outside of it. The
-    events are those of DeepSpeed's brakes: the host must not be far ahead of gathers and reductions.
+    Kinds are "device", "stream", "event", and "answer" (a value), in ``engine.step()`` or outside of it. The events
+    are DeepSpeed's limits on how far the host may be ahead of gathers and reductions.
     """
     job = Job(sizes=SQUARE, accumulation=2, empty=False, zero=SMALL, dtype=dtype, config=config)
     waits: dict[str, Counter[str]] = {name: Counter() for name in names}
@@ -78,7 +78,7 @@ def test_the_host_waits_only_to_decide_a_step(
     ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     ours = ranks(4).run(host_waits_case, names, dtype, config, zero | BY_PARAMETER)[0]
-    # DeepSpeed asks once for each sub-group: of one parameter each, they are as many with and without strategies.
+    # DeepSpeed waits once for each sub-group: with one parameter each, their number is the same with strategies.
     stages = sorted({"2" if name.startswith("N") else "3" for name in names})
     stocks = ranks(4).run(host_waits_case, stages, dtype, config, BY_PARAMETER)[0]
     assert all(waits["device outside"] >= 4 <= waits["device in step"] for waits in stocks.values())
@@ -96,7 +96,7 @@ def test_four_bit_messages_use_the_scale_of_their_step(ranks: Any, kernels: bool
 
 
 def scales_case() -> list[tuple[float, float]]:
-    """The scale of torch's scaler after each step, in which it grows, and what messages in four bits take it for."""
+    """Return the scale of torch's scaler after each step, in which it grows, and the scale that 4-bit messages use."""
     job = Job(
         sizes=SQUARE,
         empty=False,
@@ -117,7 +117,7 @@ def scales_case() -> list[tuple[float, float]]:
 
 
 def settings(synchronized: bool | None, overlap: bool | None, managed: bool = True) -> Any:
-    """What ``use_overlap_defaults`` looks at of a parsed configuration."""
+    """Return the part of a parsed configuration that ``use_overlap_defaults`` reads."""
     section = {} if overlap is None else {"overlap_comm": overlap}
     return SimpleNamespace(
         _param_dict={"zero_optimization": section},
@@ -143,7 +143,7 @@ def test_overlap_is_the_default_only_with_streams() -> None:
         assert used("NIG", settings(True, None)) == (True, True, 1)
         assert used("NIG", settings(None, False)) == (False, False, 1)
         assert used("NIG", settings(False, True)) == (False, True, 0)
-        # DeepSpeed refuses overlap at stage 1 where the caller manages accumulation.
+        # DeepSpeed rejects overlap at stage 1 if the caller manages accumulation.
         assert used("NNG", settings(None, None, managed=False)) == (False, False, 1)
         assert used("NIG", settings(None, None, managed=False)) == (False, True, 2)
 
@@ -158,7 +158,7 @@ def test_changed_defaults_are_used_and_logged(ranks: Any) -> None:
 
 
 def defaults_case() -> tuple[list[str], list[bool]]:
-    """Lines of the log about two engines, and whether their optimizers overlap: by default, and where that is off."""
+    """Return log lines about two engines, and whether their optimizers overlap: by default, and with overlap off."""
     overlaps = []
     with device_with_streams(), logged() as lines:
         for zero in ({}, {"overlap_comm": False}):
@@ -169,7 +169,7 @@ def defaults_case() -> tuple[list[str], list[bool]]:
 
 
 def test_updates_are_sent_in_the_order_of_the_model(ranks: Any) -> None:
-    """Not in that of parameter groups, of which the second one has every other layer."""
+    """The order is not that of parameter groups, of which the second one has every other layer."""
     for sent in ranks(4).run(updates_case):
         assert len(sent) > 2 and sent == sorted(sent)
 
@@ -199,8 +199,8 @@ def test_bucket_buffers_are_reusable_after_a_micro_step(ranks: Any) -> None:
 
 
 def buffers_case() -> tuple[bool, bool]:
-    """Whether something was recorded on another stream than its own, and whether a buffer of DeepSpeed's was: it would
-    stay until that stream gets there, and the host is ahead of it by some micro-steps."""
+    """Return whether any tensor was recorded on another stream than its own, and whether one of DeepSpeed's buffers
+    was: its memory would be reusable only when that stream gets there, and the host is some micro-steps ahead."""
     recorded: set[int] = set()
     buffers: set[int] = set()
     with device_with_streams() as order:
@@ -229,7 +229,7 @@ def test_offloaded_optimizers_send_updates_during_the_step(ranks: Any) -> None:
 
 
 def early_case() -> list[str]:
-    """Steps of sub-groups and gathers of windows, in their order."""
+    """Return steps of sub-groups and gathers of windows, in order."""
     log: list[str] = []
     step, complete_rows = Stage3Optimizer._optimizer_step, ParameterRedistribution.complete_rows
 
@@ -258,7 +258,7 @@ def test_a_step_does_not_wait_for_pageable_copies(ranks: Any) -> None:
 
 
 def windows_case() -> list[list[bool]]:
-    """Whether each window of parameters on the host is with the device to its end when a step is over: with pinned
+    """Return whether the device has received all of each window of host parameters when a step ends: with pinned
     memory, and with pageable memory, for whose copies the host would wait."""
     job, complete = Job(sizes=SQUARE, empty=False, zero=SMALL), []
     for pinned in (True, False):
@@ -280,7 +280,7 @@ def test_gradients_of_an_offloaded_optimizer_stay_in_place(ranks: Any, name: str
 
 
 def addresses_case(name: str) -> list[int]:
-    """Addresses of the gradients of the optimizer's shard: when it is made, and at the boundary of three steps."""
+    """Return the addresses of the gradients of the optimizer's shard: when created, and at three boundaries."""
     job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
     engine, _ = training.make_engine(job, placed(name))
     data = training.batches(job)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with p = I or G: how they shard and hold parameters, beside other engines and after them."""
+"""Engines with p = I or G: how they shard and store parameters, together with other engines and after them."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def test_models_built_under_zero_init_match_stock(ranks: Any, zero_init: str, na
 
 
 def zero_init_case(zero_init: str, names: tuple[str, ...], optimizer: str) -> list[training.Difference]:
-    """Models that zero.Init shards while they are built, against stock with one that was built whole."""
+    """Compare models that zero.Init shards while they are built with stock on a model that was built unsharded."""
     job = Job(optimizer=optimizer, groups=2, frozen=(1,), steps=2, empty=False, zero=SMALL)
     stock, sharded = training.train(job, {"stage": 2}), replace(job, zero_init=zero_init)
     return [training.beside(stock, name, sharded, placed(name)) for name in names]
@@ -38,7 +38,7 @@ def test_a_destroyed_engine_frees_everything(ranks: Any, name: str) -> None:
 
 
 def destroyed_case(name: str) -> list[str]:
-    """What is left of an engine that is destroyed within an accumulation, while another one goes on."""
+    """Return what remains of an engine that is destroyed within an accumulation, while another one continues."""
     job = Job(empty=False, optimizer="Adam", accumulation=2, zero=SMALL)
     destroyed, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
     data = training.batches(job)
@@ -68,11 +68,11 @@ def test_strategies_train_one_model_in_turn(ranks: Any) -> None:
 
 
 def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
-    """Train one model with every strategy in turn and with stock stage 3, each time against stock stage 2.
+    """Train one model with every strategy in turn and with stock stage 3, each compared with stock stage 2.
 
     Returns:
-        For each the change of weights that initialization made, their distance to stock's afterwards, and whether
-        all ranks have the same.
+        For each the change of weights by initialization, their distance from stock's afterwards, and whether all ranks
+        have the same weights.
     """
     torch.manual_seed(7)
     job = Job(empty=False, frozen=(1,), accumulation=2, zero=SMALL)
@@ -109,7 +109,7 @@ def test_two_engines_do_not_affect_each_other(ranks: Any) -> None:
 
 
 def two_engines_case() -> list[float]:
-    """What it changes for two engines that the other one trains as well, in turn."""
+    """Return the difference that it makes for two engines if the other one trains alternately."""
     job = Job(accumulation=2, zero=SMALL)
 
     def run(names: list[str]) -> list[torch.Tensor]:

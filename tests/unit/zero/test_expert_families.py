@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's MoE layers and AutoEP's train under strategies what they train in its stages; see ``families.py``."""
+"""Parity of DeepSpeed's MoE layers and AutoEP under strategies with DeepSpeed's stages; see ``families.py``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 
 def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
-    """Rows of rank 0; all ranks must agree on what concerns replicas."""
+    """Return the rows of rank 0; all ranks must have the same results for replicas."""
     rows = ranks(world).run(routed_case, ep, job, group, **kwargs)
     assert all(row.replicas_equal for of in rows for row in of)
     return [max(of, key=lambda row: row.weights) for of in zip(*rows, strict=True)]
@@ -76,7 +76,7 @@ def test_parity_of_moe_layers(
 def test_parity_of_moe_layers_with_sharded_parameters(
     ranks: Any, ep: int, group: int, job: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    """DeepSpeed's stage 3 refuses them, so the oracle is its stage 2."""
+    """DeepSpeed's stage 3 rejects MoE layers, so the oracle is its stage 2."""
     zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
     rows = run(ranks, ep, {**job, "zero": zero}, 4, group, strategies=names, stage=2)
     check(rows)
@@ -126,7 +126,7 @@ def test_parity_of_experts_folded_into_tensor_parallelism(
 def test_quantization_errors_of_families_are_separate(
     ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
 ) -> None:
-    """Eight bits are close to what is exact, and four bits of each family are its own."""
+    """Eight bits are close to exact, and each family has its own four bits."""
     for rows in ranks(4).run(few_bits_case, kind, names):
         for row in rows:
             assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
@@ -145,8 +145,8 @@ def test_frozen_experts_are_loaded_by_the_ranks_that_have_them(ranks: Any, tmp_p
 
 
 def frozen_load_case(folder: str) -> tuple[list[str], str]:
-    """Names of parameters that a load does not bring back, and why the checkpoint is not converted; experts are
-    frozen, of one layer in part."""
+    """Return names of parameters that a load does not restore, and why the checkpoint cannot be converted; experts are
+    frozen, in one layer only in part."""
 
     class Network(experts.SmallMixtral):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -168,7 +168,7 @@ def frozen_load_case(folder: str) -> tuple[list[str], str]:
 
 
 def frozen_case(frozen: str) -> list[Difference]:
-    """Differences from stock where only one family is trained; stock's stage 2 does not take frozen experts."""
+    """Return differences from stock if only one family is trained; stock's stage 2 does not support frozen experts."""
 
     class Network(experts.SmallMixtral):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -181,7 +181,7 @@ def frozen_case(frozen: str) -> list[Difference]:
     return training.compare(job, 2, ("ING", "IGG", "NIG"), stage=3)
 
 
-# Iterations make more of what rounding leaves in directions of small gradients.
+# Iterations amplify rounding errors in directions of small gradients.
 MUON = {"weights": 1e-4, "losses": 1e-5}
 
 
@@ -211,13 +211,13 @@ def test_muon_of_moe_layers_matches_stock(
 def test_muon_of_autoep_matches_stock(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
 ) -> None:
-    """Packed experts, beside DeepSpeed's stage 3."""
+    """Packed experts are compared with DeepSpeed's stage 3."""
     for rows in ranks(world).run(muon_case, ep, job, group, names):
         check(rows, **MUON)
 
 
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
-    """Those with os = G; what does not fit is refused before anything is changed."""
+    """This holds for os = G; other checkpoints are rejected before anything is changed."""
     for rows, refused in ranks(4).run(exchange_case, str(tmp_path)):
         assert len(rows) == 10 and all(rows.values()), rows
         assert "is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers (" in refused[0]
@@ -229,7 +229,8 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
 
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
-    """Whether going on is the same from a checkpoint of one's own and from another's; errors of bad loads."""
+    """Return whether training continues equally from its own and from the other's checkpoint, and errors of bad
+    loads."""
     equal = {}
     routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is said and refused when the engine makes an optimizer of ours."""
+"""Log lines, warnings, and errors when the engine creates one of our optimizers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ CPU = {"device": "cpu"}
 
 
 def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: int, zero_init: bool) -> list[Any]:
-    """Our lines of the log of an initialization where the machine has so many bytes."""
+    """Return our log lines of an initialization on a machine with this number of bytes."""
     get_accelerator().total_memory = lambda device_index=None: memory
     with logged() as lines:
         make_engine(zero, config, zero_init).destroy()
@@ -34,13 +34,13 @@ def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: in
 
 
 def kilobytes(name: str, parameters: float, gradients: float, optimizer: float) -> float:
-    """Model states of a rank in kB, on 4 ranks in groups of 2; the three are those of the whole model."""
+    """Return a rank's model states in kB, on 4 ranks in groups of 2, for these states of the full model."""
     shards = {"N": 1, "I": 2, "G": 4}
     p, g, os = (shards[letter] for letter in name)
     return parameters / p + gradients / g + optimizer / os
 
 
-# Keys, what the whole model of make_engine has on the device in kB (p, g, os; with Adam), and the dtype's sections.
+# Keys, bytes on the device in kB of make_engine's full model (p, g, os; with Adam), and the dtype's sections.
 MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, Any]]] = {
     "fp32": ({}, (40, 24, 72), {}),
     "bf16": ({}, (20, 12, 72), {"bf16": {"enabled": True}}),
@@ -83,7 +83,7 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     assert warnings[0][0].removeprefix("[Rank 0] ") == (
         f"deepspeed_ext: zero_optimization.paro_strategy {name} needs {needed / 1e6:.3g} GB of model states on each "
         f"rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "
-        f"{g / 1e6:.3g} GB and optimizer states {os / 1e6:.3g} GB, over 4 ranks in groups of 2). Strategies that "
+        f"{g / 1e6:.3g} GB, and optimizer states {os / 1e6:.3g} GB, over 4 ranks in groups of 2). Strategies that "
         f"fit: {', '.join(fitting) or 'none'}."
     )
 
@@ -104,7 +104,7 @@ def test_one_warning_names_the_strategy_and_groups(ranks: Any, name: str, group:
     answers = ranks(4).run(initialization_case, zero, {}, 10**9, False)
     assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
     (level, line), *_ = answers[0]
-    assert level == "WARNING"  # what DeepSpeed shows
+    assert level == "WARNING"  # levels that DeepSpeed shows
     summary = f"{name} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
     assert f"{summary} {4 // group} group(s) of {group}" in line
     assert line.endswith(f": {meaning} (zero_optimization.paro_group_size is {group})" if meaning else f"of {group}")
@@ -122,7 +122,7 @@ def test_the_log_says_if_loco_compresses_nothing(ranks: Any, kernels: bool, grou
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
 
 
-# Ranks, what is made, keys, the message, and what works instead.
+# Ranks, the model or optimizer, keys, the message, and alternatives that work.
 REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any]]]]] = [
     (
         4,
@@ -209,7 +209,7 @@ def test_a_compiled_model_is_refused_if_it_is_sharded(ranks: Any) -> None:
 
 
 def compiled_case(name: str, compiled: str) -> bool:
-    """Whether a model that is compiled before or after initialization takes a step."""
+    """Whether a model that is compiled before or after initialization completes a step."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     if compiled == "all of it":
         model = torch.compile(model, backend="eager")
@@ -230,7 +230,7 @@ def compiled_case(name: str, compiled: str) -> bool:
 
 
 def unsupported_case(feature: str, zero: dict[str, Any]) -> None:
-    """Initialize with a model or an optimizer that the configuration says nothing of."""
+    """Initialize with a model or an optimizer that the configuration does not show."""
 
     class Expert(torch.nn.Module):
         def __init__(self) -> None:
@@ -272,7 +272,7 @@ def test_patched_methods_of_the_optimizer_are_refused(ranks: Any, name: str) -> 
 
 
 def replaced_case(name: str) -> None:
-    """Make an engine where other code has replaced the methods of DeepSpeed's optimizers."""
+    """Create an engine after other code has replaced methods of DeepSpeed's optimizers."""
     cls = Stage12Optimizer if name == "NIG" else Stage3Optimizer
     parent, method = next(
         (parent, method)
@@ -281,7 +281,7 @@ def replaced_case(name: str) -> None:
     )
 
     def replacement(*args: Any, **kwargs: Any) -> None:
-        """Replaces the method."""
+        """Replacement of the method."""
 
     replacement.__module__ = "other.code"
     with mock.patch.object(parent, method, replacement):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""In the order of the program, nothing is read before it has arrived. See Note [How the wire works]."""
+"""In program order, no data is read before it is received. See Note [How the wire works]."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def test_training_waits_for_late_results(ranks: Any, kernels: bool, name: str) -
 
 
 def wired_case(name: str) -> list[dict[str, Any]]:
-    """Train over a late wire and over a prompt one, in groups of three; the keys with which weights differ."""
+    """Train over a late wire and over a prompt one, in groups of three; return the keys with which weights differ."""
     enter_virtual_world(6)
     different = []
     for more in ({}, {"zeropp_loco_param": {}}) if name in ("NIG", "IGG") else ({},):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with p = I or G are read, modified and used as in DeepSpeed's stage 3."""
+"""Parameters with p = I or G are read, modified, and used as in DeepSpeed's stage 3."""
 
 import copy
 from collections.abc import Sequence
@@ -50,7 +50,8 @@ def test_different_module_orders_raise_within_a_group(ranks: Any) -> None:
 
 
 def compare_case() -> tuple[list[str], bool]:
-    """Compare records within groups of two: the errors, and whether DeepSpeed compares over all ranks afterwards."""
+    """Compare records within groups of two; return the errors, and whether DeepSpeed compares over all ranks
+    afterwards."""
     errors = []
     for records, _ in RECORDS.values():
         try:
@@ -68,12 +69,12 @@ def compare_case() -> tuple[list[str], bool]:
 
 @pytest.mark.quick
 def test_persistent_parameters_stay_gathered(ranks: Any) -> None:
-    """Already in the first micro-step, when the order of modules is not known."""
+    """They do so from the first micro-step, before the order of modules is known."""
     assert ranks(4).run(persisting_case) == [{"AVAILABLE"}] * 4
 
 
 def persisting_case() -> set[str]:
-    """The states of all parameters, which are persistent, after a first micro-step."""
+    """Return the states of all parameters, which are persistent, after a first micro-step."""
     job = Job(empty=False, zero={"stage3_param_persistence_threshold": 10**6})
     engine, model = training.make_engine(job, placed("IIG"))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
@@ -93,9 +94,10 @@ def test_all_ranks_receive_modifications_of_one_rank(
 
 
 def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[str, bool, bool, bool, bool]]:
-    """Whether parameters read right, a change is seen everywhere, and lasts or not as with stock after one more step.
+    """Whether parameters are read correctly, and a change reaches all ranks and lasts as with stock after another
+    step.
 
-    What GatheredParameters changes does not reach the fp32 weights of the optimizer, so a step undoes it in stock too.
+    Changes by GatheredParameters do not reach the optimizer's fp32 weights, so a step undoes them with stock, too.
     """
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
@@ -144,8 +146,8 @@ def test_one_context_gathers_from_several_engines(ranks: Any, modifier: int, nam
 
 
 def several_engines_case(modifier: int, names: tuple[str, ...]) -> list[int]:
-    """Modify parameters of two engines, and a layer under zero.Init that is in no engine, in one context; how many
-    elements of each are wrong afterwards."""
+    """Modify parameters of two engines, and a layer under zero.Init without an engine, in one context; return the
+    number of wrong elements of each afterwards."""
     engines = [
         training.make_engine(Job(empty=False), {"stage": 3} if name == "stock" else placed(name)) for name in names
     ]
@@ -193,12 +195,12 @@ def test_evaluation_reads_updates_and_changes_no_weights(
 def evaluation_case(
     names: Sequence[str], zero: dict[str, Any], alone: bool, folder: str
 ) -> list[tuple[str, float, float]]:
-    """Evaluate under ``torch.inference_mode()``, whose tensors autograd refuses, before the first micro-step and after
-    each: distance of outputs to those of the fp32 weights, and how far the trained weights are from stock's.
+    """Evaluate under ``torch.inference_mode()``, whose tensors autograd rejects, before the first micro-step and after
+    each; return the distance of outputs from outputs of the fp32 weights, and of trained weights from stock's.
 
     Args:
-        alone: only the first group evaluates; it compares to the gathered weights, for it cannot gather others.
-        folder: where to save and load under inference mode, too.
+        alone: only the first group evaluates; it compares with the gathered weights, because it cannot gather others.
+        folder: folder for a save and a load under inference mode, too.
     """
     job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(job, {"stage": 3}).weights
@@ -239,7 +241,7 @@ def test_inference_without_an_optimizer_matches_the_model(ranks: Any, network: A
 
 
 def inference_case(network: Any) -> list[tuple[str, float, bool]]:
-    """Distance of outputs to those of the plain model, and whether its parameters were sharded."""
+    """Return the distance of outputs from the plain model's, and whether its parameters were sharded."""
     torch.manual_seed(7)
     plain = network(SQUARE, empty=False)
     rows = []
@@ -284,13 +286,13 @@ def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names:
 
 
 def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:
-    """Of each: how far what its readers return is from the optimizer's weights; infinite if not in fp32."""
+    """Return for each reader its distance from the optimizer's weights; infinite if it does not return fp32."""
     save = {"stage3_gather_16bit_weights_on_model_save": True}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     job = Job(empty=False, zero={**SEVERAL_BUCKETS, **save}, config=autocast)
 
     def compare(read: dict[str, torch.Tensor] | None) -> float:
-        """Collective; None on ranks that get none."""
+        """Compare values with the optimizer's weights; collective; None on ranks that receive none."""
         masters = {key: safe_get_full_fp32_param(param) for key, param in model.named_parameters()}
         values = masters if read is None else read
         right = all(value.dtype == torch.float32 for value in values.values())

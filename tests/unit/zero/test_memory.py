@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of each model state, against the formula; and that a step needs only a few buckets beside it."""
+"""Sizes of each model state on a rank, compared with the formula; a step needs only a few buckets more."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ MIXED: dict[str, Any] = {  # bf16, gradients accumulated in fp32, Adam with an f
     "empty": False,
     "config": {
         "data_types": {"grad_accum_dtype": "fp32"},
-        # Fused, or Adam's temporaries, twice the optimizer's shard, would hide what is looked for.
+        # Fused, because Adam's temporaries, twice the optimizer's shard, would hide other allocations.
         "optimizer": {"params": {"lr": 1e-2, "eps": 1e-3, "torch_adam": True, "fused": True}},
     },
 }
@@ -59,7 +59,8 @@ has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 
 def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
-    """An engine after its first step, which makes the optimizer's states, and what runs a micro-step of it."""
+    """Return an engine after its first step, which creates the optimizer's states, and a function for its
+    micro-steps."""
     details = training.Job(**{**MIXED, **job})
     engine, _ = training.make_engine(details, training.placed(name, group))
     data = training.batches(details)
@@ -93,7 +94,7 @@ def test_sizes_of_model_states_match_the_formula(
             assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
             assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
             assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
-            # After the step nothing; with ZeRO-3's flat buffer no more than in use.
+            # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
             strategy = STRATEGIES[name]
             last = strategy.os if strategy.g == Placement.N else strategy.g
             buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
@@ -103,7 +104,7 @@ def test_sizes_of_model_states_match_the_formula(
 def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
 ) -> list[tuple[str, ModelStates, StateBytes, float]]:
-    """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
+    """Return for each strategy the states, bytes on this rank within an accumulation, and gradients after a step."""
     rows = []
     for name in names:
         engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NEVER_KEPT)
@@ -118,10 +119,10 @@ def memory_case(
 
 
 def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
-    """Bytes of gradients that come on top at the accumulation boundary.
+    """Return the additional bytes of gradients at the accumulation boundary.
 
-    With g = N whole gradients are freed bucket by bucket as they fill the optimizer's shard, or where p = N the
-    I-slices. Where p = N and g = I the shard comes beside the I-slices.
+    With g = N full gradients are freed bucket by bucket as they fill the optimizer's shard, or with p = N the
+    I-slices. With p = N and g = I the shard is allocated in addition to the I-slices.
     """
     if strategy.p > Placement.N:
         return states.gradients / cluster.shards(strategy.os) if strategy.g == Placement.N else 0.0
@@ -147,16 +148,17 @@ def test_a_step_allocates_only_a_few_buckets(ranks: Any, names: tuple[str, ...])
 
 
 def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, float]]:
-    """Most bytes beyond the formula's during a micro-step, and during one at the boundary with the optimizer step."""
+    """Return peak bytes beyond the formula during a micro-step, and during one at the boundary with the optimizer
+    step."""
     cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
     rows = []
     for number, name in enumerate(names[:1] + names):
-        # The first run, of a small model, imports what is imported late, and is not looked at.
+        # The first run, of a small model, triggers late imports, and is not evaluated.
         engine, micro_step = start_engine(name, group, sizes=(WIDTH,) * (LAYERS + 1 if number else 3), zero=zero)
         gc.collect()
         expected = STRATEGIES[name].memory(cluster, states).total
-        # All that is in use now, less the states that are held now, is not model states.
+        # Bytes in use now, less the states that exist now, are not model states.
         other = bytes_in_use() - model_bytes.held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
         rows.append((name, *(peak - other - expected for peak in peaks)))
@@ -168,7 +170,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
 @has_mallinfo
 @pytest.mark.deep
 def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
-    """The momentum of this step until it is known to be applied, in fp32, and rounds of a matrix for each owner."""
+    """It needs this step's momentum in fp32 until the step is applied, and rounds of a matrix for each owner."""
     cluster = GroupSizes(4, 2)
     for rows in ranks(4).run(muon_case, names):
         for name, momentum, peak in rows:
@@ -181,7 +183,7 @@ def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str,
 
 
 def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
-    """Elements of momentum on this rank, and the most bytes that Muon's part of a step takes beside all others."""
+    """Return elements of momentum on this rank, and the peak bytes of Muon's part of a step."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
     rows = []
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -205,11 +207,11 @@ def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
     return rows[1:]
 
 
-# DeepSpeed's own Adam for the host is compiled for a minute.
+# Building DeepSpeed's CPU Adam takes a minute.
 @pytest.mark.parametrize("torch_adam", [True, *deep(False)])
 @has_mallinfo
 def test_offloaded_gradients_stay_on_the_host(ranks: Any, torch_adam: bool) -> None:
-    """In what the optimizer reads: with g = G a micro-step takes no other memory that outlives it."""
+    """The optimizer reads them there: with g = G a micro-step allocates no other memory that outlives it."""
     for rows in ranks(4).run(offloaded_case, ("NGG", "NIG"), torch_adam):
         for name, growth, numel, shares in rows:
             gradients = 2 * numel  # bytes, in bf16
@@ -220,7 +222,8 @@ def test_offloaded_gradients_stay_on_the_host(ranks: Any, torch_adam: bool) -> N
 
 
 def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, int, int, list[int]]]:
-    """Bytes that a micro-step leaves, elements of the model, those on the host where upstream's readers look."""
+    """Return bytes allocated by a micro-step, elements of the model, and elements that upstream's readers find on the
+    host."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2, "torch_adam": torch_adam}}}
     rows = []
@@ -260,7 +263,7 @@ def test_quantized_updates_keep_only_errors_of_sums(ranks: Any, kernels: bool, n
 
 
 def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, float, int, int]]:
-    """Bytes that an engine has more between steps than without the key; of errors of sums then, and within a step."""
+    """Return the bytes that the key adds between steps, and the bytes of errors of sums, then and within a step."""
     rows = []
     for name, zero in cases:
         bytes_taken = []
@@ -287,20 +290,20 @@ def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, fl
 
 
 def bytes_of_tensors() -> int:
-    """What all tensors that Python knows of hold: no noise of the allocator's."""
+    """Return the bytes of all tensors that Python can reach, without the allocator's noise."""
     gc.collect()
     storages = (value.untyped_storage() for value in gc.get_objects() if isinstance(value, torch.Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def bytes_in_use() -> int:
-    """What the process has taken from malloc and not given back: torch's CPU tensors, those of gloo's threads, too."""
+    """Return the bytes that the process has allocated by malloc, including torch's CPU tensors and gloo's buffers."""
     info = mallinfo2()
     return info.uordblks + info.hblkhd
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    """Most bytes in use after any operator that ``work`` runs, collectives and backward included."""
+    """Return the most bytes in use after any operator that ``work`` runs, collectives and backward included."""
 
     class Peak(TorchDispatchMode):
         most = 0

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon under every strategy trains what stock DeepSpeed trains."""
+"""Parity of Muon with stock DeepSpeed under every strategy."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from tests.harness.snapshots import error_of
 from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
-# Iterations make more of what rounding leaves in directions that gradients hardly have.
+# Iterations amplify rounding errors in directions in which gradients are small.
 BOUNDS = {"weights": 1e-4, "losses": 1e-5}
 STOCK = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3, "reduce_scatter": False}}
 ALL = (*REPLICATED, *PARTITIONED)
@@ -44,7 +44,7 @@ RESTING = {"skipped": ((1, 0), (1, 1), (2, 2), (4, 1)), "zero": {**SMALL, "overl
 ROWS: dict[str, tuple[int, str, dict[str, Any], dict[str, float]]] = {  # ranks, stage, what is trained, bounds
     "groups, frozen, clipped": (4, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}, BOUNDS),
     "overlap, layers that rest": (4, "2", {"accumulation": 3, "clipping": 0.0, **RESTING}, BOUNDS),
-    # The standard iteration is in bf16, where an ulp of what comes in may be many of what goes out.
+    # The standard iteration is in bf16: an ulp of its input may be many ulps of its output.
     "standard": (6, "2", {"accumulation": 3, "config": STANDARD}, {"weights": 2e-2, "losses": 1e-2}),
 }
 
@@ -59,7 +59,7 @@ def test_parity_at_every_cluster_shape_and_option(ranks: Any, row: str, names: t
     "dtype, names", [("bf16", SOME), ("fp16", OTHERS), *deep(("bf16", ALL), ("fp16", ALL))], ids=by_strategies
 )
 def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
-    # Parts travel in bf16, and what is orthogonalized from them is as far off as the gradients are.
+    # Parts are sent in bf16, so orthogonalized updates are as inexact as gradients.
     job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
     run(ranks, job, names, weights=3e-2, losses=5e-2, norms=3e-2)
 
@@ -72,7 +72,7 @@ def test_parity_with_optimizer_offload(ranks: Any) -> None:
 
 
 def test_parity_with_quantized_gradients_and_updates(ranks: Any, kernels: bool) -> None:
-    # Muon does not care how large a gradient is, so 4 bits of one turn its small directions; replicas stay equal.
+    # Muon ignores the size of a gradient, so 4 bits rotate its small directions; replicas stay equal.
     loco, few = {"zeropp_loco_param": {}}, {"paro_quantized_updates": {}}
     ahead = {"paro_overlap_updates": True}
     variants = [
@@ -88,13 +88,13 @@ def test_parity_with_quantized_gradients_and_updates(ranks: Any, kernels: bool) 
 
 
 def test_an_unknown_ns_method_raises_one_message(ranks: Any) -> None:
-    """Whatever the order in which a rank has DeepSpeed's set."""
+    """The message does not depend on the order of DeepSpeed's set on a rank."""
     expected = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
     assert ranks(1).run(unknown_case) == [[expected, expected]]
 
 
 def unknown_case() -> list[str]:
-    """The errors with both orders."""
+    """Return the errors with both orders."""
     job, messages = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}}), []
     for order in (["gram", "standard"], ["standard", "gram"]):
         with mock.patch.object(original_muon, "NS_METHODS", order):
@@ -108,7 +108,7 @@ def test_parity_of_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str
 
 
 def matrices_case(names: tuple[str, ...]) -> list[Difference]:
-    """Differences from stage 3, for which the kernel is a matrix."""
+    """Return differences from stage 3, which treats the kernel as a matrix."""
     details = {"sizes": networks.SQUARE, "clipping": 0.0, "accumulation": 2}
     stock = training.train(muon(network=networks.FlatKernel, **details), STOCK["3"])
     job = muon(network=networks.Matrices, **details)
@@ -120,7 +120,7 @@ def test_parity_with_a_momentum_for_each_group(ranks: Any) -> None:
 
 
 def groups_case() -> list[Difference]:
-    """Strategies against stage 2, which has what DeepSpeed's stage 3 refuses."""
+    """Compare strategies with stage 2, because DeepSpeed's stage 3 rejects this."""
     groups, job = training.parameter_groups, muon(groups=2)
 
     def differing(*args: Any) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def groups_case() -> list[Difference]:
 
 
 def in_rounds(**details: Any) -> Job:
-    """Muon of more matrices than there are ranks, so that there are rounds."""
+    """Return a job with more matrices than ranks, so that Muon runs in rounds."""
     return muon(**{"sizes": (13, 37, 29, 31, 23, 27, 7), **details})
 
 
@@ -167,13 +167,14 @@ def test_a_step_that_is_not_applied_keeps_the_momentum(ranks: Any, names: tuple[
     for rows in ranks(4).run(lost_case, names):
         for name, unchanged, raised, weights in rows:
             assert unchanged and raised, (name, unchanged, raised)
-            assert weights == 0.0, (name, weights)  # to the bit what it is without these two steps
+            assert weights == 0.0, (name, weights)  # bitwise equal to training without these two steps
 
 
 def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
-    """Whether a step that overflows, and one that raises in its update, leave the momentum; how later steps differ."""
+    """Whether a step that overflows, and one that raises in its update, keep the momentum; differences of later
+    steps."""
     rows = []
-    # No loss scale that changes: what follows must be what it is without the lost steps.
+    # With a constant loss scale, later steps must be equal to a run without the lost steps.
     job = in_rounds(dtype="fp16", overflow=((1, 1),), config={"fp16": {"enabled": True, "loss_scale": 256}})
     for name in names:
         weights, unchanged = [], []
@@ -212,7 +213,7 @@ def test_a_step_compiles_nothing(ranks: Any) -> None:
 
 
 def compiling_case() -> tuple[int, bool]:
-    """Return how many functions a step of Muon compiles, and whether it has changed the weights."""
+    """Return the number of functions that a step of Muon compiles, and whether it has changed the weights."""
     job = muon(sizes=(5, 3, 4))
     engine, model = training.make_engine(job, placed("NII", 1))
     before = training.whole_weights(model)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""An outer optimizer between groups: parity with a copy of the model for each group, bytes, checkpoints, waits."""
+"""An outer optimizer between groups: parity with a model copy for each group, bytes, checkpoints, and waits."""
 
 import shutil
 import time
@@ -49,7 +49,7 @@ CASES = [
     (4, 2, ("INI", "NNI"), ODD, {"steps": 4, "fragments": 2}, EXACT),
     (4, 2, ("NII", "INI"), replace(JOB, steps=12), {"steps": 6, "fragments": 3, "delay": 1, "warmup_steps": 1}, EXACT),
     (4, 2, ("III", "NII"), replace(JOB, steps=8), {"steps": 4, "delay": 3, "offload": "cpu"}, EXACT),
-    # One group skips the step after which a fragment leaves, and then the other one the step after which it is used.
+    # One group skips the step after which a fragment is sent; the other one, the step after which it is applied.
     (4, 2, ("NNI", "III"), replace(JOB, overflow=((3, 1),)), {"steps": 4}, EXACT),
     (4, 2, ("NII",), replace(JOB, steps=9, overflow=((3, 1), (6, 2))), {**OUTER, "steps": 4, "delay": 1}, EXACT),
     (4, 2, ("NNI", "NII", "INI", "III"), SUMS, ALONE, EXACT),
@@ -70,7 +70,7 @@ CASES = [
 
 
 def named(value: object) -> str | None:
-    """Name a case."""
+    """Return the name of a case."""
     if isinstance(value, Job):
         return f"{value.optimizer} {value.dtype} {value.steps}{' skipping' if value.overflow else ''}"
     return " ".join(map(str, value)) if isinstance(value, tuple) else None if isinstance(value, int) else str(value)
@@ -103,13 +103,13 @@ def test_groups_are_independent_before_an_outer_step(ranks: Any) -> None:
 
 
 def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[float]]:
-    """The weights of each strategy."""
+    """Return the weights of each strategy."""
     return [training.train(MUON, training.placed(name, 2, **outer)).weights.tolist() for name in names]
 
 
 def set_case(names: tuple[str, ...]) -> list[Any]:
-    """What becomes of weights that a script sets after two of three inner steps; and what a step of outer weights
-    says."""
+    """Set weights after two of three inner steps; return what the anchors and later steps have, and the error of a
+    step of outer weights."""
     rows = []
     for name in names:
         outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
@@ -143,7 +143,7 @@ def test_weights_set_by_a_script_reach_all_groups(ranks: Any) -> None:
 
 
 def modified_case(names: tuple[str, ...]) -> list[bool]:
-    """Whether what a rank modifies is modified in all groups."""
+    """Whether a modification on one rank reaches all groups."""
     rows = []
     for name in names:
         engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
@@ -216,7 +216,7 @@ def test_groups_receive_only_the_fragments_that_are_due(
     part = parameters / group / fragments  # of a rank's slice
     expected = 2 * (groups - 1) / groups * part * BYTES[bits]
     for name, at_rest, counted in rows:
-        # DeepSpeed's stages 1 and 2 look for overflows in bf16, too.
+        # DeepSpeed's stages 1 and 2 check for overflows in bf16, too.
         agree = dtype == "fp16" or (dtype == "bf16" and name[0] == "N")
         assert len(counted) == 2 * steps - 1
         outer_steps = [have for step, have in enumerate(counted, 2) if step % steps in leaving]
@@ -228,15 +228,16 @@ def test_groups_receive_only_the_fragments_that_are_due(
 def bytes_case(
     names: tuple[str, ...], group: int, outer: dict[str, int], dtype: str
 ) -> tuple[int, list[tuple[str, float, list[float]]]]:
-    """Parameters; of each strategy the mean bytes that a rank receives from other groups, by barriers alone, and in
-    each step from the second to the end of the second outer period, with all that leaves in it."""
+    """Return the parameters, and for each strategy the mean bytes that a rank receives from other groups, by barriers
+    alone, and in each step from the second one to the end of the second outer period, with all fragments sent in
+    it."""
     job = training.Job(sizes=SIZES, empty=False, dtype=dtype)
     rows, parameters = [], 0
     for name in names:
         engine, model = training.make_engine(job, training.placed(name, group, **{KEY: outer}))
         data, counts = training.batches(job), []
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        # In the first step modules are recorded, which ranks compare. Before it, barriers are counted alone.
+        # In the first step modules are recorded, and ranks compare the records. Before it, only barriers are counted.
         for step in range(1 - BARRIERS, 2 * outer["steps"] + 1):
             meter = TrafficMeter()
             dist.barrier()
@@ -260,7 +261,7 @@ def bytes_case(
 MOMENTS = {False: "before it sends", True: "when it has sent"}
 SLEEP = 2.5  # seconds, in which the other group takes at most six steps
 H, DELAY = 4, 2
-STOP = 2 * H  # the step before or after which a group stops: what leaves after it is used DELAY steps later
+STOP = 2 * H  # the step before or after which a group stops: a fragment sent after it is applied DELAY steps later
 
 
 @pytest.mark.parametrize(
@@ -271,14 +272,14 @@ STOP = 2 * H  # the step before or after which a group stops: what leaves after 
 def test_a_slow_group_delays_others_only_at_its_fragment(ranks: Any, name: str, after: bool) -> None:
     times = ranks(4).run(slow_case, name, after)
     sleeping, waking = min(begin for begin, *_ in times[2:]), min(end for _, end, _ in times[2:])
-    waits = STOP + DELAY + (H if after else 0)  # what it has sent travels though it sleeps
+    waits = STOP + DELAY + (H if after else 0)  # its sent fragment is transferred while it sleeps
     for _, _, ends in times[:2]:
         early = [step for step, end in ends.items() if end < waking]
         assert early == list(range(STOP, waits)), [(step, end - sleeping) for step, end in ends.items()]
 
 
 def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
-    """When this rank has begun and ended to sleep, and when each step from the one in question on has ended."""
+    """Return when this rank has begun and ended to sleep, and when each following step has ended."""
     job = training.Job(empty=False)
     outer = {"steps": H, "fragments": 1, "delay": DELAY}
     engine, _ = training.make_engine(job, training.placed(name, 2, **{KEY: outer}))
@@ -301,8 +302,8 @@ def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
 
 
 def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
-    """Where a checkpoint's weights differ from the anchors: on disk, in a file of 16 bits, and in other runs; and
-    headers that tell of other ranks."""
+    """Return where a checkpoint's weights differ from the anchors: on disk, in a 16-bit file, and in other runs; and
+    headers that name other ranks."""
     job = snapshots.job_of("fp32")
     rows = []
     for name in names:
@@ -339,7 +340,7 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
 
 
 def _others(name: str) -> list[dict[str, Any]]:
-    """What loads a checkpoint of a strategy: other settings, no outer optimizer."""
+    """Return configurations that load a checkpoint of a strategy: other settings, no outer optimizer."""
     other = {"NNI": "NII", "NII": "NNI", "INI": "III", "III": "INI"}[name]
     return [
         training.placed(name, 2),
@@ -349,7 +350,7 @@ def _others(name: str) -> list[dict[str, Any]]:
 
 
 def _weights(engine: Any, model: Any) -> dict[str, Any]:
-    """The parameters that are trained, whole."""
+    """Return the trained parameters in full."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with deepspeed.zero.GatheredParameters(list(trained.values())):
         return {name: param.detach().clone() for name, param in trained.items()}
@@ -362,7 +363,7 @@ def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names
 
 
 def converted_case(folder: str, name: str) -> list[str]:
-    """Where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
+    """Return where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
     job = snapshots.job_of("fp32")
     engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
@@ -392,8 +393,8 @@ def test_converted_checkpoints_contain_the_anchors(ranks: Any, tmp_path: Any, na
 
 
 def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
-    """Which files of an outer optimizer a save without one leaves, and where weights differ from that save's after a
-    load: of it, and of it beside such files of the save before it."""
+    """Return the outer optimizer's files that remain after a save without one, and where weights differ from that
+    save's after a load, with and without such files of the previous save."""
     job = snapshots.job_of("fp32")
     outer, plain = training.placed("NII", 1, **{KEY: {"steps": 2}}), training.placed("NII", 1)
     engine, model = training.make_engine(job, outer)
@@ -410,7 +411,7 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
     engine.destroy()
     remaining, differ = [path.name for path in old if path.exists()], []
     for with_old_files in (False, True):
-        if with_old_files:  # as older versions left it
+        if with_old_files:  # as in older versions
             shutil.copy(f"{folder}/{own.name}", own)
         engine, model = training.make_engine(job, outer)
         engine.load_checkpoint(folder, "tag")

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Communication under compute: earlier than with a wait after everything, and with the same bits.
+"""Communication during compute: it runs earlier than without overlap, and results are bitwise equal.
 
 See Note [Early reduction].
 """
@@ -27,7 +27,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _MIXED: dict[str, Any] = {"network": networks.Mixture, "sizes": networks.SQUARE, "groups": 2, "frozen": (2,)}
 _ORDERS: dict[str, Any] = {"network": networks.Wandering, "accumulation": 2}
 _RESTING: dict[str, Any] = {**_MIXED, "network": None, "skipped": ((3, 1), (5, 0)), "accumulation": 2}
-# What is trained, with which strategies in the first tier, and with which in the deep one.
+# The job, its strategies in the first tier, and its strategies in the deep tier.
 JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "groups": ({"accumulation": 3, "groups": 2}, (), REPLICATED),
     "fp32 sums": ({"dtype": "bf16", "frozen": (1,), "config": FP32_SUMS}, (), REPLICATED),
@@ -65,8 +65,9 @@ def test_results_with_overlap_are_bitwise_equal(ranks: Any, kernels: bool, job: 
 
 
 def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[bool, bool, int, bool]]:
-    """Of each strategy: whether weights, losses and norms are the same if all is sent at the boundary, and without
-    overlap; how many buckets have been sent early; whether steps ended before parameters had arrived."""
+    """Return for each strategy whether weights, losses, and norms are the same if all buckets are sent at the
+    boundary, and without overlap; how many buckets are sent early; and whether steps end before parameters are
+    received."""
     job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.mark_ready
     rows = []
     for name in names:
@@ -104,8 +105,8 @@ def test_units_are_reduced_during_the_backward(ranks: Any) -> None:
 
 
 def early_units_case() -> dict[str, list[bool]]:
-    """For each micro-batch of two steps of two, whether a unit has crossed when the backward comes to the first layer;
-    where it may, in the last one or in each, it waits there for that."""
+    """Return for each micro-batch of two steps of two whether a unit was reduced when the backward reaches the first
+    layer; the layer waits for that in the last micro-batch, or in each, if the strategy allows it."""
     job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
     rows: dict[str, list[bool]] = {}
     for name in BY_UNITS:
@@ -139,8 +140,8 @@ def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
 
 
 def full_bucket_cases(configured: int) -> dict[str, list[int]]:
-    """For each strategy, how many weights have left when the backward comes to the last layer but one, ..., the
-    first, where a weight fills a bucket: one of so many elements, or of a sixteenth of the model."""
+    """Return for each strategy how many weights have been sent when the backward reaches the last layer but one, ...,
+    the first. A weight fills a bucket of this number of elements, or of a sixteenth of the model."""
     weight = 29 * 29
     job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured})
     rows: dict[str, list[int]] = {}

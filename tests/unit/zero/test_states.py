@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Model states between steps: read and set by DeepSpeed's own tools, offloaded and reloaded, incomplete."""
+"""Model states between steps: read and set by DeepSpeed's tools, offloaded and reloaded, and incomplete."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
 
 
 def another_size_case() -> list[str]:
-    """What safe_set_full_fp32_param says of too few elements, with stock stage 3 and with a strategy."""
+    """Return the errors of safe_set_full_fp32_param with too few elements, with stock stage 3 and a strategy."""
     messages = []
     for zero in ({"stage": 3}, placed("IIG")):
         engine, model = training.make_engine(training.Job(), zero)
@@ -61,14 +61,14 @@ def test_states_may_be_offloaded_between_micro_steps(
 
 
 def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> list[tuple[str, float, bool]]:
-    """Difference that offloading and reloading after each backward makes; whether memory is freed meanwhile, and other
-    memory is used afterwards, with p = I or G, and with p = N whether destroy leaves no gradients."""
-    # The others need DeepSpeed's FusedAdam, or Muon.
+    """Return the difference that offloading and reloading after each backward makes; with p = I or G whether memory is
+    freed meanwhile and other memory is used afterwards, and with p = N whether destroy keeps no gradients."""
+    # Other optimizers need DeepSpeed's FusedAdam, or Muon.
     states = None if optimizer == "Muon" else [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]
     details = {"accumulation": 2, "steps": 2, "dtype": dtype, "frozen": (1,), "empty": False, "optimizer": optimizer}
 
     def move(engine: Any) -> bool:
-        """Offload and reload; whether nothing is left in the memory it was in, though all is host memory here."""
+        """Offload and reload; return whether the old memory is unused, although all memory is host memory here."""
         optimizer = engine.optimizer
         before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].accumulator.clone()]
         buffers = (optimizer.lp_param_buffer, optimizer.gradients["dense"].accumulator)
@@ -111,7 +111,7 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
 
 
 def optimizer_tensors(optimizer: Any) -> list[Any]:
-    """Return the tensors in which weights and states are that the optimizer steps with, but for step counts."""
+    """Return the tensors with weights and states that the optimizer steps with, without step counts."""
     states = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values()]
     return [
         *(tensor.data for tensor in optimizer.fp32_partitioned_groups_flat),
@@ -125,11 +125,11 @@ def test_stock_accessors_see_reloaded_states(ranks: Any) -> None:
 
 
 def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
-    """For each strategy, after everything or only states return from the host: whether accessors read the optimizer's
-    own states, and whether they set them."""
+    """Return for each strategy, after all states or only optimizer states return from the host, whether accessors read
+    the optimizer's own states, and whether they set them."""
 
     def moved(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        """Make new tensors of states, as on a device that is not the host."""
+        """Create new tensors of states, as on a device that is not the host."""
         for state in optimizer.state.values():
             state.update({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
 
@@ -161,8 +161,8 @@ def test_an_optimizer_without_states_raises_as_stock(ranks: Any) -> None:
 
 
 def stateless_case() -> list[str]:
-    """What DeepSpeed raises if SGD without momentum is asked for it after a step; ours raises before a step, too."""
-    # Each rank has a part of the weight: one without would wait for those that raise.
+    """Return the errors if states of SGD without momentum are read after a step; ours raises before a step, too."""
+    # Each rank has a part of the weight: a rank without one would wait for ranks that raise.
     job = training.Job(sizes=(13, 37), config={"optimizer": {"params": {"lr": 0.1}}})
     errors = []
 
@@ -207,7 +207,7 @@ def test_accessors_and_steps_read_the_values_that_were_set(
 
 
 def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[tuple[str, list[str]]]:
-    """Of each strategy: which functions have returned something else than was set, or have set something else.
+    """Return for each strategy the functions that return or set other values than were set.
 
     Values are multiples of 1/8, so a step of SGD has no rounding.
     """
@@ -246,7 +246,8 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
 
 
 def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
-    """After a backward at the boundary: which functions do not return what was set, or what a step gets wrong."""
+    """After a backward at the boundary, return functions that do not return set values, and wrong values in the
+    step."""
     generator, wrong = torch.Generator().manual_seed(3), list[str]()
     of_parts = all(hasattr(param, "ds_id") for param in params)
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
@@ -256,7 +257,7 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
         return [torch.randint(-8, 9, shape, generator=generator) / 8.0 for shape in shapes]
 
     def chunk(value: torch.Tensor, param: Any, padding: float = 0.0) -> torch.Tensor:
-        """Return what this rank has of a value."""
+        """Return this rank's part of a value."""
         rank, size = dist.get_rank(param.ds_process_group), param.ds_tensor.ds_numel
         own = value.flatten()[rank * size : (rank + 1) * size]
         return torch.nn.functional.pad(own, (0, size - own.numel()), value=padding)
@@ -307,7 +308,7 @@ def test_incomplete_gradients_cannot_be_read(ranks: Any) -> None:
 
 
 def unfinished_case() -> list[tuple[str, str | None, str | None]]:
-    """What safe_get_full_grad raises after the first and after the last of two micro-steps."""
+    """Return the errors of safe_get_full_grad after the first and after the last of two micro-steps."""
     job = training.Job(accumulation=2)
     rows = []
     for name in ("INI", "IIG", "IGG"):
@@ -328,7 +329,7 @@ def unfinished_case() -> list[tuple[str, str | None, str | None]]:
 
 
 def _optimizer(**states: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-    """Return an optimizer of bf16 weights with these states, of which Muon takes a second tensor of weights."""
+    """Return an optimizer of bf16 weights with these states, and a second tensor of weights for Muon."""
     weights = [torch.zeros(3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     groups = [{"params": [weights[0]]}, {"params": [weights[1]], "use_muon": True}]
     optimizer = torch.optim.SGD(groups, lr=0.1)

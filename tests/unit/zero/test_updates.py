@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updated parameters arrive under the next forward, and before anything reads them."""
+"""Updated parameters are received during the next forward, and before any code reads them."""
 
 import copy
 import threading
@@ -30,7 +30,7 @@ AHEAD = placed("NIG", group_size=1, paro_overlap_updates=True, **SEVERAL_BUCKETS
 @pytest.mark.quick
 def test_reads_wait_for_updated_parameters(ranks: Any) -> None:
     for results in ranks(2).run(by_hand_case):
-        # Whether it has waited, and whether it has read what it would read later.
+        # Whether it has waited, and whether a later read gives the same values.
         assert results == {reader: (True, True) if "stale" not in reader else (False, False) for reader in results}
 
 
@@ -48,7 +48,7 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 
 @contextmanager
 def updates_held_until_waited_for() -> Iterator[threading.Event]:
-    """In this context updates are on their way until somebody waits for them; that sets the event."""
+    """Keep updates in flight in this context until code waits for them; the wait sets the event."""
     gate = threading.Event()
     gather, start, wait_for, drain = (
         FlatUpdates.gather_window,
@@ -87,7 +87,7 @@ def updates_held_until_waited_for() -> Iterator[threading.Event]:
 
 
 def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list[Any]]]:
-    """Each returns what it has read, as it was then; the last one destroys the engine."""
+    """Return readers, each of which returns the values that it has read; the last one destroys the engine."""
     last, kept = model.layers[-1], list(model.parameters())
     copied = {**last._parameters}
     ones = {name: torch.ones_like(param) for name, param in model.named_parameters()}
@@ -146,7 +146,7 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
 
 
 def by_hand_case() -> dict[str, tuple[bool, bool]]:
-    """For each way to read parameters: whether it has waited, and whether it has read what it reads afterwards."""
+    """Return for each way to read parameters whether it has waited, and whether later reads give the same values."""
     job = training.Job(sizes=networks.SQUARE, network=networks.Normed)
     results: dict[str, tuple[bool, bool]] = {}
     with updates_held_until_waited_for() as gate:
@@ -162,15 +162,15 @@ def by_hand_case() -> dict[str, tuple[bool, bool]]:
             values, waited = read(), gate.is_set()
             if reader != "destroy":
                 deepspeed_ext.wait_for_updates()
-            # What is loaded, or is there after the end of an engine, stays.
+            # Loaded values, and values after the end of an engine, do not change.
             now = references if reader in ("load_state_dict", "destroy") else read()
             results[reader] = waited, all(torch.equal(a, b) for a, b in zip(values, now, strict=True))
     return results
 
 
 def iteration_case() -> tuple[bool, bool, list[set[str]]]:
-    """Whether updates were on their way, and whether something has waited for them; then classes of modules'
-    parameters, of copies of modules, and those after the engine."""
+    """Return whether updates were in flight, and whether any code has waited for them; then classes of modules'
+    parameters, of copies of modules, and after the engine."""
     job = training.Job(empty=False)
     classes = []
     with updates_held_until_waited_for() as gate:
@@ -188,8 +188,8 @@ def iteration_case() -> tuple[bool, bool, list[set[str]]]:
 
 
 def compiled_case() -> tuple[bool, list[bool]]:
-    """Whether a compiled model ends with the same weights; whether a compiled function that reads a module's weight
-    has waited for it in two calls, and one that calls the module."""
+    """Return whether a compiled model ends with the same weights, and whether a compiled function that reads a
+    module's weight, and one that calls the module, have waited for it."""
     job = training.Job(empty=False)
     weights, waited = [], []
     for compiled in (False, True):
@@ -226,8 +226,8 @@ LAYER = 16 * 17  # elements
 
 
 def windows_case() -> tuple[set[int], int, list[int], list[str]]:
-    """IIG with default sizes: numbers of sub-groups; elements of the model; those that must have arrived before each
-    layer runs; and what ends with other bits than in one window."""
+    """Train IIG with default sizes; return the number of sub-groups, the elements of the model, the elements that are
+    received before each layer runs, and names whose bits differ from training with one window."""
     small = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
     job = training.Job(sizes=(16,) * 33, dtype="bf16", empty=False, steps=2, zero=small)
     exact = {"paro_quantized_updates": {"bits": "exact"}}
@@ -250,7 +250,7 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
 
 
 def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
-    """Note before each layer of the next forward how many elements have been waited for."""
+    """Record before each layer of the next forward how many elements have been waited for."""
     slices = engine.optimizer.slices["dense"]
     finish = slices._updates.finish
     numbers = {id(started): number for number, started in slices._update_of.items()}
@@ -268,7 +268,7 @@ def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
 
 
 class Gate(nn.Module):
-    """Reads the weight of a part that it never calls, as torch's attention and the gate of DeepSpeed's MoE do."""
+    """Reads the weight of a child without calling it, as torch's attention and the gate of DeepSpeed's MoE do."""
 
     def __init__(self, part: nn.Module | None = None) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ class Gate(nn.Module):
 
 
 def hooked_gathers(model: nn.Module) -> UpdateGathers:
-    """UpdateGathers of a model, a window for each parameter, in their order."""
+    """Return UpdateGathers of a model, with a window for each parameter, in order."""
     positions = {id(param): position for position, param in enumerate(model.parameters())}
     windows = [Window(0, Span(position, 1), (position,)) for position in positions.values()]
     updates = UpdateGathers(windows, mock.Mock(), overlap=True, overlap_updates=True)
@@ -288,14 +288,14 @@ def hooked_gathers(model: nn.Module) -> UpdateGathers:
 
 
 def windows_waited_for(updates: UpdateGathers, model: nn.Module) -> list[int]:
-    """The windows that modules wait for in a forward, one after the other."""
+    """Return the windows that modules wait for in a forward, in order."""
     with mock.patch.object(UpdateGathers, "in_flight", True), mock.patch.object(updates, "wait_for") as wait_for:
         model(torch.ones(1, 4))
     return [call.args[0] for call in wait_for.call_args_list]
 
 
 class Projection(nn.Module):
-    """Calls its part in training, unless it is told to read the weight, as it does in evaluation."""
+    """Calls its child in training, unless it is set to read the weight, as it does in evaluation."""
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
@@ -310,23 +310,23 @@ class Projection(nn.Module):
 
 
 def some_gate() -> nn.Module:
-    """A module that reads the weight of its part, between others."""
+    """Return a module that reads the weight of its child, between other modules."""
     return nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
 
 
 def shared_gates() -> nn.Module:
-    """Two modules that read the weight of one part."""
+    """Return two modules that read the weight of one child."""
     part = nn.Linear(4, 4, bias=False)
     return nn.Sequential(Gate(part), Gate(part))
 
 
 def shared_part() -> nn.Module:
-    """A module that reads the weight of a part that another module calls."""
+    """Return a module that reads the weight of a child that another module calls."""
     part = nn.Linear(4, 4, bias=False)
     return nn.Sequential(Gate(part), nn.Sequential(part))
 
 
-# Windows that modules wait for in two forwards, and in one behind a change.
+# Windows that modules wait for in two forwards, and in one after a change.
 WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
     "read": (some_gate, [4, 1, 2, 4, 4], [1, 2, 4], None, [1, 2, 4]),
     "shared": (shared_gates, [0, 0, 0], [0, 0], None, [0, 0]),
