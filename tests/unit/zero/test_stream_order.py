@@ -138,7 +138,7 @@ UNFOUND = {
     "leaf/gradients.py:LeafGradients.leave_modules:finish": "orders nothing: it is a method of a block",
     "loco/feedback.py:ErrorFeedback._settle:synchronize": _HOST,
     "zero/sharded/coordinator.py:_record_use:record_stream": "a case of tests/unit/campaigns/test_fuzz.py",
-    "zero/sharded/expert_windows.py:WindowGradients._window_transfer:record_stream": "no case reuses that memory in time",
+    "zero/sharded/expert_windows.py:WindowGradients._window_transfer:record_stream": "no case reuses that memory",
     "zero/sharded/expert_windows.py:WindowGathers._window_transfer:wait_for_updates": "prefetched windows have waited",
     "zero/micro_steps.py:MicroSteps.finish_buckets:wait": f"{_READ}, and the boundary waits again",
     "zero/sharded/gathers.py:Gathers.release:drain": "no parameter is read after the end",
