@@ -180,7 +180,7 @@ class ShardedPipelineEngine(PipelineEngine):
     @override
     def _exec_reduce_grads(self) -> None:
         """Flush the pipeline: reduce gradients g -> os, and sum gradients of tied weights over stages."""
-        self._force_grad_boundary = True
+        self._force_grad_boundary = True  # a pipeline of DeepSpeed's has no other accumulation boundary
         try:
             if self.zero_optimization_partition_gradients():
                 self.optimizer.finalize_gradient_accumulation_boundary()

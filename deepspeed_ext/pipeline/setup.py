@@ -72,7 +72,7 @@ def initialize(
         return
     refuse_unsupported(UNSUPPORTED, strategy, engine, module)
     _reject_quantized_tied_updates(config, strategy, module)
-    engine.__class__ = ShardedPipelineEngine
+    engine.__class__ = ShardedPipelineEngine  # before initialization, which already calls its methods
     _fill_empty_groups(module, kwargs)
     # The parent refuses ZeRO-2 and 3 in one assertion, its only use of this name.
     allows_all_stages = SimpleNamespace(gradients=float("inf"))

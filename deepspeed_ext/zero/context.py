@@ -39,7 +39,7 @@ class Context:
     accumulation_dtype: torch.dtype  # dtype in which gradients are summed over micro-batches
     communication_dtype: torch.dtype  # dtype in which gradients are sent, without ``torch.autocast``
     reduce_bucket: int  # maximum number of elements in a bucket of gradients, unless one parameter is larger
-    gather_bucket: int  # maximum number of elements (of whole parameters) in one all-gather
+    gather_bucket: int  # maximum number of elements (of full parameters) in one all-gather
     overlap: bool  # whether transfers may overlap each other and computation (``overlap_comm``)
     offload: bool  # whether optimizer states and gradients of the optimizer's shard are in host memory
     pinned: bool  # whether that host memory is pinned

@@ -19,9 +19,9 @@ Note [Folded experts]
     of the tokens to experts, on any tensor-parallel rank, and all of them combine the results. In the backward,
     gradients of experts and routers are too large by the number of tensor-parallel ranks, and a router's is from the
     rank's share of the tokens. DeepSpeed's ``reduce_autoep_folding_gradient`` corrects a parameter: by a mean over the
-    tensor-parallel ranks, or, for experts, by a division. Each gradient is corrected before it is packed or kept. This
-    is the one place in which strategies differ from DeepSpeed's stages: at the accumulation boundary, where the engine
-    corrects gradients at stage 1, gradients may already be in slices.
+    tensor-parallel ranks, or, for experts, by a division. Each gradient is corrected before it is packed or stored.
+    This is the one place in which strategies differ from DeepSpeed's stages: at the accumulation boundary, where the
+    engine corrects gradients at stage 1, gradients may already be in slices.
 
     If the expert-parallel size is a multiple of the tensor-parallel size, the ranks with the same experts have one
     tensor-parallel number, so they are data-parallel ranks of each other as usual. Other experts of the same layer are

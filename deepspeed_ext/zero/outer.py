@@ -442,7 +442,7 @@ class OuterOptimizer(OuterHooks):
         self.reduce.errors.load_states(state["errors"])
 
     def compatibility(self) -> dict[str, Any]:
-        """Return the values that must be equal for states to be loaded unchanged."""
+        """Return values that two runs must share, so that states of one can be loaded in the other."""
         spans = [(part.number, *part.span, part.offset, part.width) for part in self.fragments]
         return {"groups": self.reduce.size, "rank": self.topology.rank, "fragments": spans, **self.settings.as_dict()}
 

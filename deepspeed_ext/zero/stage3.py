@@ -191,7 +191,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """End a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        """End a micro-step: flush the buckets and, at the accumulation boundary, reduce g -> os."""
         self.leaves.end_of_backward()
         self.reduction.flush_buckets()
         with without_host_synchronization():
@@ -219,7 +219,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drop accumulated gradients."""
+        """Drop accumulated gradients, too."""
         super().zero_grad(set_to_none)
         self.micro_steps.finish_buckets()  # or buckets in flight would be added after the reset
         self.reduction.reset()
@@ -448,7 +448,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Also move back this package's parameters and gradients."""
+        """Reload DeepSpeed's states, and this package's parameters and gradients."""
         self._offloaded.reload(self.offloaded_states & self._offloaded.kinds)
         self.offloaded_states -= self._offloaded.kinds
         super().reload_states(*args, **kwargs)

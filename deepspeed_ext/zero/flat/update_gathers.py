@@ -12,7 +12,7 @@ Note [Updates under the forward]
 
     A parameter may also be read without a call of a module: as an attribute of a module, or from ``parameters()``.
     Both read the module's ``_parameters``, which is replaced by a dictionary that waits for the parameters that it
-    returns (``_WaitingParameters``). Code that has kept a reference to a parameter must call
+    returns (``_WaitingParameters``). Code that stores a reference to a parameter must call
     ``deepspeed_ext.wait_for_updates()`` first.
 """
 

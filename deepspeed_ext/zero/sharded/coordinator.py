@@ -60,7 +60,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
     # DeepSpeed's attributes that are read or written here.
     _PartitionedParameterCoordinator__active_backward_submodules: dict[int, nn.Module]  # in backward now, by ds_id
     _PartitionedParameterCoordinator__allgather_stream: Any  # stream on which parameters are gathered for use
-    fast_sharding_for_leaf_module: bool  # with a granularity threshold: drop gathered leaf modules as a whole
+    fast_sharding_for_leaf_module: bool  # with a granularity threshold: drop gathered leaf modules completely
 
     def __init__(self, *args: Any, group: ProcessGroup | None, **kwargs: Any) -> None:
         self._gathering_group = group

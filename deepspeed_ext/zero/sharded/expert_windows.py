@@ -158,7 +158,7 @@ class WindowGathers:
 class WindowGradients:
     """Reduces the gradients of windows into gradients of dense parameters. See Note [Windows of slices].
 
-    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients are kept unreduced until
+    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients are stored unreduced until
     DeepSpeed passes them on.
     """
 
@@ -178,7 +178,7 @@ class WindowGradients:
         # As ZeRO-3, which counts sequence parallelism only without reduce-scatter.
         self._scale = context.ranks / (1 if optimizer.reduce_scatter else context.sequence_parallel_size)
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
-        self._unreduced_modules: set[int] = set()  # ids of modules with incomplete gradients that are kept unreduced
+        self._unreduced_modules: set[int] = set()  # ids of modules with incomplete gradients that are stored unreduced
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def reduce_window(

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of all families of a stage-3 optimizer: from the parameters' hooks to the shard that a step reads.
 
-With g = N gradients are kept unreduced until the accumulation boundary. Meanwhile a placeholder replaces the shard:
+With g = N gradients are stored unreduced until the accumulation boundary. Meanwhile a placeholder replaces the shard:
 one repeated element, so that DeepSpeed gets tensors of the sizes it expects.
 """
 
@@ -103,7 +103,7 @@ class GradientReduction:
     """Reduces gradients from the parameters' hooks to the optimizer's shard.
 
     Args:
-        optimizer: the optimizer, after it has made its sub-groups and buckets.
+        optimizer: the optimizer, after it has created its sub-groups and buckets.
         slices: shards of the parameters of each family.
     """
 

@@ -35,7 +35,7 @@ class Stage3View:
     _DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition: dict[int, Tensor]  # gradient of each chunk, by ds_id
     grad_partitions_flat_buffer: Any  # the tensor of which these gradients are views; None while it is replaced
     averaged_gradients: dict[int, list[Tensor]]  # gradients that the step reads, of each sub-group
-    inf_or_nan_tracker: Tensor  # bool of one element: whether an overflow was found
+    inf_or_nan_tracker: Tensor  # bool of one element: whether a gradient has overflowed
     norm_for_param_grads: dict[int, Tensor]  # norms of an offloaded optimizer's gradients, by parameter
     loss_scale: float  # factor of the loss in the next backward
     sub_groups_lacking_loss_scale: set[int]  # numbers of sub-groups whose update by Muon has no loss scale yet
