@@ -91,15 +91,15 @@ class WindowGathers:
 
     def __init__(self, slices: Slices, queue: TransferQueue, live: LiveElements) -> None:
         self._slices, self._queue, self._live = slices, queue, live
-        self._gathers_slices = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
-        self._between = self._gathers_slices and slices.topology.sizes.group_size == 1
+        self._uses_full_slices = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
+        self._between = self._uses_full_slices and slices.topology.sizes.group_size == 1
         self._gathered: dict[int, list[tuple[Started | None, list[Tensor]]]] = {}  # id of the module: its passes
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def begin_pass(self, module: WindowedModule) -> None:
         """With p = G, start to gather the I-slices between groups, once per pass."""
         started = None
-        if self._gathers_slices and not self._between:
+        if self._uses_full_slices and not self._between:
             started = self._queue.start(self._gather_slices(module))
         self._gathered.setdefault(id(module), []).append((started, []))
 
