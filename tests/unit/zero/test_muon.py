@@ -227,7 +227,7 @@ def compiling_case() -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(
-    "shape, heads, wanted",
+    "shape, heads, expected",
     [
         ((6, 4), None, [(0, (6, 4), None)]),
         ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix

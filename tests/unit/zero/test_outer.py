@@ -161,7 +161,7 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine, said",
+    "engine, message",
     [
         ({"pipeline_parallelism": True}, "stages of a pipeline .* and paro_outer_optimizer lets .* Remove paro_outer"),
         ({"has_moe_layers": True}, "ranks with the same experts may be in one group alone.* Remove paro_outer"),
