@@ -314,7 +314,7 @@ def feedback_case() -> tuple[float, float, bool, float]:
 def test_nothing_is_saved_while_parameters_are_elsewhere(ranks: Any, tmp_path: Any) -> None:
     for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
         assert refused.startswith("Parameters are offloaded, but with zero_optimization.paro_quantized_updates")
-        assert refused.endswith("Call engine.reload_states() before.") and saved
+        assert refused.endswith("Call engine.reload_states() first.") and saved
 
 
 def offloaded_case(folder: str) -> tuple[str, bool]:
