@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Where model states live, and what moving them costs. Pure: no torch, no DeepSpeed.
+"""Placements of model states, and the cost of redistributing them. Pure: no torch, no DeepSpeed.
 
 Note [Placements, moves and strategies]
     n ranks train data-parallel, in k = n/m groups of m ranks; links inside a group are fast.
@@ -30,7 +30,7 @@ _LEAST_BUCKET = 1 << 22
 
 
 class Placement(IntEnum):
-    """Where a model state is; a greater value is a finer sharding."""
+    """Placement of a model state; a greater value is a finer sharding."""
 
     N = 0
     I = 1

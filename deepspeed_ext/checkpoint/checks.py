@@ -29,7 +29,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.zero.flat.arrivals import BeforeUse
+from deepspeed_ext.zero.flat.update_gathers import WaitHook
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameter_order import first_difference
 
@@ -298,4 +298,4 @@ def _loads_itself(module: nn.Module) -> bool:
     """Return whether a module may rename, drop or resize entries during a load."""
     overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())
-    return overridden or not all(isinstance(hook, BeforeUse) for hook in hooks)
+    return overridden or not all(isinstance(hook, WaitHook) for hook in hooks)

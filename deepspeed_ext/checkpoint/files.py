@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, told
 from deepspeed_ext.checkpoint.owned import replacing, sync
-from deepspeed_ext.zero.writers import CheckpointWriters
+from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 
 if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.asynchronous import AsyncSaves
@@ -153,7 +153,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             with replacing(Path(path)) as new:
                 super().save(state_dict, str(new))
             return
-        if self._writers is not None and self._writers.left_to_others(path):
+        if self._writers is not None and self._writers.is_written_elsewhere(path):
             return
         if isinstance(state_dict, dict) and not holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}

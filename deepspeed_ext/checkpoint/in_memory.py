@@ -86,7 +86,7 @@ def save_in_memory(
     memory = MemorySave(engine, save_dir)
     commit = MemoryCommit(CheckpointFolder(save_dir, tag), dist.get_rank() == 0, True, False, memory=memory)
     with (
-        optimizer.writers.in_each_group(engine, optimizer.topology.inter),
+        optimizer.writers.write_in_each_group(engine, optimizer.topology.inter),
         replaced(files, elsewhere=commit),
         replaced(engine, _copy_recovery_script=lambda save_path: None),  # to disk
     ):

@@ -132,7 +132,7 @@ def _load_checked(
     folder, universally = check.folder, isinstance(check, UniversalCheck)
     errors = engine.optimizer.error_state
     try:
-        with engine.optimizer.writers.numbered(engine):
+        with engine.optimizer.writers.use_rank_numbers(engine):
             check.run(strict)
         residuals, outer = run_on_all_or_raise(
             lambda: (Residuals(engine, folder) if check.states else None, OuterStates(engine, folder, check.states)),
@@ -141,13 +141,13 @@ def _load_checked(
         )
         if universally:
             universal.load_untrained(engine, check.untrained)
-        with _weights_of(engine, check.tag, universally), engine.optimizer.writers.numbered(engine):
+        with _weights_of(engine, check.tag, universally), engine.optimizer.writers.use_rank_numbers(engine):
             loaded = _loaded(lambda: load(engine, check.load_dir, check.tag, **options), folder)
         load_errors = errors.reset if residuals is None else residuals.load
         run_on_all_or_raise(load_errors, f"{folder} was loaded only in part", CheckpointError)
         outer.load()
         # As the save did. Otherwise later updates would have to correct for weights from before the load.
-        engine.optimizer.send_whole()
+        engine.optimizer.resync_parameters()
         return loaded
     finally:
         engine.checkpoint_engine.forget()
@@ -183,7 +183,7 @@ def _ordinary(engine: Engine) -> Iterator[None]:
 def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
     """Return why a checkpoint cannot be loaded without conversion; empty if it can."""
     try:
-        with engine.optimizer.writers.numbered(engine):
+        with engine.optimizer.writers.use_rank_numbers(engine):
             check.run(strict)
         return ""
     except CheckpointError as error:

@@ -51,7 +51,7 @@ def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(engine: Engine, outer: OuterOptimizer) -> dict[str, Any]:
-    return {"strategy": engine.optimizer.strategy.name, **outer.described()}
+    return {"strategy": engine.optimizer.strategy.name, **outer.compatibility()}
 
 
 def save(engine: Engine, files: CheckpointFiles, content: dict[str, Any] | None, save_dir: str, tag: str) -> None:

@@ -51,7 +51,7 @@ def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
         "groups": sizes.groups,
         "group_size": sizes.group_size,
         "strategy": optimizer.strategy.name,
-        "whereabouts": [(name, start, tuple(run)) for name, start, run in optimizer.crossing_spans()],
+        "whereabouts": [(name, start, tuple(run)) for name, start, run in optimizer.inter_group_spans()],
     }
 
 

@@ -46,7 +46,7 @@ def save_checkpoint(
         KeyError: ``client_state`` has the key that the extension uses.
         CheckpointError: on all ranks, if one of them could not write, or if an earlier asynchronous save or export
             failed and has not raised yet. The previous checkpoint is untouched.
-        RuntimeError: parameters are offloaded; see ``ParoOptimizer.send_whole``.
+        RuntimeError: parameters are offloaded; see ``ParoOptimizer.resync_parameters``.
     """
     if HEADER in (client_state or {}):
         raise KeyError(f"client_state has the key {HEADER!r}, which deepspeed_ext uses to record what saved it.")
@@ -70,14 +70,14 @@ def save_checkpoint(
         commit.prepare(WORLD)
         frozen = {} if exclude_frozen_parameters else _frozen(engine)
         snapshot = None if files.aside is None else _snapshot(engine, files.aside)
-        engine.optimizer.send_whole()  # otherwise a run that loads this checkpoint would not continue like this one
+        engine.optimizer.resync_parameters()  # or a run that loads this checkpoint would differ
         outer_content = outer_states.contents(engine)
         header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
         with (
-            engine.optimizer.outer.in_place(),
+            engine.optimizer.outer.use_outer_weights(),
             files.saving(commit.folder, header, writers, snapshot),
-            writers.numbered(engine),
-            engine.optimizer.being_saved(snapshot),
+            writers.use_rank_numbers(engine),
+            engine.optimizer.saving(snapshot),
             replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # `require_same` has compared tags
         ):
             saved: bool = save(

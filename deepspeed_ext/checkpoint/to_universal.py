@@ -13,10 +13,10 @@ Note [Momentum in universal checkpoints]
     In universal checkpoints, momentum has no loss scale, as in a strategy's optimizer.
 
 Note [States in several files]
-    With experts and os = I or N, enough of the first ranks write states to cover all of them (``zero/writers.py``). So
-    dense states, or experts, that are sharded over fewer ranks are repeated in several files. DeepSpeed's converter
-    would concatenate all copies. So it is given only those in the first files, and at stage 3 the number of ranks that
-    share experts according to the files.
+    With experts and os = I or N, enough of the first ranks write states to cover all of them
+    (``zero/checkpoint_ranks.py``). So dense states, or experts, that are sharded over fewer ranks are repeated in
+    several files. DeepSpeed's converter would concatenate all copies. So it is given only those in the first files,
+    and at stage 3 the number of ranks that share experts according to the files.
 
     It reads files in own order (``zero/flat/states.py``) under DeepSpeed's names. It uses their map of parameters, and
     concatenates a parameter's fragments by rank number, which is the order of its elements.
@@ -59,8 +59,8 @@ from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_te
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
-from deepspeed_ext.zero.flat.states import under_deepspeeds_names
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
+from deepspeed_ext.zero.flat.states import with_stock_names
+from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
 from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.native_experts import EXPERTS
 from deepspeed_ext.zero.sharded.partitions import PLACEMENT
@@ -214,7 +214,7 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
 
 def save_rest(args: Any, ds_checkpoint: Any) -> None:
     """Save the states of stages 1 and 2 that belong to no parameter. Arguments are those of DeepSpeed's function."""
-    with _shown_when_loaded(under_deepspeeds_names):
+    with _shown_when_loaded(with_stock_names):
         _save_rest(args, ds_checkpoint)
 
 
@@ -257,7 +257,7 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the scale or the layout of momentum is ambiguous.
     """
-    state = under_deepspeeds_names(state)
+    state = with_stock_names(state)
     stage3 = BASE_OPTIMIZER_STATE not in state
     key = OPTIMIZER_STATE_DICT if stage3 else BASE_OPTIMIZER_STATE
     flats = state[FP32_FLAT_GROUPS if stage3 else SINGLE_PARTITION_OF_FP32_GROUPS]
@@ -291,4 +291,4 @@ def _momentum(state: Mapping[str, Any], saved: Mapping[str, Any], numel: int) ->
             f"Load it with a paro_strategy on as many ranks (NGG for stages 1 and 2, GGG for stage 3), save it, and "
             f"convert that."
         )
-    return unscaled(state, momentum, offloaded=False).float()
+    return unscaled_momentum(state, momentum, offloaded=False).float()

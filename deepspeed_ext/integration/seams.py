@@ -168,10 +168,10 @@ def make_our_optimizer(configure: Callable[..., Any], self: "Engine", optimizer:
         return configure(self, optimizer)
     from deepspeed_ext.config.implied import warn_without_zero_init
     from deepspeed_ext.loco.setup import ConfiguredHops
-    from deepspeed_ext.zero.factory import configure_with
+    from deepspeed_ext.zero.factory import build_optimizer
 
     warn_without_zero_init(self._config, strategy, self.module)
-    result = configure_with(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
+    result = build_optimizer(configure, self, optimizer, strategy=strategy, hops=ConfiguredHops(self, strategy))
     record_optimizer(self._config)
     return result
 
@@ -205,27 +205,27 @@ def modify_in_all_groups(
     fwd_module: Any = None,
     enabled: bool = True,
 ) -> None:
-    from deepspeed_ext.zero.resync import ask_all
-    from deepspeed_ext.zero.sharded.parameter_chunks import listed, replicated, sharded_over_all
-    from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
+    from deepspeed_ext.zero.resync import request_all
+    from deepspeed_ext.zero.sharded.parameter_chunks import as_list, replicated_params, use_global_modifier_ranks
+    from deepspeed_ext.zero.updates_in_flight import wait_for_replicated_parameters
 
-    wait_for_whole_parameters()  # an update in flight would overwrite the modification
+    wait_for_replicated_parameters()  # an update in flight would overwrite the modification
     if modifier_rank is not None:
-        ask_all()  # quantized differences would need several steps to send a large modification
-    if not enabled:  # DeepSpeed ignores the parameters, which may be a generator: ``listed`` would consume it
+        request_all()  # quantized differences would need several steps to send a large modification
+    if not enabled:  # DeepSpeed ignores the parameters, which may be a generator: ``as_list`` would consume it
         init(self, params, modifier_rank, fwd_module, enabled)
         return
-    params = listed(params)
-    with sharded_over_all(replicated(params)):
+    params = as_list(params)
+    with use_global_modifier_ranks(replicated_params(params)):
         init(self, params, modifier_rank, fwd_module, enabled)
 
 
 @_seam
 def broadcast_to_all_groups(leave: Callable[..., Any], self: Any, *exc: object) -> Any:
-    from deepspeed_ext.zero.sharded.parameter_chunks import broadcast_to_replicas, replicated
+    from deepspeed_ext.zero.sharded.parameter_chunks import broadcast_to_replicas, replicated_params
 
     if self.src_rank is not None:
-        broadcast_to_replicas(replicated(self.params), self.src_rank_by_group)
+        broadcast_to_replicas(replicated_params(self.params), self.src_rank_by_group)
     return leave(self, *exc)
 
 

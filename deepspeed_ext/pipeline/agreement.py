@@ -46,7 +46,7 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
     }
 
 
-def require_agreement(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
+def require_same_settings(module: PipelineModule, settings: dict[str, Any], problem: str) -> None:
     """Raise on all ranks if one has a problem, or if a strategy is used and settings differ. Collective.
 
     Raises:
@@ -58,12 +58,12 @@ def require_agreement(module: PipelineModule, settings: dict[str, Any], problem:
             raise ValueError(problem or f"rank {rank}: {other_problem}")
     if not any(other[f"{SECTION}.{STRATEGY}"] for _, other in gathered):
         return  # without a strategy, differences are left to DeepSpeed
-    different = {
+    mismatched = {
         key: values for key in settings if len(set(map(str, values := [other[key] for _, other in gathered]))) > 1
     }
-    if different:
-        listed = "; ".join(f"{key}: {_by_rank(values)}" for key, values in different.items())
-        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {listed}.")
+    if mismatched:
+        texts = "; ".join(f"{key}: {_by_rank(values)}" for key, values in mismatched.items())
+        raise ValueError(f"All stages of a pipeline must have the same configuration, but they have {texts}.")
 
 
 def _by_rank(values: Iterable[Any]) -> str:
@@ -79,11 +79,12 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
     Raises:
         ValueError: the launcher's node size gives groups of different sizes on different stages.
     """
+    # Every rank gathers before any rank raises: the gather is collective.
     sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
         raise ValueError(
-            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
-            f"ranks on each node they are {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
+            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but the "
+            f"ranks on each node give the sizes {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
         )
 
 

@@ -10,8 +10,8 @@ Note [Order of operations in a pipeline]
     and 3, the hop between groups starts during the backward of the last micro-batch, and the rest is sent at the
     flush. The schedule is otherwise unchanged.
 
-    DeepSpeed itself runs no reduction between micro-batches: except on the last stage, its pipeline leaves out the
-    steps that ZeRO takes at the end of a backward. These steps are added here.
+    DeepSpeed itself runs no reduction between micro-batches: except on the last stage, its pipeline omits the steps of
+    ZeRO at the end of a backward. These steps are added here.
 """
 
 import contextlib
@@ -46,6 +46,7 @@ class _Outputs:
 
     def backward(self, gradient: Tensor | Sequence[Tensor]) -> None:
         gradients = [gradient] if isinstance(gradient, Tensor) else gradient
+        # The next stage sends gradients of all floating-point outputs, even of outputs that need none.
         floating = [tensor for tensor in self._tensors if tensor.is_floating_point()]
         pairs = [pair for pair in zip(floating, gradients, strict=True) if pair[0].requires_grad]
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
@@ -78,13 +79,13 @@ class ShardedPipelineEngine(PipelineEngine):
             return ""
         lengths = ", ".join(f"{axis} {axes.get_dim(axis)}" for axis in axes.get_axis_names())
         return (
-            f": each node has one data-parallel rank of a stage (those of the first are the ranks "
-            f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). For groups inside of nodes "
-            f"make pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and cut "
-            f"tensors over fewer ranks than a node has; stages then send their activations between nodes"
+            f": each node has one data-parallel rank of a stage (the first stage has the ranks "
+            f"{data_parallel_ranks(topology.world)}; axes, outermost first: {lengths}). To form groups inside nodes, "
+            f"make pipe the outermost axis, as PipeDataParallelTopology and PipeModelDataParallelTopology do, and use "
+            f"fewer tensor-parallel ranks than a node has; stages then send their activations between nodes"
         )
 
-    def connect(self) -> None:
+    def attach_optimizer(self) -> None:
         """Connect the pipeline to our optimizer. Called once the parent is initialized. Collective over all ranks."""
         self.enable_backward_allreduce = True  # reduce at the end of each backward, as without a pipeline
         self._trains = any(
@@ -94,14 +95,15 @@ class ShardedPipelineEngine(PipelineEngine):
         )
         strategy = active_strategy(self._config)
         self._shards_parameters = strategy is not None and strategy.p != Placement.N
-        self._use_checkpointing_that_stops_early()
+        self._use_torch_checkpointing()
         if isinstance(self.optimizer, ParoOptimizer):  # a stage with nothing to train has none
             require_same_groups(self.module, self.optimizer, bool(tied_stages(self.module)))
             self._tied = TiedGradients(self.module, self.optimizer)
             self.optimizer.gradient_terms.append(self._tied)
+            # Gradients are read only at the flush, so the last buckets of a backward may overlap the next backward.
             self.optimizer.micro_steps.overlap = True
 
-    def _use_checkpointing_that_stops_early(self) -> None:
+    def _use_torch_checkpointing(self) -> None:
         """With sharded parameters, use torch's non-reentrant checkpointing instead of DeepSpeed's.
 
         DeepSpeed's recomputes a segment up to the end of its last module. The end of that forward releases parameters
@@ -116,13 +118,13 @@ class ShardedPipelineEngine(PipelineEngine):
         if options.partition_activations or options.cpu_checkpointing:
             raise ValueError(
                 "pipeline.use_reentrant false with sharded parameters cannot be combined with "
-                "activation_checkpointing.partition_activations and cpu_checkpointing. Remove one of the two."
+                "activation_checkpointing.partition_activations or cpu_checkpointing. Remove one of these keys."
             )
         module.activation_checkpoint_func = functools.partial(torch_checkpoint, use_reentrant=False)
 
     @override
     def destroy(self) -> None:
-        """Destroy the engine as DeepSpeed does, and the process groups that were made for it."""
+        """Destroy the engine as DeepSpeed does, and the process groups that were created for it."""
         super().destroy()
         if self._tied is not None and torch.distributed.is_initialized():
             self._tied.destroy()
@@ -160,13 +162,13 @@ class ShardedPipelineEngine(PipelineEngine):
         self.optimizer.clear_backward_seen_flag()
 
     def _has_gradient(self, buffer_id: int) -> bool:
-        """Return whether a micro-batch has a backward on this stage; a frozen first stage has none."""
+        """Whether a micro-batch has a backward on this stage; a frozen first stage has none."""
         outputs = self.pipe_buffers["outputs"][buffer_id]
         if self.is_pipe_partitioned:
             return True
         tensors = outputs if isinstance(outputs, tuple) else (outputs,)
         if not self._trains and not any(tensor.requires_grad for tensor in tensors):
-            self.pipe_buffers["outputs"][buffer_id] = None
+            self.pipe_buffers["outputs"][buffer_id] = None  # no backward will free these outputs
             return False
         self.pipe_buffers["outputs"][buffer_id] = _Outputs(tensors)
         return True
@@ -177,8 +179,8 @@ class ShardedPipelineEngine(PipelineEngine):
 
     @override
     def _exec_reduce_grads(self) -> None:
-        """Flush the pipeline: move gradients g -> os, and sum those of tied weights over stages."""
-        self._force_grad_boundary = True
+        """Flush the pipeline: reduce gradients g -> os, and sum gradients of tied weights over stages."""
+        self._force_grad_boundary = True  # a pipeline of DeepSpeed's has no other accumulation boundary
         try:
             if self.zero_optimization_partition_gradients():
                 self.optimizer.finalize_gradient_accumulation_boundary()
@@ -199,20 +201,20 @@ class ShardedPipelineEngine(PipelineEngine):
     @override
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> None:
         """Save the layers, gathering one layer's parameters at a time. Collective if parameters are sharded."""
-        for _ in self._layers(modify=False):
+        for _ in self._expose_layers(modify=False):
             super().module_state_dict(exclude_frozen_parameters)
 
     @override
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
         """Load the layers in the same way; then copy the tied weights of the first stage to all others."""
-        for _ in self._layers(modify=True):
+        for _ in self._expose_layers(modify=True):
             super().load_module_state_dict(checkpoint, *args, **kwargs)
         tied = list(self.module.tied_modules.parameters())
         if tied and self._shards_parameters:
             with deepspeed.zero.GatheredParameters(tied, modifier_rank=0):
                 self.module._synchronize_tied_weights()
 
-    def _layers(self, modify: bool) -> Iterator[None]:
+    def _expose_layers(self, modify: bool) -> Iterator[None]:
         """Show DeepSpeed one layer at a time if parameters are sharded; otherwise all of them at once.
 
         All ranks of a stage visit all layers, in the same order, regardless of which rank writes them.

@@ -20,7 +20,7 @@ from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRAT
 from deepspeed_ext.config.section import active_strategy, undecided
 from deepspeed_ext.config.unsupported import Unsupported, refuse_unsupported
 from deepspeed_ext.overrides import replaced
-from deepspeed_ext.pipeline.agreement import device_of, require_agreement, settings_of
+from deepspeed_ext.pipeline.agreement import device_of, require_same_settings, settings_of
 from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngine
 from deepspeed_ext.pipeline.tied import tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
@@ -29,11 +29,11 @@ from deepspeed_ext.strategy import Placement, Strategy
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, module: type(engine) is not PipelineEngine and type(engine).__name__,
-        "{} runs another schedule than 1F1B",
+        "{} does not run the 1F1B schedule",
     ),
     Unsupported(
         lambda engine, module: any(hasattr(param, "ds_id") for param in module.parameters()),
-        "the PipelineModule has parameters that are sharded already; build it outside of deepspeed.zero.Init",
+        "the PipelineModule has sharded parameters; build it outside deepspeed.zero.Init",
     ),
 )
 
@@ -65,23 +65,23 @@ def initialize(
         try:
             strategy = _strategy(config, module, require)
         except (ValueError, RuntimeError) as error:
-            problem = str(error)
-        require_agreement(module, settings_of(config, strategy, module), problem)
+            problem = str(error)  # raised on all ranks below; raised here, it would hang the other ranks' gather
+        require_same_settings(module, settings_of(config, strategy, module), problem)
     if strategy is None:
         init(engine, *args, **kwargs)
         return
     refuse_unsupported(UNSUPPORTED, strategy, engine, module)
-    _refuse_differences_of_tied_weights(config, strategy, module)
-    engine.__class__ = ShardedPipelineEngine
-    _fill_groups(module, kwargs)
+    _reject_quantized_tied_updates(config, strategy, module)
+    engine.__class__ = ShardedPipelineEngine  # before initialization, which already calls its methods
+    _fill_empty_groups(module, kwargs)
     # The parent refuses ZeRO-2 and 3 in one assertion, its only use of this name.
-    no_limit = SimpleNamespace(gradients=float("inf"))
-    with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=no_limit):
+    allows_all_stages = SimpleNamespace(gradients=float("inf"))
+    with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=allows_all_stages):
         init(engine, *args, **kwargs)
-    engine.connect()
+    engine.attach_optimizer()
 
 
-def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
+def _reject_quantized_tied_updates(config: DeepSpeedConfig, strategy: Strategy, module: PipelineModule) -> None:
     """Refuse quantized updates of tied weights: stages divide a weight into different blocks, so copies would differ.
 
     Raises:
@@ -91,16 +91,16 @@ def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strat
     if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
         raise ValueError(
             f"{SECTION}.{QUANTIZED_UPDATES} cannot be combined with tied layers ({', '.join(tied)}) in a pipeline "
-            f"with {STRATEGY} {strategy.name}: the copies of their weights on several stages would differ by what was "
-            f"not sent yet. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
+            f"with {STRATEGY} {strategy.name}: the copies of their weights on different stages would differ by the "
+            f"quantization errors. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
         )
 
 
 def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:
     if undecided(config):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, since their stages have different models. "
-            f"Set one of the strategies; `python -m deepspeed_ext plan` compares them."
+            f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, because their stages have different models. "
+            f"Set a strategy; `python -m deepspeed_ext plan` compares them."
         )
     if active_strategy(config) is None and config.zero_config.stage > 1:
         require()
@@ -112,21 +112,20 @@ def partition_layers(partition: Callable[..., None], module: PipelineModule, *ar
     """Assign each stage its layers with DeepSpeed's ``partition``, unless it is called under ``deepspeed.zero.Init``.
 
     Raises:
-        ValueError: the module is built there. ``zero.Init`` shards parameters over all ranks, including those of other
-            stages, and would wait for them.
+        ValueError: the module is built there. ``zero.Init`` shards parameters over the ranks of all stages, and would
+            wait for the other stages.
     """
     from deepspeed.runtime.zero import partition_parameters
 
     if partition_parameters.zero_init_context:
         raise ValueError(
-            "A PipelineModule cannot be built under deepspeed.zero.Init, which shards parameters over all ranks, "
-            "while each stage has its own. Build it outside: stages hold their own layers only, and shard them "
-            "afterwards."
+            "A PipelineModule cannot be built under deepspeed.zero.Init, which shards parameters over the ranks of "
+            "all stages. Build it outside: each stage builds only its own layers, and shards them afterwards."
         )
     partition(module, *args, **kwargs)
 
 
-def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
+def _fill_empty_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
     """Add a parameter that stays 0 to each of the optimizer's parameter groups with nothing to train on this stage.
 
     Args:
@@ -137,13 +136,13 @@ def _fill_groups(module: PipelineModule, arguments: dict[str, Any]) -> None:
     if isinstance(optimizer, torch.optim.Optimizer):
         groups: list[dict[str, Any]] = optimizer.param_groups
     else:
-        listed = arguments.get("model_parameters")
-        listed = list(module.parameters() if listed is None else listed)
-        if listed and isinstance(listed[0], dict):
-            groups = [{**group, "params": list(group["params"])} for group in listed]
+        params = arguments.get("model_parameters")
+        params = list(module.parameters() if params is None else params)
+        if params and isinstance(params[0], dict):
+            groups = [{**group, "params": list(group["params"])} for group in params]
         else:
-            groups = [{"params": listed}]
-        arguments["model_parameters"] = groups if listed and isinstance(listed[0], dict) else groups[0]["params"]
+            groups = [{"params": params}]
+        arguments["model_parameters"] = groups if params and isinstance(params[0], dict) else groups[0]["params"]
     for number, group in enumerate(groups):
         if not any(param.requires_grad for param in group["params"]):
             filler = nn.Parameter(torch.zeros(1, device=device_of(module)))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of weights that several pipeline stages share, such as those of embedding and head.
+"""Gradients of weights that several pipeline stages share, such as the weights of embedding and head.
 
 Each stage reduces its own gradient of such a weight like any other. Once gradients are sharded as the optimizer's
 states are, ranks of these stages exchange their shards. So no rank ever has the full gradient, and even a compressed
@@ -78,40 +78,41 @@ class _Exchange:
         device = get_accelerator().current_device_name()
         owned = [self._optimizer.owned_gradient(weight) for weight in self._weights]  # on the host if offloaded
         local_shards = [part.to(device) for part in owned]
-        sent = [self._part(local_shards, rank) for rank in range(len(self._stages))]
-        splits = [part.numel() for part in sent]  # also those received: both ranks list their common elements
+        sent = [self._common_elements(local_shards, rank) for rank in range(len(self._stages))]
+        splits = [part.numel() for part in sent]  # and of received parts: both ranks list their common elements
         received = torch.empty_like(bucket := torch.cat(sent))
         dist.all_to_all_single(
             received, bucket, splits, splits, group=self.group, log_name="tied_gradients_all_to_all"
         )
+        # Sums are in fp32, so that 16-bit gradients are rounded only once.
         totals = {
             stage: [torch.zeros_like(part, dtype=torch.float32) for part in local_shards] for stage in self._stages
         }
         for stage_part, part in zip(totals[self._stages[self._rank]], local_shards, strict=True):
             stage_part.copy_(part)
         for rank, content in enumerate(received.split(splits)):
-            self._put(totals[self._stages[rank]], rank, content)
+            self._write_received(totals[self._stages[rank]], rank, content)
         # In the order of stages, so that all of them get the same bits.
         for number, part in enumerate(owned):
             part.copy_(functools.reduce(torch.add, (totals[stage][number] for stage in sorted(totals))))
 
-    def _common(self, rank: int) -> Iterable[tuple[int, Span]]:
+    def _common_spans(self, rank: int) -> Iterable[tuple[int, Span]]:
         """Yield (number of the weight, elements of this rank's shard of it) that another stage's rank has, too."""
         if self._stages[rank] == self._stages[self._rank]:
             return
         for number, (local_span, other) in enumerate(zip(self._spans[self._rank], self._spans[rank], strict=True)):
-            both = local_span.common(other)
-            if both.numel:
-                yield number, both.shifted(-local_span.start)
+            common = local_span.common(other)
+            if common.numel:
+                yield number, common.shifted(-local_span.start)
 
-    def _part(self, held: Sequence[Tensor], rank: int) -> Tensor:
+    def _common_elements(self, shards: Sequence[Tensor], rank: int) -> Tensor:
         """Return the elements that this rank sends to another one, 1D."""
-        return torch.cat([held[0][:0], *(span.of(held[number]) for number, span in self._common(rank))])
+        return torch.cat([shards[0][:0], *(span.of(shards[number]) for number, span in self._common_spans(rank))])
 
-    def _put(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
+    def _write_received(self, parts: Sequence[Tensor], rank: int, content: Tensor) -> None:
         """Copy elements received from another rank to their positions."""
-        common = list(self._common(rank))
-        for (number, span), part in zip(common, split_as(content, [span for _, span in common]), strict=True):
+        pairs = list(self._common_spans(rank))
+        for (number, span), part in zip(pairs, split_as(content, [span for _, span in pairs]), strict=True):
             span.of(parts[number]).copy_(part)
 
 
@@ -137,6 +138,7 @@ def _make_groups(
                 sorted(grid.stage_to_global(stage_id=s, data=d, **coordinates) for s in stages for d in replica)
                 for replica in _replicas(optimizer)
             ]
+            # Collective: ranks without these weights must create the groups, too.
             group = make_groups(lists, None)
             if group is not None and weights:
                 exchanges.append((data_parallel_ranks(group), group, weights))
@@ -144,13 +146,13 @@ def _make_groups(
 
 
 def tied_stages(module: PipelineModule) -> dict[tuple[int, ...], list[str]]:
-    """Return the keys of tied layers by their stages, except those on one stage only, which exchange nothing."""
+    """Return the keys of tied layers by their stages, without layers on only one stage, which exchange nothing."""
     stages: dict[str, set[int]] = {}
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             stages.setdefault(spec.key, set()).add(module.stage_owner(index))
     keys: dict[tuple[int, ...], list[str]] = {}
-    for key in sorted(stages):
+    for key in sorted(stages):  # sorted: all ranks must create the process groups in the same order
         if len(stages[key]) > 1:
             keys.setdefault(tuple(sorted(stages[key])), []).append(key)
     return keys

@@ -19,8 +19,13 @@ from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, family_of
 
 
-def announce(
-    strategy: Strategy, topologies: Topologies, engine: Engine, *, changed: Sequence[str], outer: OuterSettings | None
+def log_strategy(
+    strategy: Strategy,
+    topologies: Topologies,
+    engine: Engine,
+    *,
+    changed_defaults: Sequence[str],
+    outer: OuterSettings | None,
 ) -> None:
     """Log one line on rank 0: versions, strategy, groups, and the equivalent plain stage, if any.
 
@@ -28,30 +33,30 @@ def announce(
     plain stage. If the planner has chosen the strategy, it logs its own warning, and this line is INFO.
 
     Args:
-        changed: DeepSpeed's defaults that have been changed.
+        changed_defaults: DeepSpeed's defaults that have been changed.
         outer: settings of the outer optimizer, if there is one.
     """
     topology = topologies[DENSE]
     chosen = getattr(engine._config, "strategy_was_chosen", False)
     n, m, k = topology.sizes.ranks, topology.sizes.group_size, topology.sizes.groups
     compressed = engine._config.zero_config.zeropp_loco_param is not None
-    defaults = f" (by default here: {', '.join(changed)})" if changed else ""
+    defaults = f" (defaults changed: {', '.join(changed_defaults)})" if changed_defaults else ""
     if engine._config.zero_config.paro_overlap_updates and strategy.p == strategy.os:
-        defaults += f"; {SECTION}.{OVERLAP_UPDATES} changes nothing: with p = os no parameters come back after a step"
+        defaults += f"; {SECTION}.{OVERLAP_UPDATES} has no effect: with p = os no parameters are sent after a step"
     hint = getattr(engine, "layout_hint", lambda *placed: "")(strategy, topology)  # pipelines only
     log_dist(
         f"deepspeed_ext {__version__} on DeepSpeed {deepspeed.__version__}: {strategy.name} "
         f"(p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}; stage {strategy.stage}) "
-        f"over {n} data-parallel ranks in {k} group(s) of {m}{_meaning(strategy, topology.sizes, compressed)}"
-        f"{''.join(_of_experts(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
-        f"{_of_outer(outer)}"
+        f"over {n} data-parallel ranks in {k} group(s) of {m}{_equivalent_stage(strategy, topology.sizes, compressed)}"
+        f"{''.join(_experts_text(name, topologies[name].sizes) for name in experts_of(topologies))}{hint}"
+        f"{_outer_text(outer)}"
         f"{defaults}",
         ranks=[0],
         level=logging.INFO if chosen else logging.WARNING,
     )
 
 
-def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
+def _equivalent_stage(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
     """Describe the equivalent of a strategy if there is one group, or groups are one rank; else nothing."""
     n, m = sizes.ranks, sizes.group_size
     if 1 < m < n:
@@ -60,23 +65,23 @@ def _meaning(strategy: Strategy, sizes: GroupSizes, compressed: bool) -> str:
     size = f"({SECTION}.{GROUP_SIZE} is {m})"
     name = strategy.name.replace(Placement.I.name, (Placement.G if m == n else Placement.N).name)
     plain = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}.get(name, name)
-    nothing = ", and nothing crosses between groups that could be compressed" if compressed and m == n else ""
-    comes_down_to = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
-    return f": {groups}{comes_down_to}{nothing} {size}"
+    uncompressed = ", and there are no messages between groups to compress" if compressed and m == n else ""
+    equivalent = f", so {strategy.name} is {plain} here" if plain != strategy.name else ""
+    return f": {groups}{equivalent}{uncompressed} {size}"
 
 
-def _of_experts(name: str, sizes: GroupSizes) -> str:
+def _experts_text(name: str, sizes: GroupSizes) -> str:
     """Describe the groups of a family of experts."""
     small = ", so I is N for them" if sizes.group_size == 1 else ""
     return f"; experts of {name} over {sizes.ranks} in {sizes.groups} group(s) of {sizes.group_size}{small}"
 
 
-def _of_outer(settings: OuterSettings | None) -> str:
+def _outer_text(settings: OuterSettings | None) -> str:
     """Describe an outer optimizer."""
     if settings is None:
         return ""
     values = ", ".join(f"{name} {value}" for name, value in settings.as_dict().items() if name != "steps")
-    return f"; groups train apart, with an outer step every {settings.steps} steps ({values})"
+    return f"; groups train independently, with an outer step every {settings.steps} steps ({values})"
 
 
 def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine) -> None:
@@ -102,7 +107,7 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     )
     log_dist(
         f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} needs {needed / 1e9:.3g} GB of model states on each "
-        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB and "
+        f"rank, which has {available / 1e9:.3g} GB (the model's parameters {p:.3g} GB, gradients {g:.3g} GB, and "
         f"optimizer states {os:.3g} GB, over {topology.sizes.ranks} ranks in groups of "
         f"{topology.sizes.group_size}). Strategies that fit: {', '.join(fits) or 'none'}.",
         ranks=[0],

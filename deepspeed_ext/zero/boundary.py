@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Buckets of gradients that are reduced between groups at the accumulation boundary, in one order on all ranks.
 
-Note [Leaving early]
+Note [Early reduction]
     Gradients that are sent between groups at the accumulation boundary are completed one by one during the backward of
     the last micro-batch. Ranks may get gradients in different orders, and not all of them, but all ranks must sum the
     same elements. So gradients are divided into *buckets*, fixed for the run, the model's last parameters first. A
@@ -20,16 +20,18 @@ Note [Leaving early]
 
 Note [Usage learned in the first step]
     A member that no rank uses would delay all buckets after its own. The first step finds these members and moves
-    their buckets to the end. No sum and no kept error depends on the order of buckets.
+    their buckets to the end. Neither sums nor error feedback depend on the order of buckets.
 
     A parameter may get several gradients in one backward if modules share it and each is checkpointed reentrantly. Its
-    bucket must not be sent before the last gradient, which cannot be recognized. If that may happen (``once`` false),
+    bucket must not be sent before the last gradient, which cannot be recognized. If that may happen
+    (``single_gradient`` false),
     nothing is sent early in the first step, and a member that has had several gradients delays its bucket forever
     after.
 
-    If all buckets would take too much memory, they are sent early in the first step, too (``again``). If a member gets
-    another gradient afterwards, its bucket is sent again after the backward, with only that gradient. Flags of these
-    buckets are reduced, for which the host waits: in the first step, and if it waits for each bucket anyway.
+    If keeping all buckets would take too much memory, they are sent early in the first step, too. If a member gets
+    another gradient afterwards, its bucket is sent again after the backward, with only that gradient
+    (``buckets_to_resend``). Flags of these buckets are reduced, and the host waits for the result. So this is done in
+    the first step only, unless the host waits for each bucket anyway.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -39,20 +41,20 @@ import torch
 from torch import Tensor
 
 Bucket = TypeVar("Bucket")
-Again = Literal["never", "in the first step", "always"]
+Resend = Literal["never", "in the first step", "always"]
 
 
 class Boundary(Generic[Bucket]):
-    """The buckets of one accumulation. See Note [Leaving early] and Note [Usage learned in the first step].
+    """The buckets of one accumulation. See Note [Early reduction] and Note [Usage learned in the first step].
 
     Args:
         buckets: in the order in which they are sent.
         members: gives the members of a bucket; a member may be in several buckets, and a bucket without members is
             always complete.
         early: whether buckets may be sent before the boundary.
-        once: whether a member gets at most one gradient in a backward.
+        single_gradient: whether a member gets at most one gradient in a backward.
         name: gives the name of a member, for errors.
-        again: when buckets may be sent again after a member has got another gradient.
+        resend: when buckets may be sent again after a member has got another gradient.
     """
 
     def __init__(
@@ -61,18 +63,18 @@ class Boundary(Generic[Bucket]):
         members: Callable[[Bucket], Iterable[Hashable]],
         *,
         early: bool,
-        once: bool = True,
+        single_gradient: bool = True,
         name: Callable[[Any], str] = str,
-        again: Again = "never",
+        resend: Resend = "never",
     ) -> None:
         self._members_of = members
         self._early = early
-        self._once = once
+        self._single_gradient = single_gradient
         self._name = name
-        self._again = again
+        self._resend = resend
         self._used: set[Hashable] = set()  # members that this rank used in the first step
-        self._several: set[Hashable] = set()  # members that have ever had several gradients in one backward
-        self._learned = False
+        self._with_several_gradients: set[Hashable] = set()  # members that have ever got several in one backward
+        self._has_learned = False
         self._arrange(buckets)
 
     def _arrange(self, buckets: Iterable[Bucket]) -> None:
@@ -88,16 +90,16 @@ class Boundary(Generic[Bucket]):
         """Reset for the next accumulation: no member is complete, and no bucket has been sent."""
         self._missing = [len(members) for members in self._members]  # numbers of incomplete members
         self._complete: set[Hashable] = set()
-        self._had: set[Hashable] = set()  # members with a gradient of this backward
-        self._late: set[int] = set()  # numbers of buckets with a gradient that was received after they were sent
+        self._with_gradient: set[Hashable] = set()  # members with a gradient of this backward
+        self._late_buckets: set[int] = set()  # numbers of sent buckets that have got another gradient since
         self._next = 0  # number of the first bucket that has not been sent
 
     @property
-    def begun(self) -> bool:
+    def has_sent(self) -> bool:
         """Whether a bucket has been sent."""
         return self._next > 0
 
-    def ready(self, members: Iterable[Hashable]) -> list[Bucket]:
+    def mark_ready(self, members: Iterable[Hashable]) -> list[Bucket]:
         """Record members with a gradient of the last micro-batch; return the buckets to send now, in order.
 
         Raises:
@@ -107,33 +109,33 @@ class Boundary(Generic[Bucket]):
             return []
         first = self._next
         for member in members:
-            if not self._learned:
+            if not self._has_learned:
                 self._used.add(member)
-            if self._once or self._is_complete(member):
-                self._take(member)
+            if self._single_gradient or self._is_complete(member):
+                self._complete_member(member)
         return self._buckets[first : self._next]
 
     def _is_complete(self, member: Hashable) -> bool:
         """Whether this is a member's last gradient in this backward, judging from earlier backwards."""
         sent = [number for number in self._numbers.get(member, ()) if number < self._next]
-        if sent and not self.may_leave_again:
+        if sent and not self.may_resend:
             raise RuntimeError(
-                f"The parameter {self._name(member)} got another gradient in a backward, after it was reduced between "
-                f"groups, and in the first step of this run it got one only. Set zero_optimization.overlap_comm to "
-                f"false: then it may."
+                f"Parameter {self._name(member)} got another gradient in a backward after its first had been reduced "
+                f"between groups; in the first step of this run it got only one. Set zero_optimization.overlap_comm "
+                f"to false to allow this."
             )
-        self._late.update(sent)
-        if member in self._had:
-            self._several.add(member)
-        self._had.add(member)
-        return (self._learned or self.may_leave_again) and member not in self._several
+        self._late_buckets.update(sent)
+        if member in self._with_gradient:
+            self._with_several_gradients.add(member)
+        self._with_gradient.add(member)
+        return (self._has_learned or self.may_resend) and member not in self._with_several_gradients
 
     @property
-    def may_leave_again(self) -> bool:
+    def may_resend(self) -> bool:
         """Whether buckets may be sent again in this backward."""
-        return self._again == "always" or (self._again == "in the first step" and not self._learned)
+        return self._resend == "always" or (self._resend == "in the first step" and not self._has_learned)
 
-    def _take(self, member: Hashable) -> None:
+    def _complete_member(self, member: Hashable) -> None:
         if member not in self._complete:
             self._complete.add(member)
             for number in self._numbers.get(member, ()):
@@ -142,37 +144,40 @@ class Boundary(Generic[Bucket]):
         while self._next < len(self._missing) and not self._missing[self._next]:
             self._next += 1
 
-    def rest(self) -> list[Bucket]:
+    def pop_remaining(self) -> list[Bucket]:
         """Return the buckets that have not been sent, in order, and reset: the backward has ended."""
-        rest, late = self._buckets[self._next :], self._late
+        remaining, late = self._buckets[self._next :], self._late_buckets
         self.clear()
-        self._late = late  # for ``again``
-        return rest
+        self._late_buckets = late  # for ``buckets_to_resend``
+        return remaining
 
-    def again(self, largest: Callable[[Tensor], Tensor]) -> list[Bucket]:
-        """Return the buckets to send again, in order, after ``rest``. Collective if there may be any.
+    def buckets_to_resend(self, max_over_ranks: Callable[[Tensor], Tensor]) -> list[Bucket]:
+        """Return the buckets to send again, in order, after ``pop_remaining``. Collective if there may be any.
 
         Args:
-            largest: see ``learn``. Buckets in flight must have been received: other ranks may wait for them first.
+            max_over_ranks: see ``learn_usage``. Buckets in flight must have been received: other ranks may wait for
+                them first.
         """
-        if not self.may_leave_again:
+        if not self.may_resend:
             return []
-        late = largest(torch.tensor([float(number in self._late) for number in range(len(self._buckets))]))
-        self._late.clear()
-        return [bucket for bucket, again in zip(self._buckets, late.tolist(), strict=True) if again]
+        late = max_over_ranks(
+            torch.tensor([float(number in self._late_buckets) for number in range(len(self._buckets))])
+        )
+        self._late_buckets.clear()
+        return [bucket for bucket, resend in zip(self._buckets, late.tolist(), strict=True) if resend]
 
-    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Record parameter usage in the first step whose last micro-batch was known in advance. Collective, once.
 
         Args:
-            largest: gives the elementwise maximum over all ranks.
+            max_over_ranks: gives the elementwise maximum over all ranks.
         """
-        if not self._early or self._learned or not self._buckets:
+        if not self._early or self._has_learned or not self._buckets:
             return
         members = list(dict.fromkeys(member for bucket in self._buckets for member in self._members_of(bucket)))
-        used_by_any = largest(torch.tensor([float(member in self._used) for member in members]))
+        used_by_any = max_over_ranks(torch.tensor([float(member in self._used) for member in members]))
         unused = {member for member, used in zip(members, used_by_any.tolist(), strict=True) if not used}
         # A stable sort by reduced flags, so the new order is the same on all ranks.
         self._arrange(sorted(self._buckets, key=lambda bucket: not unused.isdisjoint(self._members_of(bucket))))
-        self._learned = True
+        self._has_learned = True
         self._used.clear()

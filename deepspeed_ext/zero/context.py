@@ -39,12 +39,12 @@ class Context:
     accumulation_dtype: torch.dtype  # dtype in which gradients are summed over micro-batches
     communication_dtype: torch.dtype  # dtype in which gradients are sent, without ``torch.autocast``
     reduce_bucket: int  # maximum number of elements in a bucket of gradients, unless one parameter is larger
-    gather_bucket: int  # maximum number of elements (of whole parameters) in one all-gather
+    gather_bucket: int  # maximum number of elements (of full parameters) in one all-gather
     overlap: bool  # whether transfers may overlap each other and computation (``overlap_comm``)
     offload: bool  # whether optimizer states and gradients of the optimizer's shard are in host memory
     pinned: bool  # whether that host memory is pinned
     sequence_parallel_size: int  # number of ranks that count as one data-parallel rank in the mean
-    ahead: bool  # whether a step may end before updated parameters are received (``paro_overlap_updates``)
+    overlap_updates: bool  # whether a step may end before updated parameters are received (``paro_overlap_updates``)
     readers: list[StateReader] = field(default_factory=list)  # notified of changes; the only mutable part
 
     @classmethod
@@ -70,7 +70,7 @@ class Context:
         return cls(
             strategy=strategy,
             families=families,
-            reductions=ReductionStream(takes_turns=strategy.p == Placement.N),
+            reductions=ReductionStream(double_buffered=strategy.p == Placement.N),
             accumulation_dtype=accumulation_dtype,
             communication_dtype=communication_dtype,
             reduce_bucket=int(config.reduce_bucket_size),
@@ -79,7 +79,7 @@ class Context:
             offload=offload,
             pinned=offload and section.pin_memory,
             sequence_parallel_size=int(groups._get_sequence_parallel_world_size()),
-            ahead=config.paro_overlap_updates,
+            overlap_updates=config.paro_overlap_updates,
         )
 
     @property

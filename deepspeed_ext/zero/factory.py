@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import deepspeed.runtime.engine
-import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class: before we replace it
+import deepspeed.runtime.superoffload.superoffload_stage3  # subclasses stage 3's class, so import it before the swap
 import deepspeed.runtime.zero.stage3
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -27,18 +27,19 @@ from deepspeed_ext.leaf.setup import choose_by_budget
 from deepspeed_ext.overrides import bypassed, replaced
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero import native_experts
-from deepspeed_ext.zero.announcement import announce, warn_if_too_large
+from deepspeed_ext.zero.announcement import log_strategy, warn_if_too_large
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, Families, Topologies, families_of, topologies_of
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
-from deepspeed_ext.zero.sharded.coordinator import coordinator_of
+from deepspeed_ext.zero.sharded.coordinator import use_coordinator
 from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from deepspeed_ext.zero.updates_in_flight import wait_for_whole_parameters
+from deepspeed_ext.zero.updates_in_flight import wait_for_replicated_parameters
 
-_TO_FILES = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")  # an engine's methods that export weights
+# Methods of an engine that export weights.
+_EXPORT_METHODS = ("save_16bit_model", "_zero3_consolidated_16bit_state_dict")
 
 
 class Hops(Protocol):
@@ -62,12 +63,12 @@ class EngineHops(Hops, Protocol):
 class _Call:
     """Arguments that an engine passed to a class."""
 
-    called: str
+    class_name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
-def _recording(name: str) -> Callable[..., _Call]:
+def _call_recorder(name: str) -> Callable[..., _Call]:
     """Return a function that replaces a class, and returns its arguments instead of an instance."""
 
     def record(*args: Any, **kwargs: Any) -> _Call:
@@ -76,7 +77,7 @@ def _recording(name: str) -> Callable[..., _Call]:
     return record
 
 
-def configure_with(
+def build_optimizer(
     configure: Callable[..., Any], engine: Engine, optimizer: object, *, strategy: Strategy, hops: EngineHops
 ) -> Any:
     """Run ``DeepSpeedEngine._configure_zero_optimizer`` with our classes instead of DeepSpeed's.
@@ -92,21 +93,23 @@ def configure_with(
         RuntimeError: the engine did not look the class up under the expected name.
     """
     refuse_unsupported(UNSUPPORTED, strategy, engine, optimizer)
-    _refuse_replaced_methods(strategy)
-    wait_for_whole_parameters()  # updates of an earlier engine, before the new one reads its parameters
+    _reject_patched_methods(strategy)
+    wait_for_replicated_parameters()  # updates of an earlier engine, before the new one reads its parameters
     outer: OuterSettings | None = engine._config.zero_config.paro_outer_optimizer
     alone = strategy.os == Placement.N or outer is not None
     topology = get_topology(engine.seq_data_parallel_group, engine._config.zero_config.paro_group_size, alone=alone)
     topologies = topologies_of(engine, topology, alone=alone)
-    changed = use_streams(engine._config, strategy)
-    announce(strategy, topologies, engine, changed=changed, outer=outer)
+    changed_defaults = use_overlap_defaults(engine._config, strategy)
+    log_strategy(strategy, topologies, engine, changed_defaults=changed_defaults, outer=outer)
     choose_by_budget(engine._config.zero_config, engine.module)
     warn_if_too_large(strategy, topologies, engine)
     if outer is not None:
         topologies = {DENSE: topology.intra_topology()}
     call = _capture_call(configure, engine, optimizer, strategy)
     builders = {"DeepSpeedZeroOptimizer": _make_stage12, "DeepSpeedZeroOptimizer_Stage3": _make_stage3}
-    result = builders.get(call.called, _make_inference)(call, strategy, topologies, hops, engine._config.zero_config)
+    result = builders.get(call.class_name, _make_inference)(
+        call, strategy, topologies, hops, engine._config.zero_config
+    )
     _adapt_engine(engine, result, topology, strategy)
     if outer is not None and isinstance(result, ParoOptimizer):
         add_outer_optimizer(result, outer, topology, hops.outer(outer.bits), engine)
@@ -122,28 +125,28 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     engine_module = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would disable overlap, with a warning
-            stack.enter_context(replaced(engine, zero_overlap_comm=_overlap_nothing))
-            record = _recording("DeepSpeedZeroOptimizer")
+            stack.enter_context(replaced(engine, zero_overlap_comm=_return_false))
+            record = _call_recorder("DeepSpeedZeroOptimizer")
             stack.enter_context(replaced(engine_module, DeepSpeedZeroOptimizer=record))
         else:
-            stack.enter_context(native_experts.sharded(engine))
-            stack.enter_context(replaced(engine_module, DeepSpeedZeRoOffload=_recording("DeepSpeedZeRoOffload")))
-            record = _recording("DeepSpeedZeroOptimizer_Stage3")
+            stack.enter_context(native_experts.allow_sharding(engine))
+            stack.enter_context(replaced(engine_module, DeepSpeedZeRoOffload=_call_recorder("DeepSpeedZeRoOffload")))
+            record = _call_recorder("DeepSpeedZeroOptimizer_Stage3")
             stack.enter_context(replaced(deepspeed.runtime.zero.stage3, DeepSpeedZeroOptimizer_Stage3=record))
         call = configure(engine, optimizer)
     if not isinstance(call, _Call):
         raise RuntimeError(
-            f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
+            f"expected the engine to create its optimizer for {strategy.name} by DeepSpeed's class name, got "
             f"{type(call)}"
         )
     return call
 
 
-def _overlap_nothing() -> bool:
+def _return_false() -> bool:
     return False
 
 
-def _refuse_replaced_methods(strategy: Strategy) -> None:
+def _reject_patched_methods(strategy: Strategy) -> None:
     """Reject third-party patches that would have no effect.
 
     Raises:
@@ -151,8 +154,9 @@ def _refuse_replaced_methods(strategy: Strategy) -> None:
     """
     if methods := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}: that code would have no effect. Turn off "
-            f"what replaces the method (in axolotl: lora_fp32_gradients), or remove {SECTION}.{STRATEGY}."
+            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}, which other code has patched: its patch "
+            f"would have no effect. Turn off that patch (in axolotl: lora_fp32_gradients), or remove "
+            f"{SECTION}.{STRATEGY}."
         )
 
 
@@ -176,22 +180,22 @@ def add_outer_optimizer(
         settings=settings,
         hops=(hops.reduce(between, "outer"), hops.gather(between, "outer")),
         shards=optimizer,
-        report=_reporter(engine) if engine.monitor.enabled else None,
+        report=_monitor_writer(engine) if engine.monitor.enabled else None,
     )
     optimizer.outer = outer
-    optimizer.norms.skip_together(topology.inter)
+    optimizer.norms.set_skip_group(topology.inter)
     optimizer.gradient_terms.append(outer)
-    for name in _TO_FILES:
+    for name in _EXPORT_METHODS:
         setattr(engine, name, _with_outer_weights(getattr(engine, name), outer))
 
 
-def _reporter(engine: Engine) -> Callable[[Mapping[str, float]], None]:
+def _monitor_writer(engine: Engine) -> Callable[[Mapping[str, float]], None]:
     """Return a function that writes an outer step's measures to the engine's monitor, on rank 0."""
 
-    def report(found: Mapping[str, float]) -> None:
+    def report(measures: Mapping[str, float]) -> None:
         if engine.global_rank == 0:
             samples = engine.global_samples
-            engine.monitor.write_events([(f"Train/Outer/{name}", value, samples) for name, value in found.items()])
+            engine.monitor.write_events([(f"Train/Outer/{name}", value, samples) for name, value in measures.items()])
 
     return report
 
@@ -200,11 +204,11 @@ def _with_outer_weights(save: Callable[..., Any], outer: OuterOptimizer) -> Call
     """Wrap a method that saves a group's weights, so that it saves the outer weights."""
 
     @functools.wraps(save)
-    def saved(*args: Any, **kwargs: Any) -> Any:
-        with outer.in_place():
+    def save_outer_weights(*args: Any, **kwargs: Any) -> Any:
+        with outer.use_outer_weights():
             return save(*args, **kwargs)
 
-    return saved
+    return save_outer_weights
 
 
 def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config: ZeroConfig) -> Topologies:
@@ -213,9 +217,9 @@ def _topologies_of_reductions(strategy: Strategy, topologies: Topologies, config
     If ranks may reduce at different times relative to gathers, gradients need separate process groups, because
     collectives of one group need one order.
     """
-    at_any_time = config.overlap_comm and Placement.N not in (strategy.p, strategy.os) and strategy.g != Placement.G
+    unordered = config.overlap_comm and Placement.N not in (strategy.p, strategy.os) and strategy.g != Placement.G
     during_gathers = strategy.p == Placement.G or strategy.g == Placement.N
-    if not (at_any_time and during_gathers) or is_pairwise(topologies[DENSE].world):
+    if not (unordered and during_gathers) or is_pairwise(topologies[DENSE].world):
         return topologies
     return {name: get_topology(base.world, base.sizes.group_size, separate=True) for name, base in topologies.items()}
 
@@ -243,42 +247,42 @@ def _make_stage3(
     reductions = _topologies_of_reductions(strategy, topologies, config)
     families = families_of(topologies, reductions, hops.gather, hops.reduce, config.reduce_scatter)
     context = _context(call, config, strategy, families)
-    return Stage3Optimizer(*call.args, **call.kwargs, context=context, gathering=GatherSettings.of(config))
+    return Stage3Optimizer(*call.args, **call.kwargs, context=context, gathering=GatherSettings.from_config(config))
 
 
 def _make_inference(
     call: _Call, strategy: Strategy, topologies: Topologies, hops: Hops, config: ZeroConfig
 ) -> DeepSpeedZeRoOffload:
     """Shard and gather parameters of an engine without an optimizer."""
-    with coordinator_of(topologies[DENSE].shard_group(strategy.p)):
+    with use_coordinator(topologies[DENSE].shard_group(strategy.p)):
         offload = DeepSpeedZeRoOffload(*call.args, **call.kwargs)
     context = _context(call, config, strategy, families_of(topologies, topologies, hops.gather))
-    ShardedParameters(context, module=call.args[0], offload=offload, settings=GatherSettings.of(config))
+    ShardedParameters(context, module=call.args[0], offload=offload, settings=GatherSettings.from_config(config))
     return offload
 
 
-def _adapt_engine(engine: Engine, made: object, topology: Topology, strategy: Strategy) -> None:
+def _adapt_engine(engine: Engine, optimizer: object, topology: Topology, strategy: Strategy) -> None:
     """Disable engine code that our optimizer replaces, and select the ranks that write files."""
 
     def is_first_weights_partition_group() -> bool:
-        if isinstance(made, Stage3Optimizer) and made.writers.writes is not None:
-            return bool(made.writers.writes)
+        if isinstance(optimizer, Stage3Optimizer) and optimizer.writers.is_writer is not None:
+            return bool(optimizer.writers.is_writer)
         return topology.rank < topology.sizes.group_size  # every group holds all states
 
     if strategy.p != Placement.N and strategy.os == Placement.I:
         engine.is_first_weights_partition_group = is_first_weights_partition_group
-    engine._reduce_autoep_folding_tp_replicated_gradients = _reduce_nothing
-    if isinstance(made, Stage12Optimizer):
-        made.updates.watch(engine.module)
-        if made.updates.arrivals.ahead:  # HF's Trainer calls it between a step and the next forward
-            engine.zero_grad = made.updates.arrivals.unread(engine.zero_grad)
+    engine._reduce_autoep_folding_tp_replicated_gradients = _skip_reduction
+    if isinstance(optimizer, Stage12Optimizer):
+        optimizer.updates.install_hooks(engine.module)
+        if optimizer.updates.gathers.overlap_updates:  # HF's Trainer calls it between a step and the next forward
+            engine.zero_grad = optimizer.updates.gathers.without_waiting(engine.zero_grad)
 
 
-def _reduce_nothing() -> None:
+def _skip_reduction() -> None:
     """Replace the engine's correction of folded experts' gradients, which our optimizers have already corrected."""
 
 
-def use_streams(config: Config, strategy: Strategy) -> list[str]:
+def use_overlap_defaults(config: Config, strategy: Strategy) -> list[str]:
     """Change DeepSpeed's defaults that prevent overlap on devices with streams; keep values set by the user.
 
     By default DeepSpeed's throughput timer synchronizes host and device, including communication, at the end of each
@@ -288,16 +292,16 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
     Returns:
         Changes, in words.
     """
-    changed: list[str] = []
+    changed_defaults: list[str] = []
     if get_accelerator().is_synchronized_device():
-        return changed
+        return changed_defaults
     if "synchronized" not in config.timers_config.model_fields_set:
         config.timers_config.synchronized = False
-        changed.append("timers.throughput.synchronized false")
+        changed_defaults.append("timers.throughput.synchronized false")
     zero = config.zero_config
     # DeepSpeed rejects overlap_comm at stage 1 if the caller manages accumulation.
-    possible = strategy.stage > 1 or config.managed_gradient_accumulation
-    if not zero.overlap_comm and as_given(config._param_dict, "overlap_comm") is None and possible:
+    overlap_allowed = strategy.stage > 1 or config.managed_gradient_accumulation
+    if not zero.overlap_comm and as_given(config._param_dict, "overlap_comm") is None and overlap_allowed:
         zero.overlap_comm = True
-        changed.append(f"{SECTION}.overlap_comm true")
-    return changed
+        changed_defaults.append(f"{SECTION}.overlap_comm true")
+    return changed_defaults

@@ -19,9 +19,9 @@ Note [Folded experts]
     of the tokens to experts, on any tensor-parallel rank, and all of them combine the results. In the backward,
     gradients of experts and routers are too large by the number of tensor-parallel ranks, and a router's is from the
     rank's share of the tokens. DeepSpeed's ``reduce_autoep_folding_gradient`` corrects a parameter: by a mean over the
-    tensor-parallel ranks, or, for experts, by a division. Each gradient is corrected before it is packed or kept. This
-    is the one place in which strategies differ from DeepSpeed's stages: at the accumulation boundary, where the engine
-    corrects gradients at stage 1, gradients may already be in slices.
+    tensor-parallel ranks, or, for experts, by a division. Each gradient is corrected before it is packed or stored.
+    This is the one place in which strategies differ from DeepSpeed's stages: at the accumulation boundary, where the
+    engine corrects gradients at stage 1, gradients may already be in slices.
 
     If the expert-parallel size is a multiple of the tensor-parallel size, the ranks with the same experts have one
     tensor-parallel number, so they are data-parallel ranks of each other as usual. Other experts of the same layer are
@@ -90,17 +90,17 @@ def error_state_of(families: Families, family_of_buffer: Callable[[int], str]) -
         families: all families of an optimizer.
         family_of_buffer: returns the family of a flat buffer, by the number that hops use.
     """
-    several = len(families) > 1
+    has_experts = len(families) > 1
 
-    def path_of(buffer: int) -> tuple[str, ...]:
-        return ("families", family_of_buffer(buffer)) if several else ()
+    def key_path_of(buffer: int) -> tuple[str, ...]:
+        return ("families", family_of_buffer(buffer)) if has_experts else ()
 
     states = {
-        (("families", name) if several else ()) + place: state
+        (("families", name) if has_experts else ()) + key_path: state
         for name, family in families.items()
-        for place, state in family.reduce.inter.error_states().items()
+        for key_path, state in family.reduce.inter.error_states().items()
     }
-    return states[()] if states.keys() == {()} else CombinedErrorState(states, path_of)
+    return states[()] if states.keys() == {()} else CombinedErrorState(states, key_path_of)
 
 
 def topologies_of(engine: Engine, dense: Topology, alone: bool) -> Topologies:
@@ -139,14 +139,15 @@ def families_of(
     """
     families = {}
     for name, topology in topologies.items():
-        over, prefix = reductions[name], "" if name == DENSE else f"{name}_"  # prefix in records and traces
+        reduction_topology, prefix = reductions[name], "" if name == DENSE else f"{name}_"  # in records and traces
         intra, inter = f"{prefix}intra", f"{prefix}inter"
         families[name] = Family(
             name,
             topology,
             ParameterRedistribution(GatherHop(topology.intra, intra), gather(topology.inter, inter)),
             GradientRedistribution(
-                make_reduce(over.intra, intra, reduce_scatter), reduce(over.inter, inter, reduce_scatter)
+                make_reduce(reduction_topology.intra, intra, reduce_scatter),
+                reduce(reduction_topology.inter, inter, reduce_scatter),
             ),
         )
     return families

@@ -23,39 +23,39 @@ class LossScale(GradientScale):
 
     def __init__(self, optimizer: ScaledOptimizer) -> None:
         self._optimizer = optimizer
-        self._of_step: float | None = None  # DeepSpeed's scale when the running step began; None outside of steps
-        self._of_autocast: float | None = None  # torch's scale in this step, once it has been read
+        self._step_scale: float | None = None  # DeepSpeed's scale when the running step began; None outside of steps
+        self._autocast_scale: float | None = None  # torch's scale in this step, once it has been read
 
     @property
     def stepping(self) -> bool:
         """Whether a step is running."""
-        return self._of_step is not None
+        return self._step_scale is not None
 
     def begin_step(self) -> None:
         """Record DeepSpeed's scale for this step."""
-        self._of_step = float(self._optimizer.loss_scale)
+        self._step_scale = float(self._optimizer.loss_scale)
 
     def end_step(self) -> None:
         """Use DeepSpeed's current scale again: the step has ended, or failed."""
-        self._of_step = None
+        self._step_scale = None
 
     def refresh(self) -> None:
         """Read torch's scale after a step, if it is used: the host waits for the device here, not for each message."""
-        if self._of_autocast is not None:
-            self._of_autocast = None
+        if self._autocast_scale is not None:
+            self._autocast_scale = None
             self.value()
 
     def value(self) -> float:
         """Return the factor by which gradients of this step are multiplied."""
-        if self._of_autocast is None:
+        if self._autocast_scale is None:
             scaler = self._optimizer.torch_autocast_gradscaler
-            self._of_autocast = float(scaler.get_scale()) if scaler else 1.0
-        return self._of_deepspeed() * self._of_autocast
+            self._autocast_scale = float(scaler.get_scale()) if scaler else 1.0
+        return self._deepspeed_scale() * self._autocast_scale
 
-    def _of_deepspeed(self) -> float:
-        return float(self._optimizer.loss_scale) if self._of_step is None else self._of_step
+    def _deepspeed_scale(self) -> float:
+        return float(self._optimizer.loss_scale) if self._step_scale is None else self._step_scale
 
-    def of_update(self, number: int, unscaled: set[int] | None) -> float:
+    def update_factor(self, number: int, unscaled: set[int] | None) -> float:
         """Return the factor of an update that replaces the gradient of a flat shard.
 
         Args:
@@ -66,4 +66,4 @@ class LossScale(GradientScale):
         if unscaled is None:
             return self.value()
         unscaled.add(number)
-        return self.value() / self._of_deepspeed()
+        return self.value() / self._deepspeed_scale()

@@ -45,27 +45,27 @@ def newton_schulz_flops(rows: int, columns: int, method: str) -> float:
     return float(8 * short**2 * long + 28 * short**3)
 
 
-def matrices_of(shape: Sequence[int], heads: int | None, method: str, most: float) -> Iterator[Matrices]:
-    """Yield a parameter's matrices, together if they cost at most ``most``.
+def matrices_of(shape: Sequence[int], heads: int | None, method: str, max_flops: float) -> Iterator[Matrices]:
+    """Yield a parameter's matrices, together if they cost at most ``max_flops``.
 
-    As in ``muon_update``, the last two dimensions are a matrix, and those before count matrices (packed experts). A
-    kernel of four dimensions is one matrix, with a row for each output channel, and a projection of attention heads
-    may have a matrix for each head. (``muon_update`` fails with kernels, because it does not restore the shape of
-    their update; here it is passed the matrix.)
+    As in ``muon_update``, the last two dimensions are a matrix, and earlier dimensions count matrices (packed
+    experts). A kernel of four dimensions is one matrix, with a row for each output channel, and a projection of
+    attention heads may have a matrix for each head. (``muon_update`` fails with kernels, because it does not restore
+    the shape of their update; here it is passed the matrix.)
 
     Args:
         shape: shape of the parameter, with at least two dimensions.
         heads: number of heads into which its rows are divided, if any.
         method: "gram" or "standard".
-        most: maximum number of FLOPs.
+        max_flops: maximum number of FLOPs.
 
     Raises:
         ValueError: heads do not divide the rows, or the parameter does not have two dimensions.
     """
     if heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
         raise ValueError(
-            f"Muon was to orthogonalize {heads} attention heads (muon_num_heads) of a parameter of shape "
-            f"{tuple(shape)}: it needs two dimensions, of which the first is a multiple of the heads."
+            f"muon_num_heads is {heads} for a parameter of shape {tuple(shape)}: expected two dimensions, the first a "
+            f"multiple of muon_num_heads."
         )
     if not math.prod(shape):
         return
@@ -74,9 +74,9 @@ def matrices_of(shape: Sequence[int], heads: int | None, method: str, most: floa
         rows = shape[0] // count if heads else math.prod(shape[1:-1])
         inner = 1 if heads else math.prod(shape[1:-2])
         flops = inner * newton_schulz_flops(rows // inner, shape[-1], method)
-        together = count if count * flops <= most else max(1, int(most / flops))
-        for first in range(0, count, together):
-            number = min(together, count - first)
+        per_part = count if count * flops <= max_flops else max(1, int(max_flops / flops))
+        for first in range(0, count, per_part):
+            number = min(per_part, count - first)
             part_shape = (number * rows, shape[-1]) if heads else (number, *shape[1:])
             yield Matrices(first * rows * shape[-1], part_shape, number if heads else None, number * flops)
         return

@@ -18,14 +18,14 @@ class FamilyGradients(Protocol):
     """Gradients of one parameter family that are being reduced."""
 
     @property
-    def has_left(self) -> bool:
+    def has_sent(self) -> bool:
         """Whether gradients of this accumulation have been sent as if they were complete."""
 
     def drain(self) -> None:
         """Wait for all buckets."""
 
-    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
-        """Record which parameters the first step uses; see ``Boundary.learn``. Collective, once."""
+    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        """Record which parameters the first step uses; see ``Boundary.learn_usage``. Collective, once."""
 
 
 class AccumulatingOptimizer(Protocol):
@@ -54,8 +54,8 @@ class MicroSteps:
         self.overlap = False
         self._flush_follows = False  # whether this backward is the last one before a boundary that the caller declares
         self._context, self._optimizer = context, optimizer
-        self._last_was_known = False  # whether the last micro-batch of an accumulation was known before its backward
-        self._full = self._least = 1
+        self._last_was_declared = False  # whether an accumulation's last backward was declared before it ran
+        self._bucket_size = self._smallest = 1
 
     @property
     def is_last(self) -> bool:
@@ -79,20 +79,21 @@ class MicroSteps:
         finally:
             self._flush_follows = False
 
-    def end(self) -> None:
+    def end_micro_step(self) -> None:
         """End a micro-step whose buckets have been flushed; at the accumulation boundary reduce g -> os.
 
         Raises:
-            RuntimeError: the boundary was taken back during the backward.
+            RuntimeError: the boundary was canceled during the backward.
         """
         boundary = self._optimizer.is_gradient_accumulation_boundary()
-        self._last_was_known = boundary or self._flush_follows
+        self._last_was_declared = boundary or self._flush_follows
         if boundary:
             self._optimizer.sync_gradients()
-        elif not self._flush_follows and any(gradients.has_left for gradients in self._optimizer.gradients.values()):
+        elif not self._flush_follows and any(gradients.has_sent for gradients in self._optimizer.gradients.values()):
             raise RuntimeError(
-                "The accumulation boundary was taken back during a backward: gradients are already on their way "
-                "between groups. Set it before the backward, or zero_optimization.overlap_comm to false."
+                "The accumulation boundary was canceled during a backward, but gradients are already being reduced "
+                "between groups. Call set_gradient_accumulation_boundary before the backward, or set "
+                "zero_optimization.overlap_comm to false."
             )
         elif not self.overlap:
             self.finish_buckets()
@@ -104,26 +105,26 @@ class MicroSteps:
                 gradients.drain()
         self._context.reductions.wait()  # or the current stream would read incomplete sums
 
-    def learn(self) -> None:
+    def learn_usage(self) -> None:
         """Record unused parameters, if the last micro-batch of the step was known in advance. Collective, once."""
-        if self._last_was_known:
+        if self._last_was_declared:
             for gradients in self._optimizer.gradients.values():
-                gradients.learn(partial(all_reduce_max, group=self._context.topology.world))
+                gradients.learn_usage(partial(all_reduce_max, group=self._context.topology.world))
 
     # Bucket size ######################################################################################
 
-    def measure(self, numels: Iterable[int]) -> int:
+    def set_bucket_size(self, numels: Iterable[int]) -> int:
         """Set the bucket size, and return its number of elements.
 
         Args:
             numels: elements of all trained parameters; empty ones are ignored.
         """
         filled = [numel for numel in numels if numel]
-        self._full = full_bucket(self._context.reduce_bucket, sum(filled))
-        self._least = min(filled, default=1)
-        return self._full
+        self._bucket_size = full_bucket(self._context.reduce_bucket, sum(filled))
+        self._smallest = min(filled, default=1)
+        return self._bucket_size
 
     def is_full(self, bucket: Any) -> bool:
         """Whether no other parameter fits into a DeepSpeed bucket. DeepSpeed would keep the bucket until a parameter
         does not fit, which takes as long as the backward of another layer."""
-        return bool(bucket.elements and bucket.elements + self._least > self._full)
+        return bool(bucket.elements and bucket.elements + self._smallest > self._bucket_size)

@@ -3,7 +3,7 @@
 """Muon's momentum in checkpoints: conversion from DeepSpeed's stages to a rank's elements.
 
 Note [Momentum of DeepSpeed's stages]
-    Our momentum has the elements whose weights a rank has, like any state, in fp32, of gradients without the loss
+    Our momentum has the elements whose weights a rank has, as every state, in fp32, of gradients without the loss
     scale. The same holds for DeepSpeed with optimizer offload. DeepSpeed's stage 3 differs only in loss scales. Its
     stages 1 and 2 without offload have, on each rank, the momentum of all elements of each parameter that is partly on
     the rank, one after the other, without padding. Without offload, DeepSpeed's momentum is of gradients with the loss
@@ -23,7 +23,7 @@ from deepspeed_ext.zero.shards import Member
 MOMENTUM_SCALE = "paro_momentum_scale"  # in a rank's state dict: factor of momentum
 
 
-def of_partition(momentum: Tensor, members: Sequence[Member], chunk: int) -> Tensor:
+def partition_momentum(momentum: Tensor, members: Sequence[Member], chunk: int) -> Tensor:
     """Return a partition's part (1D) of the momentum (1D) of all elements of its parameters."""
     own, offset = momentum.new_zeros(chunk), 0
     for member in members:
@@ -37,7 +37,7 @@ def saved_scale(loss_scale: float) -> float:
     return 2.0 ** (math.frexp(loss_scale)[1] - 1)
 
 
-def unscaled(state: Mapping[str, Any], momentum: Tensor, offloaded: bool) -> Tensor:
+def unscaled_momentum(state: Mapping[str, Any], momentum: Tensor, offloaded: bool) -> Tensor:
     """Return momentum of gradients without the loss scale.
 
     Args:
@@ -58,6 +58,6 @@ def with_momentum(states: Mapping[int, Mapping[str, Any]], momenta: Mapping[int,
     return new_states
 
 
-def sharded_otherwise(saved: str, wanted: str) -> ValueError:
-    """Return the error for optimizer states that are sharded differently: as ``saved``, not as ``wanted``."""
-    return ValueError(f"The optimizer states of the checkpoint are {saved}, but those of this run {wanted}.")
+def sharding_mismatch(saved: str, expected: str) -> ValueError:
+    """Return the error for optimizer states that are sharded differently: as ``saved``, not as ``expected``."""
+    return ValueError(f"The checkpoint has optimizer states {saved}, but this run expects {expected}.")

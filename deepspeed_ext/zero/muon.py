@@ -24,7 +24,8 @@ Note [Muon]
 
     Each family of parameters (``families.py``) has its own owners and rounds, among the ranks that share its states:
     the owner of an expert is a rank that has this expert. All ranks start the rounds of all families in one order,
-    dense ones first. Ranks with other experts have as many rounds of matrices of the same shapes, over other groups.
+    dense families first. Ranks with other experts run the same number of rounds, with matrices of the same shapes,
+    over other groups.
 
     The order is that of DeepSpeed's stages: overflow check, Muon, norm and clipping of the updates, step. A skipped
     step does not change the momentum. DeepSpeed's function ``muon_update`` orthogonalizes, with its handling of heads,
@@ -93,7 +94,7 @@ class FlatShards(Protocol):
         """Called after updates have replaced the gradients of these flat shards."""
 
 
-class _Owned(NamedTuple):
+class _OwnedMatrices(NamedTuple):
     """Matrices that this rank owns, and their spans in received data, or in the shard; in order."""
 
     shard: FlatShard
@@ -113,18 +114,18 @@ class _Round(NamedTuple):
         collectives: collectives over the ranks that share the states of this family.
         sent: number of elements for each owner; ``received``: number from each rank.
         owned: matrices of this rank.
-        widths: elements of each owner, if every rank receives all updates; ``back``: offsets of parts in these.
-        stays: whether nothing is sent.
+        widths: elements of each owner, if every rank receives all updates; ``offsets``: offsets of parts in these.
+        is_local: whether nothing is sent.
     """
 
     parts: list[tuple[FlatShard, Span]]
     collectives: Collectives
     sent: list[int]
     received: list[int]
-    owned: list[_Owned]
+    owned: list[_OwnedMatrices]
     widths: Sequence[int] = ()
-    back: Sequence[int] = ()
-    stays: bool = False
+    offsets: Sequence[int] = ()
+    is_local: bool = False
 
 
 def uses_muon(optimizer: Any) -> bool:
@@ -141,8 +142,8 @@ class Muon:
     """
 
     def __init__(self, context: Context, optimizer: FlatShards) -> None:
-        self._context, self._of = context, optimizer
-        self._staged: dict[int, Tensor] = {}  # number of a shard: its momentum if the step is applied
+        self._context, self._optimizer = context, optimizer
+        self._staged_momenta: dict[int, Tensor] = {}  # number of a shard: its momentum if the step is applied
         self._shards: list[FlatShard] = []
         self._rounds: list[_Round] | None = None
 
@@ -153,121 +154,121 @@ class Muon:
     @torch.no_grad()
     def apply(self) -> None:
         """Replace gradients by updates, once in a step. Collective over the ranks that share the states."""
-        if self._staged:
+        if self._staged_momenta:
             return
         if self._rounds is None:
             self._plan()
         for shard in self._shards:
-            self._advance(shard)
-        scale, unscaled = self._of.gradient_scale, self._of.unscaled_updates
-        factors = {shard.number: scale.of_update(shard.number, unscaled) for shard in self._shards}
+            self._stage_momentum(shard)
+        scale, unscaled = self._optimizer.gradient_scale, self._optimizer.unscaled_updates
+        factors = {shard.number: scale.update_factor(shard.number, unscaled) for shard in self._shards}
         if self._shards:
             try:
                 for step_round in self._rounds or ():
-                    self._queue.submit(self._exchange(step_round), partial(self._take, step_round, factors))
+                    self._queue.submit(self._exchange(step_round), partial(self._write_updates, step_round, factors))
                 self._queue.drain()
             except BaseException:
                 self._queue.drop()  # or another step would continue these rounds
                 raise
-            self._of.gradients_replaced(self._shards)
+            self._optimizer.gradients_replaced(self._shards)
 
     def finish_step(self, applied: bool) -> None:
         """Keep the staged momentum of an applied step, and drop that of a skipped step."""
-        for number, staged in self._staged.items() if applied else ():
+        for number, staged in self._staged_momenta.items() if applied else ():
             old = self._state(number)[MOMENTUM]
             # Without an overflow check gradients may not be finite, which must not affect later steps.
             torch.where(staged.isfinite().all(), staged, old, out=old)
-        self._staged.clear()
+        self._staged_momenta.clear()
 
     # On the shards ####################################################################################
 
     def _state(self, number: int) -> dict[str, Any]:
-        state: dict[str, Any] = self._of.optimizer.state[self._of.shard_weights(number)]
+        state: dict[str, Any] = self._optimizer.optimizer.state[self._optimizer.shard_weights(number)]
         return state
 
     def _group(self, shard: FlatShard) -> dict[str, Any]:
-        group: dict[str, Any] = self._of.optimizer.param_groups[shard.group]
+        group: dict[str, Any] = self._optimizer.optimizer.param_groups[shard.group]
         return group
 
-    def _advance(self, shard: FlatShard) -> None:
+    def _stage_momentum(self, shard: FlatShard) -> None:
         """Stage the momentum of this step."""
-        state, weights = self._state(shard.number), self._of.shard_weights(shard.number)
+        state, weights = self._state(shard.number), self._optimizer.shard_weights(shard.number)
         if MOMENTUM not in state:
             state[MOMENTUM] = torch.zeros_like(weights, dtype=torch.float32, requires_grad=False)
         if state[MOMENTUM].dtype != torch.float32:  # a load of a universal checkpoint rounds it to the weights' dtype
             state[MOMENTUM] = state[MOMENTUM].float()
-        old, gradient = state[MOMENTUM], self._of.shard_gradient(shard.number)
+        old, gradient = state[MOMENTUM], self._optimizer.shard_gradient(shard.number)
         staged = torch.empty_like(old)  # not in place: a skipped step must not change the momentum
         for parts in zip(*(full.split(self._context.reduce_bucket) for full in (staged, old, gradient)), strict=True):
             torch.lerp(parts[1], self._unscaled(parts[2]), 1 - self._group(shard)["momentum"], out=parts[0])
-        self._staged[shard.number] = staged
+        self._staged_momenta[shard.number] = staged
 
     def _unscaled(self, gradient: Tensor) -> Tensor:
-        scale = self._of.gradient_scale.value()
+        scale = self._optimizer.gradient_scale.value()
         return gradient.float() if scale == 1 else gradient.to(torch.float32, copy=True).div_(scale)
 
-    def _look_ahead(self, shard: FlatShard, span: Span) -> Tensor:
+    def _nesterov_momentum(self, shard: FlatShard, span: Span) -> Tensor:
         """Return Nesterov's momentum of this rank's elements, on the device."""
-        gradient = span.of(self._of.shard_gradient(shard.number))
-        staged = span.of(self._staged[shard.number])
-        ahead = torch.lerp(self._unscaled(gradient), staged, self._group(shard)["momentum"])
-        return ahead.to(device=get_accelerator().current_device_name(), dtype=self._wire)
+        gradient = span.of(self._optimizer.shard_gradient(shard.number))
+        staged = span.of(self._staged_momenta[shard.number])
+        momentum = torch.lerp(self._unscaled(gradient), staged, self._group(shard)["momentum"])
+        return momentum.to(device=get_accelerator().current_device_name(), dtype=self._wire)
 
-    def _take(self, one: _Round, factors: dict[int, float], arrived: Tensor) -> None:
+    def _write_updates(self, step_round: _Round, factors: dict[int, float], updates: Tensor) -> None:
         """Replace this rank's gradients in a round by updates."""
-        starts = one.back or _offsets([span.numel for _, span in one.parts])
-        for (shard, span), start in zip(one.parts, starts, strict=True):
-            update = arrived.narrow(0, start, span.numel)
+        starts = step_round.offsets or _offsets([span.numel for _, span in step_round.parts])
+        for (shard, span), start in zip(step_round.parts, starts, strict=True):
+            update = updates.narrow(0, start, span.numel)
             factor = factors[shard.number]
-            target = span.of(self._of.shard_gradient(shard.number))
+            target = span.of(self._optimizer.shard_gradient(shard.number))
             target.copy_(update if factor == 1 else update.float() * factor)
 
     # Between ranks ####################################################################################
 
-    def _exchange(self, one: _Round) -> Transfer:
-        """Send parts to owners, orthogonalize, and return this rank's parts of updates, in the order of ``_take``."""
+    def _exchange(self, step_round: _Round) -> Transfer:
+        """Send parts to owners, orthogonalize, and return this rank's parts of updates, for ``_write_updates``."""
         device = get_accelerator().current_device_name()
         if self._replicated:
-            rank, ranks = one.collectives.rank, one.collectives.size
-            updates = torch.empty(one.widths[rank], dtype=self._wire, device=device)
-            self._orthogonalize_own(one, updates)
-            if one.stays:
+            rank, ranks = step_round.collectives.rank, step_round.collectives.size
+            updates = torch.empty(step_round.widths[rank], dtype=self._wire, device=device)
+            self._orthogonalize_own(step_round, updates)
+            if step_round.is_local:
                 return updates
-            gathered = updates.new_empty(sum(one.widths))
+            gathered = updates.new_empty(sum(step_round.widths))
             # Not all backends have an all-gather of unequal parts.
-            yield one.collectives.all_to_all(
-                gathered, updates.repeat(ranks), [updates.numel()] * ranks, "all_gather", one.widths
+            yield step_round.collectives.all_to_all(
+                gathered, updates.repeat(ranks), [updates.numel()] * ranks, "all_gather", step_round.widths
             )
             return gathered
-        ahead = [self._look_ahead(*part) for part in one.parts]
-        parts = torch.cat(ahead) if ahead else torch.empty(0, dtype=self._wire, device=device)
-        del ahead
-        if one.stays:
-            self._orthogonalize(one, parts)
+        momenta = [self._nesterov_momentum(*part) for part in step_round.parts]
+        parts = torch.cat(momenta) if momenta else torch.empty(0, dtype=self._wire, device=device)
+        del momenta
+        if step_round.is_local:
+            self._orthogonalize(step_round, parts)
             return parts
-        matrices = parts.new_empty(sum(one.received))
-        yield one.collectives.all_to_all(matrices, parts, one.sent, "all_to_all", one.received)
-        self._orthogonalize(one, matrices)
-        yield one.collectives.all_to_all(parts, matrices, one.received, "all_to_all", one.sent)
+        matrices = parts.new_empty(sum(step_round.received))
+        yield step_round.collectives.all_to_all(matrices, parts, step_round.sent, "all_to_all", step_round.received)
+        self._orthogonalize(step_round, matrices)
+        yield step_round.collectives.all_to_all(parts, matrices, step_round.received, "all_to_all", step_round.sent)
         return parts
 
-    def _orthogonalize(self, one: _Round, flat: Tensor) -> None:
+    def _orthogonalize(self, step_round: _Round, flat: Tensor) -> None:
         """Replace each matrix in received data (1D) by its update."""
-        for owned in one.owned:
+        for owned in step_round.owned:
             pieces = [span.of(flat) for span in merge_neighbors(owned.spans)]
             update = self._update(owned, pieces[0] if len(pieces) == 1 else torch.cat(pieces))
             for piece, part in zip(pieces, update.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(part)
 
-    def _orthogonalize_own(self, one: _Round, flat: Tensor) -> None:
+    def _orthogonalize_own(self, step_round: _Round, flat: Tensor) -> None:
         """Write the updates of this rank's matrices, whose elements it has, one after the other."""
         offset = 0
-        for owned in one.owned:
+        for owned in step_round.owned:
             (span,) = owned.spans  # in the shard
-            flat.narrow(0, offset, span.numel).copy_(self._update(owned, self._look_ahead(owned.shard, span)))
+            flat.narrow(0, offset, span.numel).copy_(self._update(owned, self._nesterov_momentum(owned.shard, span)))
             offset += span.numel
 
-    def _update(self, owned: _Owned, matrix: Tensor) -> Tensor:
+    def _update(self, owned: _OwnedMatrices, matrix: Tensor) -> Tensor:
         """Return the update of matrices, 1D, in their dtype. ``matrix``: 1D."""
         from deepspeed.runtime.zero.muon.original_muon import muon_update  # compiles kernels on import
 
@@ -290,8 +291,10 @@ class Muon:
 
     def _plan(self) -> None:
         """Choose owners and rounds, from data that is equal on all ranks."""
-        if uses_muon(self._of.optimizer):
-            self._shards = [shard for shard in self._of.flat_shards() if self._group(shard).get("use_muon", False)]
+        if uses_muon(self._optimizer.optimizer):
+            self._shards = [
+                shard for shard in self._optimizer.flat_shards() if self._group(shard).get("use_muon", False)
+            ]
         self._rounds = []
         if not self._shards:
             return
@@ -315,13 +318,15 @@ class Muon:
         elements = [0] * ranks
         for owner, job in zip(owners, jobs, strict=True):
             elements[owner] += job.span.numel
-        most = min(self._context.reduce_bucket, -(-max(elements) // ROUNDS))
+        max_numel = min(self._context.reduce_bucket, -(-max(elements) // ROUNDS))
         result = []
-        for numbers in rounds(jobs, owners, most):
+        for numbers in rounds(jobs, owners, max_numel):
             by_owner = sorted(numbers, key=lambda number: (owners[number], number))
             assigned = [(*entries[number], jobs[number], owners[number]) for number in by_owner]
             result.append(
-                self._gathers(collectives, assigned) if self._replicated else self._round(collectives, assigned)
+                self._gather_round(collectives, assigned)
+                if self._replicated
+                else self._exchange_round(collectives, assigned)
             )
         return result
 
@@ -342,16 +347,16 @@ class Muon:
             for matrices in matrices_of(member.shape, heads, method, total / ranks):
                 yield shard, member, matrices
 
-    def _round(self, collectives: Collectives, some: Sequence[_Assigned]) -> _Round:
-        """Return this rank's part of a round. ``some``: matrices, owner by owner."""
+    def _exchange_round(self, collectives: Collectives, assigned: Sequence[_Assigned]) -> _Round:
+        """Return this rank's part of a round. ``assigned``: matrices, owner by owner."""
         rank, ranks = collectives.rank, collectives.size
         sent, received, parts = [0] * ranks, [0] * ranks, []
-        for shard, member, _, job, owner in some:
+        for shard, member, _, job, owner in assigned:
             own_span = job.local_span(rank)
             if own_span.numel:
                 parts.append((shard, own_span.shifted(member.offset - member.span.start)))
                 sent[owner] += own_span.numel
-        own = [entry for entry in some if entry[-1] == rank]
+        own = [entry for entry in assigned if entry[-1] == rank]
         # Each rank sends its parts of matrices in the order of the matrices.
         incoming: list[list[tuple[int, Span]]] = []  # for each of ``own``, ranks and spans in their messages
         for _, _, _, job, _ in own:
@@ -363,25 +368,29 @@ class Muon:
                     received[holder] += numel
         begins = _offsets(received)
         owned = [
-            _Owned(shard, member.param, matrices, [span.shifted(begins[holder]) for holder, span in spans])
+            _OwnedMatrices(shard, member.param, matrices, [span.shifted(begins[holder]) for holder, span in spans])
             for (shard, member, matrices, _, _), spans in zip(own, incoming, strict=True)
         ]
-        return _Round(parts, collectives, sent, received, owned, stays=all(job.is_local for _, _, _, job, _ in some))
+        return _Round(
+            parts, collectives, sent, received, owned, is_local=all(job.is_local for _, _, _, job, _ in assigned)
+        )
 
-    def _gathers(self, collectives: Collectives, some: Sequence[_Assigned]) -> _Round:
+    def _gather_round(self, collectives: Collectives, assigned: Sequence[_Assigned]) -> _Round:
         """Return a round in which every rank has all elements, and receives all updates."""
-        filled = [0] * collectives.size
+        numels = [0] * collectives.size
         places, parts, owned = [], [], []
-        for shard, member, matrices, _, owner in some:
+        for shard, member, matrices, _, owner in assigned:
             span = matrices.span.shifted(member.offset)
-            places.append((owner, filled[owner]))
+            places.append((owner, numels[owner]))
             parts.append((shard, span))
-            filled[owner] += span.numel
+            numels[owner] += span.numel
             if owner == collectives.rank:
-                owned.append(_Owned(shard, member.param, matrices, [span]))
-        begins = _offsets(filled)
-        back = [begins[owner] + at for owner, at in places]
-        return _Round(parts, collectives, [], [], owned, widths=filled, back=back, stays=collectives.size == 1)
+                owned.append(_OwnedMatrices(shard, member.param, matrices, [span]))
+        begins = _offsets(numels)
+        offsets = [begins[owner] + at for owner, at in places]
+        return _Round(
+            parts, collectives, [], [], owned, widths=numels, offsets=offsets, is_local=collectives.size == 1
+        )
 
 
 def _offsets(numels: Sequence[int]) -> list[int]:

@@ -10,8 +10,8 @@ Note [MoE layers with sharded parameters]
     Experts of these layers can be sharded. In each forward a layer calls all experts of the rank, in one order and
     with equally many rows, with or without tokens, so ranks gather the same parameters in the same order. Its gate
     reads the weight of a module that it does not call, so the weight is registered (``register_external_parameter``).
-    Otherwise DeepSpeed detects it in the first forward, after recording which parameters the gate uses, and takes the
-    next forward for a change of the model.
+    Otherwise DeepSpeed detects it in the first forward, after recording which parameters the gate uses, and considers
+    the next forward a changed model.
 
     A checkpoint has weights of experts in the shards, as AutoEP's. DeepSpeed also writes its file for each expert, but
     from parameters that are not gathered, so the file is empty.
@@ -32,7 +32,7 @@ EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 
 
 @contextmanager
-def sharded(engine: Engine) -> Iterator[None]:
+def allow_sharding(engine: Engine) -> Iterator[None]:
     """Mark experts of ``MoE`` layers as shardable while the engine creates its optimizer of stage 3."""
     layers = native_mixtures(engine.module)
     if not layers:

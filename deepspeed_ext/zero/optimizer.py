@@ -25,25 +25,25 @@ from deepspeed_ext.comm.relayout import DeferredExchange
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import override, replaced
 from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import Families, error_state_of
 from deepspeed_ext.zero.loss_scale import LossScale
 from deepspeed_ext.zero.micro_steps import MicroSteps
 from deepspeed_ext.zero.muon import Muon
 from deepspeed_ext.zero.norms import Norms
-from deepspeed_ext.zero.outer import InnerStepsOnly
+from deepspeed_ext.zero.outer import OuterHooks
 from deepspeed_ext.zero.resync import Resync
-from deepspeed_ext.zero.shards import CrossingSpan
+from deepspeed_ext.zero.shards import InterGroupSpan
 from deepspeed_ext.zero.state_dtypes import keep_state_dtypes
 from deepspeed_ext.zero.streams import ReductionStream
-from deepspeed_ext.zero.writers import CheckpointWriters
 
 
 class GradientTerm(Protocol):
-    """Gradients that are not from this rank's backward: those of tied weights, or of other groups."""
+    """Gradients that are not from this rank's backward: gradients of tied weights, or of other groups."""
 
     def complete_gradients(self) -> None:
-        """Add these gradients to those of the optimizer's shard. Collective."""
+        """Add these gradients to the optimizer's shard. Collective."""
 
 
 class ParoOptimizer(ZeROOptimizer, ABC):
@@ -62,14 +62,14 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     gradient_scale: LossScale  # loss scale of this step's gradients
     norms: Norms  # global norm and overflow
     resync: Resync  # decides which updates are sent in full
-    outer = InnerStepsOnly()  # outer optimizer between groups
+    outer = OuterHooks()  # outer optimizer between groups
     gradient_terms: list[GradientTerm]  # gradients that are added at the accumulation boundary, in this order
     writers: CheckpointWriters  # ranks that write files of optimizer states
     unscaled_updates: set[int] | None  # DeepSpeed's record of flat shards whose gradient is an update without the loss
     # scale; None with optimizer offload
     deferred_exchange: DeferredExchange | None = None  # sends parts of ``state_dict`` later; None: at once
     is_saved = False  # whether a checkpoint is being saved, which changes no model state
-    _begun = False  # whether ``finalize_gradient_accumulation_boundary`` has already begun the next step
+    _has_begun_step = False  # whether ``finalize_gradient_accumulation_boundary`` has already begun the next step
 
     # Attributes of DeepSpeed's optimizers of both stages.
     optimizer: Any  # the torch optimizer that steps on the shards
@@ -108,7 +108,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Return the gradient of ``owned_span``, 1D, at the accumulation boundary; a view."""
 
     @abstractmethod
-    def crossing_spans(self) -> list[CrossingSpan]:
+    def inter_group_spans(self) -> list[InterGroupSpan]:
         """Return the spans of each trained parameter among the gradients that this rank sends between groups."""
 
     @abstractmethod
@@ -120,7 +120,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """
 
     @contextmanager
-    def being_saved(self, deferred_exchange: DeferredExchange | None) -> Iterator[None]:
+    def saving(self, deferred_exchange: DeferredExchange | None) -> Iterator[None]:
         """Mark calls of ``state_dict`` in this context as part of a save."""
         self.is_saved, self.deferred_exchange = True, deferred_exchange
         try:
@@ -139,15 +139,16 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         for term in self.gradient_terms:
             term.complete_gradients()
 
-    def send_whole(self) -> None:
-        """Send the optimizer's weights to all ranks, rounded to the parameters' dtype, if updates are quantized.
+    def resync_parameters(self) -> None:
+        """Send the optimizer's weights in full to all ranks, rounded to the parameters' dtype, if updates are
+        quantized.
 
         See Note [Resync] in ``resync.py``. Collective.
 
         Raises:
             RuntimeError: parameters are offloaded.
         """
-        if not self.resync.always:
+        if not self.resync.always_in_full:
             self.send_parameters()
 
     @abstractmethod
@@ -161,9 +162,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
     def _require_parameters(self) -> None:
         if OffloadStateTypeEnum.lp_params in self.offloaded_states:
             raise RuntimeError(
-                "Parameters are offloaded, and with zero_optimization.paro_quantized_updates or paro_outer_optimizer "
-                "all ranks are sent them before a checkpoint is saved, and after a load. Call engine.reload_states() "
-                "before."
+                "Parameters are offloaded, but with zero_optimization.paro_quantized_updates or paro_outer_optimizer "
+                "they are sent to all ranks before a checkpoint is saved and after a load. Call "
+                "engine.reload_states() first."
             )
 
     @override
@@ -172,7 +173,7 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         self.context.before_step()
         self.set_gradient_accumulation_boundary(True)
         self.sync_gradients()
-        self._begun = True
+        self._has_begun_step = True
 
     # The step #########################################################################################
 
@@ -189,12 +190,12 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         return result
 
     def _begin_step(self) -> None:
-        if not self._begun:  # it may raise, which is too late after gradients were reduced for this step
+        if not self._has_begun_step:  # it may raise, which is too late after gradients were reduced for this step
             self.context.before_step()
-        self._begun = False
+        self._has_begun_step = False
         self.outer.begin_step()
         self.gradient_scale.begin_step()
-        self.resync.vote()
+        self.resync.reduce_requests()
 
     def _finish_step(self) -> None:
         self.gradient_scale.refresh()
@@ -271,9 +272,9 @@ class ParoOptimizer(ZeROOptimizer, ABC):
         """Reduce norms over all pipeline stages."""
         self.norms.reduce(tensor, op, super()._model_parallel_all_reduce)
 
-    def _global_norm(self, norm_of_this: Callable[[], Tensor]) -> Tensor:
+    def _global_norm(self, local_norm: Callable[[], Tensor]) -> Tensor:
         """Return the norm over all parts of the model; see ``Norms.norm``."""
-        return self.norms.norm(norm_of_this, super()._model_parallel_all_reduce)
+        return self.norms.norm(local_norm, super()._model_parallel_all_reduce)
 
 
 def is_replica(param: Tensor) -> bool:

@@ -46,8 +46,8 @@ from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
 
 
-class InnerStepsOnly:
-    """Null object for runs without an outer optimizer."""
+class OuterHooks:
+    """Methods that an optimizer calls on its outer optimizer; they do nothing in runs without one."""
 
     def begin_step(self) -> None:
         """Called before a step.
@@ -71,14 +71,14 @@ class InnerStepsOnly:
     def restart(self) -> None:
         """Reset to the optimizer's weights, which were set on all ranks."""
 
-    def take(self, number: int, span: Span) -> None:
+    def copy_weights(self, number: int, span: Span) -> None:
         """Copy elements of a flat shard that were set on all ranks."""
 
     def drop(self) -> None:
         """Abandon transfers in flight."""
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def use_outer_weights(self) -> Iterator[None]:
         """Set the optimizer's and the model's weights to the outer weights in this context."""
         yield
 
@@ -93,7 +93,7 @@ def outer_weights(engine: Any) -> Iterator[None]:
         engine: DeepSpeed's engine; no step may be taken in this context.
     """
     outer = getattr(engine.optimizer, "outer", None)
-    with outer.in_place() if isinstance(outer, InnerStepsOnly) else nullcontext():
+    with outer.use_outer_weights() if isinstance(outer, OuterHooks) else nullcontext():
         yield
 
 
@@ -146,7 +146,7 @@ class Fragment:
         return [row.shifted(self.span.start) for row in rows]
 
 
-class OuterOptimizer(InnerStepsOnly):
+class OuterOptimizer(OuterHooks):
     """Averages the changes of groups. See Note [Outer steps].
 
     Args:
@@ -179,18 +179,18 @@ class OuterOptimizer(InnerStepsOnly):
         self._shards = shards
         self._report = report
         self._device = get_accelerator().current_device_name()
-        self._kept = "cpu" if settings.offload == "cpu" else self._device
+        self._state_device = "cpu" if settings.offload == "cpu" else self._device
         self._queue = TransferQueue(
             bool(settings.delay), True, all(hop.pairwise for hop in hops), finish_before_exit=True
         )
-        self._sums: Tensor | None = None  # sums of squares of this step's fragments; see ``_observe``
-        self._used = False  # whether a fragment has been applied in this step
-        self._shown: list[Tensor] | None = None  # the group's weights while the model holds the outer weights
+        self._sums: Tensor | None = None  # sums of squares of this step's fragments; see ``_add_squares``
+        self._has_applied = False  # whether a fragment has been applied in this step
+        self._group_weights: list[Tensor] | None = None  # the group's weights while the model holds the outer weights
         numbers = [shard.number for shard in shards.flat_shards()]
-        self.fragments = list(self._cut([self._weights(number).numel() for number in numbers]))
+        self.fragments = list(self._split_shards([self._weights(number).numel() for number in numbers]))
         self.restart()
 
-    def _cut(self, numels: Sequence[int]) -> Iterator[Fragment]:
+    def _split_shards(self, numels: Sequence[int]) -> Iterator[Fragment]:
         """Divide the shards into parts of equal size, one for each offset, and these into fragments."""
         total, parts = sum(numels), len(self.settings.offsets)
         for part, offset in enumerate(self.settings.offsets):
@@ -201,9 +201,9 @@ class OuterOptimizer(InnerStepsOnly):
                 before += numel
                 for start in range(common.start, common.stop, MOST_AT_ONCE):
                     span = Span(start, min(MOST_AT_ONCE, common.stop - start)).shifted(numel - before)
-                    yield self._make(number, span, offset)
+                    yield self._make_fragment(number, span, offset)
 
-    def _make(self, number: int, span: Span, offset: int) -> Fragment:
+    def _make_fragment(self, number: int, span: Span, offset: int) -> Fragment:
         groups = self.reduce.size
         width = fill_up(-(-span.numel // groups), max(self.reduce.multiple, self._gather.multiple))
         anchor, weights, momentum = (self._zeros(shape) for shape in ((groups, width), (width,), (width,)))
@@ -214,9 +214,9 @@ class OuterOptimizer(InnerStepsOnly):
         return self._shards.shard_weights(number).data  # without a graph, and without counting versions
 
     def _zeros(self, shape: Sequence[int]) -> Tensor:
-        pinned = self._kept == "cpu" != self._device
-        zeros = torch.zeros(*shape, dtype=torch.float32, device=self._kept)
-        return get_accelerator().pin_memory(zeros) if pinned else zeros
+        pin_memory = self._state_device == "cpu" != self._device
+        zeros = torch.zeros(*shape, dtype=torch.float32, device=self._state_device)
+        return get_accelerator().pin_memory(zeros) if pin_memory else zeros
 
     # Schedule ########################################################################################
 
@@ -226,70 +226,70 @@ class OuterOptimizer(InnerStepsOnly):
         return self.step < self.settings.warmup_steps
 
     def begin_step(self) -> None:
-        """Reject a step of outer weights; see ``InnerStepsOnly``."""
-        if self._shown is not None:
+        """Reject a step of outer weights; see ``OuterHooks``."""
+        if self._group_weights is not None:
             raise RuntimeError(
-                "The outer weights are in the place of this group's, for evaluation and for files, so no step can be "
-                "taken. Leave the context deepspeed_ext.outer_weights before engine.step()."
+                "Cannot step while the model holds the outer weights. Exit the context deepspeed_ext.outer_weights "
+                "before engine.step()."
             )
 
     def after_step(self, number: int) -> None:
-        """Apply the due fragments of a flat shard, and send others; see ``InnerStepsOnly``."""
+        """Apply the due fragments of a flat shard, and send others; see ``OuterHooks``."""
         step = self.step + 1
         if step < self.settings.warmup_steps:
             return
-        for fragment in self._of(number):
+        for fragment in self._fragments_of(number):
             if step == self.settings.warmup_steps:
-                self._begin(fragment)
+                self._reset_fragment(fragment)
             else:
-                self._move(fragment, step)
+                self._advance_fragment(fragment, step)
 
-    def _move(self, fragment: Fragment, step: int) -> None:
+    def _advance_fragment(self, fragment: Fragment, step: int) -> None:
         if fragment.due == step:
-            self._use(fragment)
+            self._apply_fragment(fragment)
         if (step - self.settings.warmup_steps) % self.settings.steps == fragment.offset:
-            self._leave(fragment)
+            self._send_fragment(fragment)
             fragment.due = step + self.settings.delay
             if not self.settings.delay:
-                self._use(fragment)
+                self._apply_fragment(fragment)
 
     def finish_step(self, applied: bool) -> None:
-        """Count a step; see ``InnerStepsOnly``.
+        """Count a step; see ``OuterHooks``.
 
         Skipped steps count, too, because other groups may not have skipped them, and wait for the same fragments.
         """
         if not applied:
             for number in self._numbers:
                 self.after_step(number)
-            if self._used:
+            if self._has_applied:
                 self._shards.send_parameters()  # a skipped step does not send the new weights
         self.step += 1
-        if self._used:
+        if self._has_applied:
             self.reduce.errors.finish_step(True)
-            self._tell()
-        self._used = False
+            self._report_norms()
+        self._has_applied = False
 
     @property
     def _numbers(self) -> list[int]:
         """Numbers of flat shards."""
         return sorted({fragment.number for fragment in self.fragments})
 
-    def _of(self, number: int) -> Iterator[Fragment]:
+    def _fragments_of(self, number: int) -> Iterator[Fragment]:
         return (fragment for fragment in self.fragments if fragment.number == number)
 
     # Communication ###################################################################################
 
-    def _leave(self, fragment: Fragment) -> None:
+    def _send_fragment(self, fragment: Fragment) -> None:
         """Start the outer step of a fragment with this group's change."""
         change = torch.zeros(fragment.anchor.numel(), dtype=torch.float32, device=self._device)  # zero in the padding
         unpadded = change[: fragment.span.numel]
         unpadded.copy_(fragment.flat)
         unpadded.sub_(fragment.span.of(self._weights(fragment.number)).to(self._device))
-        self._observe(0, unpadded)
+        self._add_squares(0, unpadded)
         change.div_(self.reduce.size)
-        fragment.started = self._queue.start(self._cross(fragment, change))
+        fragment.started = self._queue.start(self._exchange_change(fragment, change))
 
-    def _cross(self, fragment: Fragment, change: Tensor) -> Transfer:
+    def _exchange_change(self, fragment: Fragment, change: Tensor) -> Transfer:
         """Reduce a change, take the outer step of this rank's row, and gather; returns the new anchor, 1D.
 
         Args:
@@ -298,7 +298,9 @@ class OuterOptimizer(InnerStepsOnly):
         change = record_on_current_stream(change)  # another stream's memory, without other references
         if self.settings.bits == 16:
             change = change.bfloat16()
-        mean = yield from self.reduce.reduce_scatter(change, [fragment.width] * self.reduce.size, self._told(fragment))
+        mean = yield from self.reduce.reduce_scatter(
+            change, [fragment.width] * self.reduce.size, self._error_feedback_spans(fragment)
+        )
         weights = self._take_outer_step(fragment, mean.float())
         del change, mean
         if self.reduce.size == 1:
@@ -313,7 +315,7 @@ class OuterOptimizer(InnerStepsOnly):
         self._gather.differences.write(codes.view(self.reduce.size, -1), anchor)
         return anchor.view(-1)
 
-    def _told(self, fragment: Fragment) -> Any:
+    def _error_feedback_spans(self, fragment: Fragment) -> Any:
         """Return the contents of each row for error feedback."""
         if not self.reduce.keeps_errors:
             return ()
@@ -328,14 +330,14 @@ class OuterOptimizer(InnerStepsOnly):
         states = fragment.weights, fragment.momentum
         weights, momentum = (state.to(self._device, non_blocking=True) for state in states)
         rate, damping = self.settings.lr, self.settings.momentum
-        self._observe(1, gradient)
+        self._add_squares(1, gradient)
         momentum.mul_(damping).add_(gradient)
         weights.sub_(gradient.add(momentum, alpha=damping) if self.settings.nesterov else momentum, alpha=rate)
         if weights is not fragment.weights:
             fragment.stepped = weights, momentum
         return weights
 
-    def _arrive(self, fragment: Fragment) -> None:
+    def _receive_fragment(self, fragment: Fragment) -> None:
         """Wait for a fragment in flight, and write its anchor."""
         if fragment.started is not None:
             anchor = self._queue.finish(fragment.started)
@@ -345,12 +347,12 @@ class OuterOptimizer(InnerStepsOnly):
                 fragment.momentum.copy_(record_on_current_stream(fragment.stepped[1]))
             fragment.started = fragment.stepped = None
 
-    def _use(self, fragment: Fragment) -> None:
+    def _apply_fragment(self, fragment: Fragment) -> None:
         """Set the optimizer's weights to the received anchor."""
-        self._arrive(fragment)
+        self._receive_fragment(fragment)
         fragment.span.of(self._weights(fragment.number)).copy_(fragment.flat)
         fragment.due = 0
-        self._used = True
+        self._has_applied = True
 
     def complete_gradients(self) -> None:
         """Average gradients over groups in the warm-up. Collective."""
@@ -363,71 +365,71 @@ class OuterOptimizer(InnerStepsOnly):
 
     # Weights that were set outside of a step ##########################################################
 
-    def settle(self) -> None:
+    def receive_fragments(self) -> None:
         """Receive fragments in flight, and commit their errors; they are applied when they are due."""
         for fragment in self.fragments:
-            self._arrive(fragment)
+            self._receive_fragment(fragment)
         self.reduce.errors.commit()
 
     def restart(self) -> None:
-        """Reset all states; see ``InnerStepsOnly``."""
-        self.settle()
+        """Reset all states; see ``OuterHooks``."""
+        self.receive_fragments()
         self.step = 0
         self.reduce.errors.reset()
         for fragment in self.fragments:
-            self._begin(fragment)
+            self._reset_fragment(fragment)
 
-    def _begin(self, fragment: Fragment) -> None:
+    def _reset_fragment(self, fragment: Fragment) -> None:
         fragment.due = 0
         fragment.momentum.zero_()
         fragment.anchor.zero_()  # with the padding
         fragment.flat.copy_(fragment.span.of(self._weights(fragment.number)))
         fragment.weights.copy_(fragment.anchor[self.reduce.rank])
 
-    def take(self, number: int, span: Span) -> None:
-        """Copy elements that were set; see ``InnerStepsOnly``."""
-        self.settle()
-        for fragment in self._of(number):
+    def copy_weights(self, number: int, span: Span) -> None:
+        """Copy elements that were set; see ``OuterHooks``."""
+        self.receive_fragments()
+        for fragment in self._fragments_of(number):
             common = fragment.span.common(span)
             if common.numel:
-                self._take(fragment, common.shifted(-fragment.span.start))
+                self._copy_to_fragment(fragment, common.shifted(-fragment.span.start))
 
-    def _take(self, fragment: Fragment, mine: Span) -> None:
+    def _copy_to_fragment(self, fragment: Fragment, fragment_span: Span) -> None:
         """Copy elements of a fragment to its anchor and, in this rank's row, to the outer weights."""
-        in_shard = mine.shifted(fragment.span.start)
-        mine.of(fragment.flat).copy_(in_shard.of(self._weights(fragment.number)))
+        in_shard = fragment_span.shifted(fragment.span.start)
+        fragment_span.of(fragment.flat).copy_(in_shard.of(self._weights(fragment.number)))
         row = Span(self.reduce.rank * fragment.width, fragment.width)
-        own = mine.common(row)
+        own = fragment_span.common(row)
         if own.numel:
             own.shifted(-row.start).of(fragment.weights).copy_(own.of(fragment.flat))
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Replace the group's weights by the anchors, which are equal in all groups; see ``InnerStepsOnly``.
+    def use_outer_weights(self) -> Iterator[None]:
+        """Replace the group's weights by the anchors, which are equal in all groups; see ``OuterHooks``.
 
         Collective. No step may run in this context.
         """
-        if self._shown is not None or self.warming_up:
+        if self._group_weights is not None or self.warming_up:
             yield
             return
-        self.settle()
-        self._shown = [self._weights(number).clone() for number in self._numbers]
+        self.receive_fragments()
+        self._group_weights = [self._weights(number).clone() for number in self._numbers]
         try:
             for fragment in self.fragments:
                 fragment.span.of(self._weights(fragment.number)).copy_(fragment.flat)
             self._shards.send_parameters()  # refused while parameters are offloaded
             yield
         finally:
-            for number, weights in zip(self._numbers, self._shown, strict=True):
+            for number, weights in zip(self._numbers, self._group_weights, strict=True):
                 self._weights(number).copy_(weights)
-            self._shown = None
+            self._group_weights = None
             self._shards.send_parameters()
 
     # States ##########################################################################################
 
     def state(self) -> dict[str, Any]:
         """Return all states except the anchors: plain values, and tensors on the host."""
-        self.settle()
+        self.receive_fragments()
         fragments = [(part.due, part.weights.cpu().clone(), part.momentum.cpu().clone()) for part in self.fragments]
         return {"step": self.step, "fragments": fragments, "errors": self.reduce.errors.states()}
 
@@ -441,48 +443,48 @@ class OuterOptimizer(InnerStepsOnly):
             fragment.momentum.copy_(momentum)
         self.reduce.errors.load_states(state["errors"])
 
-    def described(self) -> dict[str, Any]:
-        """Return the values that must be equal for states to be loaded unchanged."""
+    def compatibility(self) -> dict[str, Any]:
+        """Return values that two runs must share, so that states of one can be loaded in the other."""
         spans = [(part.number, *part.span, part.offset, part.width) for part in self.fragments]
         return {"groups": self.reduce.size, "rank": self.topology.rank, "fragments": spans, **self.settings.as_dict()}
 
     def offload(self) -> None:
-        """Move anchors and outer states to the host; see ``InnerStepsOnly``."""
+        """Move anchors and outer states to the host; see ``OuterHooks``."""
         self._move_to("cpu")
 
     def reload(self) -> None:
-        """Move anchors and outer states back; see ``InnerStepsOnly``."""
-        self._move_to(self._kept)
+        """Move anchors and outer states back; see ``OuterHooks``."""
+        self._move_to(self._state_device)
 
     def _move_to(self, device: str) -> None:
-        self.settle()
+        self.receive_fragments()
         self.reduce.errors.offload()
         for fragment in self.fragments:
             for name in ("anchor", "weights", "momentum"):
                 setattr(fragment, name, getattr(fragment, name).to(device))
 
     def drop(self) -> None:
-        """Abandon transfers; see ``InnerStepsOnly``."""
+        """Abandon transfers; see ``OuterHooks``."""
         self._queue.drop()
 
     # Reports #########################################################################################
 
-    def _observe(self, place: int, values: Tensor) -> None:
+    def _add_squares(self, index: int, values: Tensor) -> None:
         """Add the squares of a group's change (place 0), or of the mean change (place 1), if there is a report."""
         if self._report is None:
             return
         if self._sums is None:
             self._sums = torch.zeros(2, device=self._device)
-        self._sums[place] += values.square().sum()
+        self._sums[index] += values.square().sum()
 
-    def _tell(self) -> None:
+    def _report_norms(self) -> None:
         """Report the norm of the outer gradient, and the distance of groups from their mean. Collective.
 
         The mean over groups of |Δj - Δ|² is the mean of |Δj|², less |Δ|².
         """
         if self._report is None or self._sums is None:
             return
-        apart, mean = all_reduce(self._sums, torch.distributed.ReduceOp.SUM, self.topology.world).tolist()
-        apart /= self.reduce.size
+        changes, mean = all_reduce(self._sums, torch.distributed.ReduceOp.SUM, self.topology.world).tolist()
+        changes /= self.reduce.size
         self._sums = None
-        self._report({"gradient_norm": mean**0.5, "distance_of_groups": max(0.0, apart - mean) ** 0.5})
+        self._report({"gradient_norm": mean**0.5, "distance_of_groups": max(0.0, changes - mean) ** 0.5})

@@ -28,45 +28,47 @@ from deepspeed_ext.zero.context import Context
 _all: "weakref.WeakSet[Resync]" = weakref.WeakSet()
 
 
-def ask_all() -> None:
+def request_all() -> None:
     """Request that the next update of each engine of this process is sent in full."""
     for resync in _all:
-        resync.ask()
+        resync.request()
 
 
 class _Vote:
-    """Whether any rank of a group has requested a resync; copied to the host asynchronously."""
+    """All-reduced resync requests of a group's ranks; copied to the host asynchronously."""
 
-    def __init__(self, asked: bool, group: ProcessGroup | None) -> None:
-        result = all_reduce_max(torch.full((1,), float(asked), device=get_accelerator().current_device_name()), group)
-        self._found, self._there = result, None
+    def __init__(self, requested: bool, group: ProcessGroup | None) -> None:
+        result = all_reduce_max(
+            torch.full((1,), float(requested), device=get_accelerator().current_device_name()), group
+        )
+        self._result, self._copied = result, None
         if not get_accelerator().is_synchronized_device():
-            self._found = get_accelerator().pin_memory(torch.empty(1))
-            self._found.copy_(result, non_blocking=True)
-            self._there = get_accelerator().Event()
-            self._there.record()
+            self._result = get_accelerator().pin_memory(torch.empty(1))
+            self._result.copy_(result, non_blocking=True)
+            self._copied = get_accelerator().Event()
+            self._copied.record()
 
     def result(self) -> bool:
         """Wait for the copy, and return the result."""
-        if self._there is not None:
-            self._there.synchronize()  # or the host would read pinned memory that is not written yet
-        return bool(self._found.item())
+        if self._copied is not None:
+            self._copied.synchronize()  # or the host would read pinned memory that is not written yet
+        return bool(self._result.item())
 
 
-class Asking:
+class ResyncRequester:
     """Forwards resync requests from hooks of modules and parameters while the optimizer is alive (weak reference).
     In a copied module it does nothing."""
 
-    def __init__(self, whole: "Resync | None" = None) -> None:
-        self._whole = None if whole is None else weakref.ref(whole)
+    def __init__(self, resync: "Resync | None" = None) -> None:
+        self._resync = None if resync is None else weakref.ref(resync)
 
     def __call__(self, *_: object) -> None:
-        resync = None if self._whole is None else self._whole()
+        resync = None if self._resync is None else self._resync()
         if resync is not None:
-            resync.ask()
+            resync.request()
 
-    def __reduce__(self) -> tuple[type["Asking"], tuple[()]]:
-        return Asking, ()
+    def __reduce__(self) -> tuple[type["ResyncRequester"], tuple[()]]:
+        return ResyncRequester, ()
 
 
 class Resync:
@@ -76,46 +78,47 @@ class Resync:
         context: shared constants. Updates are sent between groups if p is not G and os is G.
 
     Attributes:
-        now: whether the next update is sent in full.
+        in_full: whether the next update is sent in full.
     """
 
     def __init__(self, context: Context) -> None:
-        crosses = context.strategy.p < context.strategy.os == Placement.G
-        differences = [family.gather.differences for family in context.families.values() if crosses]
+        encoded = context.strategy.p < context.strategy.os == Placement.G
+        differences = [family.gather.differences for family in context.families.values() if encoded]
         self._every = min((codec.resync_interval for codec in differences if codec), default=None)
         self._context = context
-        self._since = 0
-        self._asked = False
+        self._updates_since_resync = 0
+        self._requested = False
         self._vote: _Vote | None = None
-        self.now = True
+        self.in_full = True
         if self._every is not None:
             _all.add(self)
 
     @property
-    def always(self) -> bool:
+    def always_in_full(self) -> bool:
         """Whether all updates are sent in full."""
         return self._every is None
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Request that the next update is sent in full, on all ranks. Called before user code sets weights."""
         self._context.before_change()
-        self._asked = True
+        self._requested = True
 
-    def vote(self) -> None:
+    def reduce_requests(self) -> None:
         """Reduce requests of all ranks, at the beginning of a step. Collective."""
         if self._every is not None:
-            self._vote = _Vote(self._asked, self._context.topology.world)
+            self._vote = _Vote(self._requested, self._context.topology.world)
 
-    def begin(self, stepping: bool) -> None:
-        """Set ``now`` for the next update; in a step, after ``vote``. The result is the same on all ranks.
+    def begin_update(self, stepping: bool) -> None:
+        """Set ``in_full`` for the next update; in a step, after ``reduce_requests``. The result is the same on all
+        ranks.
 
         Args:
             stepping: whether the update is from an optimizer step.
         """
         if self._every is None:
             return
-        self._since += 1
-        asked = stepping and self._vote is not None and self._vote.result()
-        self.now = not stepping or asked or self._since >= self._every
-        if self.now:
-            self._since, self._asked = 0, False
+        self._updates_since_resync += 1
+        requested = stepping and self._vote is not None and self._vote.result()
+        self.in_full = not stepping or requested or self._updates_since_resync >= self._every
+        if self.in_full:
+            self._updates_since_resync, self._requested = 0, False

@@ -16,7 +16,7 @@ class Member(NamedTuple):
 
     param: nn.Parameter
     shape: tuple[int, ...]  # shape of the full parameter
-    stripe: Stripe | None  # rank r of those that share optimizer states has the elements in cell r; None: each has all
+    stripe: Stripe | None  # rank r of the ranks that share optimizer states has cell r; None: every rank has all cells
     span: Span  # elements of the parameter that this rank has; possibly none
     offset: int  # position of these elements in the shard
 
@@ -31,7 +31,7 @@ class FlatShard(NamedTuple):
 
     number: int  # DeepSpeed's number of the parameter group or sub-group
     group: int  # number of the parameter group
-    members: tuple[Member, ...]  # its parameters, including those of which this rank has no element
+    members: tuple[Member, ...]  # its parameters, even if this rank has no element of a parameter
 
 
 class Window(NamedTuple):
@@ -43,11 +43,11 @@ class Window(NamedTuple):
 
 
 def in_forward_order(windows: Iterable[Window]) -> list[Window]:
-    """Return windows in order, those of the model's first parameters first."""
+    """Return windows in the order of the model's parameters."""
     return sorted(windows, key=lambda window: (min(window.members, default=0), window.buffer, window.span))
 
 
-class CrossingSpan(NamedTuple):
+class InterGroupSpan(NamedTuple):
     """A span of a parameter among the gradients that this rank sends between groups, for checkpoints of errors."""
 
     name: str  # name of the parameter
@@ -55,9 +55,9 @@ class CrossingSpan(NamedTuple):
     span: ShardSpan
 
 
-def crossing_spans_of(
+def inter_group_spans_of(
     name: str, numel: int, layout: FlatLayout, col: int, buffer: int = 0, offset: int = 0, start: int = 0
-) -> Iterator[CrossingSpan]:
+) -> Iterator[InterGroupSpan]:
     """Return the spans of a parameter that is, or is a part of, a flat buffer.
 
     Args:
@@ -72,4 +72,4 @@ def crossing_spans_of(
     for piece in layout.pieces(Span(offset, numel)):
         if piece.col == col:
             span = ShardSpan(buffer, piece.row, *piece.columns.shifted(start))
-            yield CrossingSpan(name, piece.span.start - offset, span)
+            yield InterGroupSpan(name, piece.span.start - offset, span)

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.overrides import checked, override, replaced
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE
 from deepspeed_ext.zero.flat.buffers import FlatBuffers
@@ -41,8 +42,7 @@ from deepspeed_ext.zero.flat.states import FlatStates
 from deepspeed_ext.zero.flat.updates import FlatUpdates, has_own_partition, notify_of_set_weights
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, without_host_synchronization
-from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
-from deepspeed_ext.zero.writers import CheckpointWriters
+from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan
 
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
@@ -74,14 +74,14 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         if groups:
             kwargs["expert_data_parallel_group"] = groups
         super().__init__(*args, dp_process_group=dense, **kwargs)
-        context.reductions.use(self.reduction_stream if context.overlap else None)
-        self.micro_steps.measure(param.numel() for param in self.buffers.params())
+        context.reductions.set_stream(self.reduction_stream if context.overlap else None)
+        self.micro_steps.set_bucket_size(param.numel() for param in self.buffers.params())
         self.buffers.number_parameters(self.param_names)
         if self.cpu_offload:  # frees the parent's buffer for accumulation on the device, which is not used here
             self.temp_grad_buffer_for_gpu_offload = torch.empty(0)
         self.unscaled_updates = None if self.cpu_offload else self.groups_lacking_loss_scale
         self.shards = ShardGradients(context, optimizer=self, buffers=self.buffers)
-        mean = Mean.of_optimizer(context, self)
+        mean = Mean.from_optimizer(context, self)
         self.gradients = AllFlatGradients(context, buffers=self.buffers, shards=self.shards, mean=mean)
         self.updates = FlatUpdates(
             context,
@@ -116,7 +116,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         if param_padding is None:
             return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data)
         buffer = self.buffers.add(tensor_list, alignment, any(param_padding))
-        paddings = [*param_padding[:-1], param_padding[-1] + buffer.filling]
+        paddings = [*param_padding[:-1], param_padding[-1] + buffer.extra_padding]
         return super().flatten_dense_tensors_aligned(tensor_list, alignment, use_cpu_data, paddings)
 
     @override
@@ -144,8 +144,8 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def initialize_gradient_partition(self, i: int, param_group: Sequence[nn.Parameter], partition_id: int) -> None:
-        """Fill the parent's tables for this rank only. It reads entries of others only to send to them; with thousands
-        of ranks they take seconds, and memory."""
+        """Fill the parent's tables for this rank only. The parent reads other ranks' entries only to send to them.
+        Building them needs seconds, and memory, with thousands of ranks."""
         buffer = self.buffers[i]
         if partition_id == buffer.rank and not buffer.striped:
             super().initialize_gradient_partition(i, param_group, partition_id)
@@ -197,7 +197,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def _restore_from_bit16_weights(self) -> None:
         """Copy the optimizer's weights from the model's, which were just loaded."""
         with self.updates.partitions():
-            self.updates.take_weights()
+            self.updates.copy_weights()
             super()._restore_from_bit16_weights()
         self.outer.restart()  # anchors must equal the new weights
 
@@ -207,9 +207,9 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         """Return the family of a flat buffer; see ``ParoOptimizer``."""
         return self.buffers[buffer].family.name
 
-    def crossing_spans(self) -> list[CrossingSpan]:
+    def inter_group_spans(self) -> list[InterGroupSpan]:
         """Return the spans of gradients that are sent between groups; see ``ParoOptimizer``."""
-        return [span for buffer in self.buffers for span in buffer.crossing_spans(self.param_names)]
+        return [span for buffer in self.buffers for span in buffer.inter_group_spans(self.param_names)]
 
     def owned_span(self, param: nn.Parameter) -> Span:
         """Return the elements whose optimizer states this rank has; see ``ParoOptimizer``."""
@@ -218,7 +218,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def owned_gradient(self, param: nn.Parameter) -> Tensor:
         """Return the gradient of ``owned_span``; see ``ParoOptimizer``."""
         buffer = self.buffers.buffer_of(param)
-        return buffer.member(param).in_shard.of(self.shards.of(buffer.number))
+        return buffer.member(param).in_shard.of(self.shards.gradient_of(buffer.number))
 
     def flat_shards(self) -> list[FlatShard]:
         """Return the parameters in this rank's partitions; see ``FlatShards``."""
@@ -231,12 +231,12 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     def shard_gradient(self, number: int) -> Tensor:
         """Return the gradient of this rank's partition; see ``FlatShards``."""
-        return self.shards.of(number)
+        return self.shards.gradient_of(number)
 
     def gradients_replaced(self, shards: Sequence[FlatShard]) -> None:
         """Pass updates to an offloaded optimizer; see ``FlatShards``."""
         if self.cpu_offload:
-            self.shards.hand_over(shards)
+            self.shards.pass_to_optimizer(shards)
 
     # Buckets: N -> g ##############################################################################
 
@@ -282,7 +282,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         elements_per_buffer: int,
     ) -> None:
         """Reduce a bucket without ``contiguous_gradients``: the bucket is a list of gradients."""
-        self._clear_previous_reduced_grads()  # those of earlier buckets, which are packed by now
+        self._clear_previous_reduced_grads()  # gradients of earlier buckets, which are packed by now
         tensors = [grad.reshape(-1) for grad in grads]
         self._reduce_bucket(tensors, grad_params, communication_data_type, tensors)
 
@@ -299,7 +299,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     def _build_compact_grad_partition_buffer(self, group_idx: int) -> Any:
         """Return a zero shard: the parent's, or from ``shards`` with offload or for a striped buffer."""
         if self.cpu_offload or self.buffers[group_idx].striped:
-            return self.shards.make(group_idx)
+            return self.shards.make_shard(group_idx)
         return super()._build_compact_grad_partition_buffer(group_idx)
 
     @override
@@ -312,17 +312,17 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     @override
     def independent_gradient_partition_epilogue(self) -> None:
         """End a micro-step: flush the buckets and, at the accumulation boundary, reduce g -> os."""
-        self.updates.settle()
+        self.updates.wait_and_free()
         self.setup_buckets()  # in a pipeline stage without trained parameters no hook has set them up
         boundary = self.is_gradient_accumulation_boundary()
         self._flush_buckets(boundary and self.strategy.g == Placement.N)
-        self.micro_steps.end()
+        self.micro_steps.end_micro_step()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         if boundary:
-            self._forget_accumulated()
+            self._drop_accumulated()
 
-    def _forget_accumulated(self) -> None:
+    def _drop_accumulated(self) -> None:
         """Drop stage 1's accumulated gradients, which are in the shards now. The parent keeps them, so another
         backward would reduce them again."""
         for group in self.bit16_groups:
@@ -357,10 +357,10 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         if self.cpu_offload:
             self._wait_for_offload_copies()
         self.shards.clear_padding()  # or it would count in the norm
-        self.micro_steps.learn()
+        self.micro_steps.learn_usage()
         self.complete_gradients()
         if self.cpu_offload:
-            self.shards.hand_over()
+            self.shards.pass_to_optimizer()
 
     # Norms ########################################################################################
 
@@ -442,7 +442,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's state dict, in its order; see ``flat/states.py``."""
-        return self.flat_states.in_zeros_order(super().state_dict())
+        return self.flat_states.in_stock_order(super().state_dict())
 
     def check_states(self, state: Mapping[str, Any]) -> None:
         """Reject a rank's state dict that is sharded differently; see ``FlatStates.check``."""
@@ -453,7 +453,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         self, state_dict_list: list[Any], load_optimizer_states: bool = True, load_from_fp32_weights: bool = False
     ) -> None:
         """Reject optimizer states that are sharded differently, and load others in the order of the buffers."""
-        states = self.flat_states.as_held(state_dict_list, load_optimizer_states, load_from_fp32_weights)
+        states = self.flat_states.in_memory_order(state_dict_list, load_optimizer_states, load_from_fp32_weights)
         super()._load_legacy_checkpoint(states, load_optimizer_states, load_from_fp32_weights)
 
     # Offloaded states #############################################################################
@@ -470,12 +470,12 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
         """Reload offloaded states. This allocates partitions, which are freed again."""
-        self.updates.settle()
+        self.updates.wait_and_free()
         super().reload_states(*args, **kwargs)
         # The parent links states before it creates the device tensors, so host tensors would stay linked.
         self._hp_optimizer_states_linked = self.buffers.link_states()
         self.gradients.to(get_accelerator().current_device_name())
-        self.updates.give_up()
+        self.updates.free_partitions()
 
     @override
     def copy_grads_in_partition(self, param: nn.Parameter, group_idx: int | None = None) -> None:
@@ -486,7 +486,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
 
     @override
     def reset_cpu_buffers(self) -> None:
-        """Also drop the shards: with offload the parent would add new gradients to those of a skipped step."""
+        """Also drop the shards: with offload the parent would add new gradients to the gradients of a skipped step."""
         super().reset_cpu_buffers()
         self.averaged_gradients.update(dict.fromkeys(self.averaged_gradients))
 

@@ -3,7 +3,7 @@
 """ZeRO's stage-3 optimizer for strategies with p = I or G, with all three states placed by the table.
 
 Note [Order of work, parameters sharded]
-    The parent stores, steps and saves chunks of parameters over the process group that shards the optimizer states.
+    The parent stores, steps, and saves chunks of parameters over the process group that shards the optimizer states.
     This class overrides how parameters and gradients get there:
 
     - Forward and backward gather parameters p -> N (``sharded/gathers.py``).
@@ -12,7 +12,7 @@ Note [Order of work, parameters sharded]
       may have used different parameters (``sharded/gradients.py``).
     - At the boundary, gradients in I are reduced to ``os`` once (``sync_gradients``).
     - If the engine knows that a micro-batch is the last one, the boundary's buckets are already sent during its
-      backward, as they become complete; see Note [Leaving early] in ``boundary.py``.
+      backward, as they become complete; see Note [Early reduction] in ``boundary.py``.
     - After the step, updated parameters are gathered os -> p (``gather_updates``).
 
     The parts are in ``sharded/``: parameters, gradient reduction, and this rank's flat partitions.
@@ -34,18 +34,18 @@ from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafGradients
 from deepspeed_ext.overrides import checked, override
 from deepspeed_ext.strategy import Placement
+from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
 from deepspeed_ext.zero.norms import without_duplicates
 from deepspeed_ext.zero.optimizer import ParoOptimizer, is_replica, without_host_synchronization
-from deepspeed_ext.zero.sharded.coordinator import coordinator_of, forget
+from deepspeed_ext.zero.sharded.coordinator import drop_references, use_coordinator
 from deepspeed_ext.zero.sharded.parameter_chunks import owned_span, with_padding, without_padding
 from deepspeed_ext.zero.sharded.parameters import GatherSettings, ShardedParameters
 from deepspeed_ext.zero.sharded.partitions import FlatPartitions, OffloadedStates
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
-from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
-from deepspeed_ext.zero.writers import CheckpointWriters
+from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan
 
 
 @checked
@@ -66,7 +66,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     """
 
     # ``ParoOptimizer`` runs Muon. DeepSpeed's own needs full gradients, and refuses ``reduce_scatter``.
-    use_muon = property(lambda self: False, lambda self, found: None)
+    use_muon = property(lambda self: False, lambda self, value: None)
 
     def __init__(
         self, *args: Any, context: Context, gathering: GatherSettings, dp_process_group: object = None, **kwargs: Any
@@ -86,7 +86,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def initialize_ds_offload(self, **kwargs: Any) -> Any:
         """Shard parameters by p, after DeepSpeed has sharded them and hooked their modules."""
-        with coordinator_of(self.topology.shard_group(self.strategy.p)):
+        with use_coordinator(self.topology.shard_group(self.strategy.p)):
             offload = super().initialize_ds_offload(**kwargs)
         self.parameters = ShardedParameters(
             self.context, module=kwargs["module"], offload=offload, settings=self._gathering, resync=self.resync
@@ -98,13 +98,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _configure_offloading(self, *args: Any, **kwargs: Any) -> None:
         """Clear ``offload_param`` for slices: the parent builds their flat buffer as on the device."""
         super()._configure_offloading(*args, **kwargs)
-        self.offload_param = self.offload_param and not self.parameters.sliced
+        self.offload_param = self.offload_param and not self.parameters.has_slices
 
     @override
     def _create_fp16_sub_groups(self, params_group: list[ZeroParameter]) -> list[list[ZeroParameter]]:
-        """Make sub-groups; with slices, each is one all-gather after the step, of at most a bucket."""
+        """Create sub-groups; with slices, each is sent in one all-gather after the step, of at most a bucket."""
         configured = self.sub_group_size
-        if self.parameters.sliced:
+        if self.parameters.has_slices:
             self.sub_group_size = min(configured, max(1, self.context.gather_bucket // self.context.ranks))
         try:
             return super()._create_fp16_sub_groups(params_group)
@@ -114,7 +114,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def _get_parameter_partitions(self) -> list[Tensor]:
         """Return the tensors for the flat parameter buffer: all rows of slices."""
-        return [part for group in self.fp16_groups for part in self.parameters.of(group).partitions(group)]
+        return [part for group in self.fp16_groups for part in self.parameters.slices_of(group).partitions(group)]
 
     @override
     def _set_fp16_partitioned_groups_flat(self) -> None:
@@ -127,17 +127,17 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.begin_step()  # gathers of the last step may still write rows that this step writes
         if self.reduction.awaits_boundary:
             self.sync_gradients()
-        self.micro_steps.learn()
-        self.reduction.forget()
+        self.micro_steps.learn_usage()
+        self.reduction.clear()
         super()._pre_step()
 
     # Gradients: N -> g ################################################################################
 
     @override
     def _setup_for_real_optimizer(self) -> None:
-        """Make the parts for gradients and optimizer states, after DeepSpeed has made its flat buffers."""
+        """Create the parts for gradients and optimizer states, after DeepSpeed has created its flat buffers."""
         super()._setup_for_real_optimizer()
-        self.reductions.use(self.reduce_and_partition_stream)  # None on devices without streams
+        self.reductions.set_stream(self.reduce_and_partition_stream)  # None on devices without streams
         self.reduction = GradientReduction(
             self.context, optimizer=self, micro_steps=self.micro_steps, slices=self.slices
         )
@@ -153,12 +153,12 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def reduce_ready_partitions_and_remove_grads(self, param: Any) -> None:
-        """Put a complete gradient into a bucket, or keep it unreduced until the boundary."""
+        """Put a complete gradient into a bucket, or store it unreduced until the boundary."""
         if self.strategy.g != Placement.N:
             super().reduce_ready_partitions_and_remove_grads(param)
             self.reduction.reduce_if_full(self.context.message_dtype(param))
         elif not self._coalesce_grad_reduction and getattr(param, "ds_grad_is_ready", True):
-            self.reduction.keep_whole(param)
+            self.reduction.keep_full(param)
 
     @override
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads(
@@ -172,7 +172,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _DeepSpeedZeroOptimizer_Stage3__avg_scatter_contiguous_grads(
         self, buffer_to_reduce: Tensor, communication_data_type: torch.dtype
     ) -> list[Tensor]:
-        """Do the same with ``reduce_scatter`` false, the only case in which ZeRO-3 counts sequence parallelism."""
+        """Reduce with ``reduce_scatter`` false, the only case in which ZeRO-3 counts sequence parallelism."""
         self.reduction.reduce_bucket(communication_data_type, self.sequence_parallel_size)
         return []
 
@@ -191,19 +191,19 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def independent_gradient_partition_epilogue(self) -> None:
-        """End a micro-step: flush the buckets and, at the accumulation boundary, move g to os."""
+        """End a micro-step: flush the buckets and, at the accumulation boundary, reduce g -> os."""
         self.leaves.end_of_backward()
         self.reduction.flush_buckets()
         with without_host_synchronization():
             super().independent_gradient_partition_epilogue()
         self.reduction.end_backward()
-        self.micro_steps.end()
+        self.micro_steps.end_micro_step()
 
     def sync_gradients(self) -> None:
         """Complete the gradients of the optimizer's shard; see ``ParoOptimizer``."""
         self.reduction.complete_shards()
         self.complete_gradients()
-        self.reduction.hand_over()
+        self.reduction.pass_to_optimizer()
 
     @override
     def _apply_muon_to_accumulated_grads(self) -> None:
@@ -219,7 +219,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drop accumulated gradients."""
+        """Drop accumulated gradients, too."""
         super().zero_grad(set_to_none)
         self.micro_steps.finish_buckets()  # or buckets in flight would be added after the reset
         self.reduction.reset()
@@ -231,9 +231,9 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Return the family of a flat buffer, by its number in hops; see ``ParoOptimizer``."""
         return list(self.families)[buffer]
 
-    def crossing_spans(self) -> list[CrossingSpan]:
+    def inter_group_spans(self) -> list[InterGroupSpan]:
         """Return the gradient spans that are sent between groups; see ``ParoOptimizer``."""
-        return list(self.partitions.crossing_spans())
+        return list(self.partitions.inter_group_spans())
 
     def owned_span(self, param: Any) -> Span:
         """Return the elements whose optimizer states are on this rank; see ``ParoOptimizer``."""
@@ -245,7 +245,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     def flat_shards(self) -> list[FlatShard]:
         """Return the contents of this rank's flat partitions; see ``FlatShards``."""
-        return self.partitions.shards()
+        return self.partitions.flat_shards()
 
     def shard_weights(self, number: int) -> nn.Parameter:
         """Return this rank's partition of the optimizer's weights; see ``FlatShards``."""
@@ -263,7 +263,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     # Checkpoints ######################################################################################
 
     def check_states(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict with other sharding.
+        """Reject a rank's state dict with other sharding.
 
         Raises:
             ValueError: the sharding differs.
@@ -279,7 +279,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         checkpoint_folder: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Also refuse states with other sharding, and divide sub-groups anew.
+        """Reject states with other sharding, and adapt the sizes of sub-groups.
 
         Raises:
             ValueError: see ``check_states``.
@@ -293,17 +293,17 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     @override
     def state_dict(self) -> dict[str, Any]:
         """Return DeepSpeed's state dict, with momentum in the format of its stage 3."""
-        return self.partitions.saved(super().state_dict())
+        return self.partitions.with_saved_momentum(super().state_dict())
 
     @override
     def _get_sub_group_partition_ranks(self, sub_group_id: int) -> list[int]:
         """Return the ranks that share a sub-group, as DeepSpeed's stage 3 saves and compares them with AutoEP."""
-        return self.writers.as_written(super()._get_sub_group_partition_ranks(sub_group_id))
+        return self.writers.ranks_of_writer(super()._get_sub_group_partition_ranks(sub_group_id))
 
     @override
     def checkpoint_event_prologue(self) -> None:
         """Prepare to save or load a checkpoint."""
-        self.parameters.settle()  # the host reads rows that gathers may still write
+        self.parameters.wait_on_host()  # the host reads rows that gathers may still write
         super().checkpoint_event_prologue()
 
     @override
@@ -325,7 +325,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         if not self._starts_updates_early:
             self.parameters.gather_updates()
         persistent = self.persistent_parameters
-        if self.parameters.sliced:
+        if self.parameters.has_slices:
             self.persistent_parameters = []
         try:
             super()._post_step(timer_names)
@@ -336,13 +336,13 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     def _reassign_or_swap_out_partitioned_parameters(self, sub_group_id: int) -> None:
         """Also send the updated weights to the other groups, at once if the optimizer is offloaded."""
         if self.gradient_scale.stepping and sub_group_id == 0:  # only now it is known that the step is applied
-            self.resync.begin(stepping=True)
-        slices = self.parameters.of(self.fp16_groups[sub_group_id])
-        if slices.stepped_in_place(self.resync.now):
+            self.resync.begin_update(stepping=True)
+        slices = self.parameters.slices_of(self.fp16_groups[sub_group_id])
+        if slices.steps_in_place(self.resync.in_full):
             super()._reassign_or_swap_out_partitioned_parameters(sub_group_id)
         else:
             weights = self.fp32_partitioned_groups_flat[sub_group_id].detach()
-            slices.change(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.now)
+            slices.set_row(sub_group_id, weights, self.fp16_partitioned_groups_flat[sub_group_id], self.resync.in_full)
         if self._starts_updates_early:
             slices.gather_updates_of(sub_group_id)
 
@@ -358,12 +358,12 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Send the optimizer's weights to all ranks; see ``ParoOptimizer``."""
         self._require_parameters()
         self.parameters.begin_step()  # gathers of the last step may still write rows that are written here
-        self.resync.begin(stepping=False)
+        self.resync.begin_update(stepping=False)
         for sub_group in range(len(self.fp16_partitioned_groups_flat)):
             self._reassign_or_swap_out_partitioned_parameters(sub_group)
         self.parameters.gather_updates()
         self.drain_parameters()
-        if not self.parameters.sliced and self.persistent_parameters:  # gathered with their old values
+        if not self.parameters.has_slices and self.persistent_parameters:  # gathered with their old values
             self.persistent_parameters[0].partition(self.persistent_parameters)
             self.persistent_parameters[0].all_gather(self.persistent_parameters)
 
@@ -377,12 +377,12 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def set_full_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Serve DeepSpeed's safe_set_full_fp32_param and its like.
+        """Implement DeepSpeed's safe_set_full_fp32_param and safe_set_full_optimizer_state.
 
-        If the number of ranks does not divide a parameter, DeepSpeed's own reads past its end, and only the last rank
-        raises.
+        If the number of ranks does not divide a parameter, DeepSpeed's method reads past its end, and only the last
+        rank raises.
         """
-        self.resync.ask()
+        self.resync.request()
         if not param.requires_grad or value.numel() != param.ds_numel:
             super().set_full_hp_param(value, param, optim_state_key)
             return
@@ -391,37 +391,37 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def set_local_hp_param(self, value: Tensor, param: ZeroParameter, optim_state_key: str | None = None) -> None:
-        """Serve DeepSpeed's safe_set_local_fp32_param and its like."""
-        self.resync.ask()
+        """Implement DeepSpeed's safe_set_local_fp32_param and safe_set_local_optimizer_state."""
+        self.resync.request()
         super().set_local_hp_param(without_padding(value, param), param, optim_state_key)
         self._update_outer(param, optim_state_key)
 
     def _update_outer(self, param: ZeroParameter, state: str | None) -> None:
         """Pass newly set weights of a parameter to an outer optimizer."""
         for number, span in self.partitions.members_of(param) if state is None else ():
-            self.outer.take(number, span)
+            self.outer.copy_weights(number, span)
 
     @override
     def _get_fp32_grad_state_partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Serve DeepSpeed's safe_get_full_grad and its like."""
+        """Implement DeepSpeed's safe_get_full_grad and safe_get_local_grad."""
         self.reduction.require_complete()
         return super()._get_fp32_grad_state_partition(*args, **kwargs)
 
     @override
     def set_fp32_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Serve DeepSpeed's safe_set_full_grad, also for parameters that ranks do not divide."""
+        """Implement DeepSpeed's safe_set_full_grad, also for parameters that ranks do not divide."""
         super().set_fp32_grad_for_param(with_padding(value, param), param)
 
     @override
     def set_local_grad_for_param(self, value: Tensor, param: ZeroParameter) -> None:
-        """Serve DeepSpeed's safe_set_local_grad."""
+        """Implement DeepSpeed's safe_set_local_grad."""
         super().set_local_grad_for_param(without_padding(value, param), param)
 
     @override
     def update_fp32_grad_for_param_vectorized(
         self, update_func: Callable[..., Tensor], param_list: Sequence[ZeroParameter]
     ) -> None:
-        """Serve DeepSpeed's safe_update_full_grad_vectorized, also for parameters that ranks do not divide."""
+        """Implement DeepSpeed's safe_update_full_grad_vectorized, also for parameters that ranks do not divide."""
         self.reduction.require_complete()
 
         def update(gradient: Tensor, param: ZeroParameter) -> Tensor:
@@ -448,7 +448,7 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
 
     @override
     def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        """Also move back this package's parameters and gradients."""
+        """Reload DeepSpeed's states, and this package's parameters and gradients."""
         self._offloaded.reload(self.offloaded_states & self._offloaded.kinds)
         self.offloaded_states -= self._offloaded.kinds
         super().reload_states(*args, **kwargs)
@@ -467,9 +467,9 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         """Return the parent's norm, without replicas that another pipeline stage counts."""
         counted = [g[:0] if is_replica(p) else g for g, p in zip(gradients, params, strict=False)]
         norm = super().get_grad_norm_direct(counted, params, norm_type)
-        return norm if self.autoep_folding_spec is None else self._norm_of_one_lane(norm, params)
+        return norm if self.autoep_folding_spec is None else self._divide_by_tp_duplicates(norm, params)
 
-    def _norm_of_one_lane(self, norm: Tensor, params: Sequence[ZeroParameter]) -> Tensor:
+    def _divide_by_tp_duplicates(self, norm: Tensor, params: Sequence[ZeroParameter]) -> Tensor:
         """Return a tensor-parallel rank's share of the global norm: the parent has summed folded experts over these
         ranks already. See Note [Folded experts] in ``families.py``."""
         if family_of(params[0]) == DENSE:
@@ -492,4 +492,4 @@ class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
         self.parameters.release()
         self.reduction.drop()
         super().destroy()
-        forget(self.module)
+        drop_references(self.module)

@@ -22,7 +22,7 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     saved: dict[str, Any] = {}
     dtypes: list[dict[str, torch.dtype]] = []
 
-    def note(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def record(_: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         saved.update(state)
         dtypes.extend(
             _dtypes(optimizer, group, weights) for group in optimizer.param_groups for weights in group["params"]
@@ -32,13 +32,13 @@ def keep_state_dtypes(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         tensors = (weights for group in optimizer.param_groups for weights in group["params"])
         numbers = (number for group in saved["param_groups"] for number in group["params"])
         for weights, number, expected in zip(tensors, numbers, dtypes, strict=True):
-            state, exact = optimizer.state.get(weights, {}), saved["state"].get(number, {})
-            for name in expected.keys() & exact.keys():
-                if isinstance(exact[name], Tensor) and state[name].dtype != expected[name]:
-                    state[name] = exact[name].to(device=state[name].device, dtype=expected[name])
+            state, loaded = optimizer.state.get(weights, {}), saved["state"].get(number, {})
+            for name in expected.keys() & loaded.keys():
+                if isinstance(loaded[name], Tensor) and state[name].dtype != expected[name]:
+                    state[name] = loaded[name].to(device=state[name].device, dtype=expected[name])
 
     hooks = (
-        optimizer.register_load_state_dict_pre_hook(note),
+        optimizer.register_load_state_dict_pre_hook(record),
         optimizer.register_load_state_dict_post_hook(restore),
     )
     try:

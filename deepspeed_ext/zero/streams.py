@@ -14,20 +14,20 @@ class ReductionStream:
     """DeepSpeed's stream of gradient reductions, if there is one.
 
     Args:
-        takes_turns: whether DeepSpeed alternates between two buffers of a bucket: the copy into one of them waits for
-            the reductions that were queued before, which may still read it.
+        double_buffered: whether DeepSpeed alternates between two buffers of a bucket. The copy into one of them waits
+            for the reductions that were queued before, which may still read it.
 
     Attributes:
         stream: the stream; None while reductions run on the current stream.
     """
 
-    def __init__(self, takes_turns: bool = False) -> None:
+    def __init__(self, double_buffered: bool = False) -> None:
         self.stream: Any = None
-        self._takes_turns = takes_turns
+        self._double_buffered = double_buffered
         # Some devices order dependent operations of two streams themselves. DeepSpeed's stage 3 does not rely on it.
-        self._by_device = takes_turns and bool(get_accelerator().resolves_data_dependency())
+        self._ordered_by_device = double_buffered and bool(get_accelerator().resolves_data_dependency())
 
-    def use(self, stream: Any) -> None:
+    def set_stream(self, stream: Any) -> None:
         """Reduce on this stream from now on; None for the current stream."""
         self.stream = stream
 
@@ -46,24 +46,24 @@ class ReductionStream:
         if stream is None:
             yield
             return
-        if not self._by_device:
+        if not self._ordered_by_device:
             for producer in {current, *(bucket.copy_streams if bucket else ())}:
                 stream.wait_stream(producer)  # or a reduction would read gradients that are not written yet
-            if self._takes_turns:
-                current.wait_stream(stream)  # or the next gradients would be written over those that are reduced
+            if self._double_buffered:
+                current.wait_stream(stream)  # or the next gradients would overwrite a bucket that is being reduced
             for tensor in freed:
                 tensor.record_stream(stream)  # or their memory would be reused while it is read
         with get_accelerator().stream(stream):
             yield
 
-    def receive_current(self) -> None:
+    def wait_for_current(self) -> None:
         """Make the stream wait for all work queued on the current stream."""
         if self.stream is not None:
             self.stream.wait_stream(get_accelerator().current_stream())
 
     def wait(self) -> None:
         """Make the current stream wait for all work queued on this stream."""
-        if self.stream is not None and not self._by_device:
+        if self.stream is not None and not self._ordered_by_device:
             get_accelerator().current_stream().wait_stream(self.stream)
 
     def synchronize(self) -> None:

@@ -20,7 +20,6 @@ _OURS = (
     "finish",
     "complete",
     "wait_for_current",
-    "receive_current",
     "wait_for_updates",
     "finish_buckets",
     "complete_before_exit",

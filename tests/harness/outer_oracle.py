@@ -148,7 +148,7 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
             engine.step()
         weights = training.whole_weights(model)
         own = engine.optimizer.outer
-        own.settle()
+        own.receive_fragments()
         offsets = _offsets(engine, model)
         anchors = torch.cat([fragment.anchor.flatten() for fragment in own.fragments])
         same = training.replicas_equal(anchors, own.topology.inter)

@@ -304,9 +304,9 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     families = getattr(optimizer, "gradients", {}).values()  # stock's have none
     if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    on_host = [one for one in families if isinstance(one, ShardedGradients) and one.held.device.type == "cpu"]
+    on_host = [one for one in families if isinstance(one, ShardedGradients) and one.accumulator.device.type == "cpu"]
     on_host = [one for one in on_host if one.rows == 1]
-    parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
+    parts += [(one, name) for one in on_host for name in ("_prepare_accumulator", "_clear_padding")]
     align_rows = redistribution.align_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
@@ -328,12 +328,12 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         shards = getattr(optimizer, "shards", None)
-        measure = getattr(shards, "hand_over", None)  # with p = N
+        measure = getattr(shards, "pass_to_optimizer", None)  # with p = N
         if measure is not None and engine.optimizer_name() == "muon":
-            patches.enter_context(mock.patch.object(shards, "hand_over", measured))
+            patches.enter_context(mock.patch.object(shards, "pass_to_optimizer", measured))
         if on_host and engine.zero_cpu_offload():
             for one in on_host:
-                patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
+                patches.enter_context(mock.patch.object(one, "_store_sums", blocking(one._store_sums)))
             patches.enter_context(mock.patch.object(redistribution, "align_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
@@ -346,7 +346,7 @@ def read_by_host(optimizer: Any) -> None:
     if on_host:
         optimizer.checkpoint_event_prologue()
     for slices in on_host:
-        sum(slices.held(param).sum() for param in slices.params)
+        sum(slices.shard_of(param).sum() for param in slices.params)
 
 
 def gather_and_change(parameters: list[Any]) -> None:

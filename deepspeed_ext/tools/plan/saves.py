@@ -5,11 +5,11 @@
 Note [Cost of a save]
     *Files.* Of X bytes of optimizer states (12 for each parameter that AdamW trains) a rank has X/S, S the number of
     shards. All ranks write theirs with os = G, the first group with I, the first rank with N. With experts, as many
-    first ranks write as have all states together (``zero/writers.py``). With p = N the first rank writes the weights,
-    and the first E ranks write those of experts, E the expert-parallel size. Frozen weights are in that file twice, in
-    the model's state dict and for ``zero_to_fp32.py``. With p = I and G, the optimizer's states contain the trained
-    weights, and the same ranks also write their slices of frozen weights. All ranks write their error feedback. So
-    each file type is written by a number of first ranks, and the first rank and node write most.
+    first ranks write as have all states together (``zero/checkpoint_ranks.py``). With p = N the first rank writes the
+    weights, and the first E ranks write those of experts, E the expert-parallel size. Frozen weights are in that file
+    twice, in the model's state dict and for ``zero_to_fp32.py``. With p = I and G, the optimizer's states contain the
+    trained weights, and the same ranks also write their slices of frozen weights. All ranks write their error
+    feedback. So each file type is written by a number of first ranks, and the first rank and node write most.
 
     *Synchronous.* All ranks wait for the last rank: C = L = exchange + copying + writing. With p = N, partitions are
     first restored to DeepSpeed's order (``comm/relayout.py``): of the X/S bytes of a shard, all but 1/S are received

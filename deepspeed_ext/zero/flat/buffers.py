@@ -26,26 +26,26 @@ from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, Family, name_in_all
 from deepspeed_ext.zero.flat.stage12_view import Stage12View
-from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member, Window, crossing_spans_of, in_forward_order
+from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan, Member, Window, in_forward_order, inter_group_spans_of
 
 # Number of stripes of a buffer if buckets are as large as a few layers or larger ...
 _STRIPES = 16
 # ... unless a rank's part of a stripe had fewer elements than this: a message should be worth its latency.
-_LEAST = 1 << 15
+_MIN_PART = 1 << 15
 
 
 def stripe_starts(offsets: Sequence[int], numels: Sequence[int], bucket: int, ranks: int) -> tuple[int, ...]:
     """Return the offsets of stripes in a flat buffer; each consists of complete parameters.
 
     Args:
-        offsets, numels: those of its parameters, in order.
+        offsets, numels: offsets and numbers of elements of its parameters, in order.
         bucket: maximum number of elements of a stripe, unless one parameter has more.
         ranks: number of ranks that share each stripe.
     """
-    most = min(bucket, max(-(-sum(numels) // _STRIPES), _LEAST * ranks))
+    max_numel = min(bucket, max(-(-sum(numels) // _STRIPES), _MIN_PART * ranks))
     starts = [0]
     for offset, numel in zip(offsets, numels, strict=True):
-        if offset + numel - starts[-1] > most and offset > starts[-1] and numel:
+        if offset + numel - starts[-1] > max_numel and offset > starts[-1] and numel:
             starts.append(offset)
     return tuple(starts)
 
@@ -57,7 +57,7 @@ class Flattening(NamedTuple):
     offsets: Sequence[int]  # offsets of the parameters in the buffer
     numels: Sequence[int]  # elements of the parameters
     alignment: int  # multiple of elements to which the buffer is padded
-    unchanged: bool  # whether the buffer keeps DeepSpeed's own partitions, independent of the bucket size
+    keeps_partitions: bool  # whether the buffer keeps DeepSpeed's own partitions, independent of the bucket size
 
 
 class FlatBuffer:
@@ -74,30 +74,30 @@ class FlatBuffer:
         numel: elements, without padding after the last parameter.
         rank: this rank's number in ``group``.
         layout: layout of the buffer.
-        zeros_layout: DeepSpeed's layout, which is the order of checkpoints.
+        stock_layout: DeepSpeed's layout, which is the order of checkpoints.
         shard_numel: elements of a rank's partition.
     """
 
     def __init__(
         self, context: Context, *, number: int, family: Family, flattening: Flattening, group: ProcessGroup
     ) -> None:
-        params, offsets, numels, alignment, unchanged = flattening
+        params, offsets, numels, alignment, keeps_partitions = flattening
         self.number, self.family, self.params, self.group = number, family, list(params), group
         self._offsets, self._os = list(offsets), context.strategy.os
         self._spans = [Span(*span) for span in zip(offsets, numels, strict=True)]
-        self._places = {id(param): place for place, param in enumerate(params)}
+        self._indices = {id(param): index for index, param in enumerate(params)}
         self.numel = offsets[-1] + numels[-1]
         self.rank = int(dist.get_rank(group=group))
         aligned, topology = fill_up(self.numel, alignment), family.topology
-        self.layout = self.zeros_layout = FlatLayout.from_placement(aligned, self._os, topology)
+        self.layout = self.stock_layout = FlatLayout.from_placement(aligned, self._os, topology)
         ranks = topology.sizes.ranks
-        starts = (0,) if unchanged else stripe_starts(offsets, numels, context.reduce_bucket, ranks)
+        starts = (0,) if keeps_partitions else stripe_starts(offsets, numels, context.reduce_bucket, ranks)
         if len(starts) > 1 and self.layout.rows * self.layout.cols > 1:
             self.layout = FlatLayout.from_placement(self.numel, self._os, topology, starts)
         # With os = N a rank's partition is the entire buffer, whatever the layout of gradient messages.
-        self._held = FlatLayout(aligned, 1, 1) if self._os == Placement.N else self.layout
-        self._zeros_held = self.zeros_layout if self.striped else self._held
-        self.shard_numel = self._held.chunk
+        self._shard_layout = FlatLayout(aligned, 1, 1) if self._os == Placement.N else self.layout
+        self._stock_shard_layout = self.stock_layout if self.striped else self._shard_layout
+        self.shard_numel = self._shard_layout.chunk
 
     @property
     def striped(self) -> bool:
@@ -105,18 +105,18 @@ class FlatBuffer:
         return len(self.layout.starts) > 1 and self._os != Placement.N
 
     @property
-    def filling(self) -> int:
+    def extra_padding(self) -> int:
         """Padding after the last parameter, in addition to DeepSpeed's alignment."""
         return self.layout.rows * self.layout.cols * self.layout.chunk - self.numel if self.striped else 0
 
     @property
-    def cell(self) -> tuple[int, int]:
+    def row_and_col(self) -> tuple[int, int]:
         """Row and column of this rank's chunk of optimizer states."""
         return divmod(self.rank, self.family.topology.sizes.group_size)
 
     def offset(self, param: nn.Parameter) -> int:
         """Return a parameter's offset in the buffer."""
-        return self._offsets[self._places[id(param)]]
+        return self._offsets[self._indices[id(param)]]
 
     @property
     def replicas(self) -> int:
@@ -131,69 +131,69 @@ class FlatBuffer:
 
     def has(self, param: nn.Parameter) -> bool:
         """Whether a parameter is in the buffer."""
-        return id(param) in self._places
+        return id(param) in self._indices
 
     # This rank's partition ########################################################################
 
     @cached_property
     def _pieces(self) -> dict[int, Piece]:
-        return dict(self._pieces_in(self._held))
+        return dict(self._pieces_in(self._shard_layout))
 
     def _pieces_in(self, layout: FlatLayout) -> Iterator[tuple[int, Piece]]:
         """Yield each parameter's index and its piece in this rank's chunk, in the order of the chunk."""
         for cell in layout.cells_of(*divmod(self.rank, layout.cols)):
             first = bisect_right(self._offsets, cell.span.start) - 1
-            for place in range(first, bisect_left(self._offsets, cell.span.stop)):
-                span = self._spans[place].common(cell.span)
+            for index in range(first, bisect_left(self._offsets, cell.span.stop)):
+                span = self._spans[index].common(cell.span)
                 if span.numel:
-                    yield place, cell._replace(column=cell.column + span.start - cell.span.start, span=span)
+                    yield index, cell._replace(column=cell.column + span.start - cell.span.start, span=span)
 
-    def _member(self, place: int, layout: FlatLayout, piece: Piece | None) -> Member:
+    def _member(self, index: int, layout: FlatLayout, piece: Piece | None) -> Member:
         """Return a parameter in the chunks of a layout. ``piece``: this rank's part of it."""
-        param, offset = self.params[place], self._offsets[place]
+        param, offset = self.params[index], self._offsets[index]
         span, column = (Span(0, 0), 0) if piece is None else (piece.span.shifted(-offset), piece.column)
         stripe = None if self._os == Placement.N else layout.stripe_of(offset).shifted(-offset)
         return Member(param, tuple(param.shape), stripe, span, column)
 
     def member(self, param: nn.Parameter) -> Member:
         """Return a parameter, with this rank's part of it, which may be empty."""
-        place = self._places[id(param)]
-        return self._member(place, self._held, self._pieces.get(place))
+        index = self._indices[id(param)]
+        return self._member(index, self._shard_layout, self._pieces.get(index))
 
     def own_members(self) -> Iterator[Member]:
         """Yield the parameters with elements in this rank's partition, in its order."""
-        for place, piece in self._pieces.items():
-            yield self._member(place, self._held, piece)
+        for index, piece in self._pieces.items():
+            yield self._member(index, self._shard_layout, piece)
 
     def holds(self, param: nn.Parameter) -> bool:
         """Whether this rank's partition has an element of a parameter."""
-        return self._places[id(param)] in self._pieces
+        return self._indices[id(param)] in self._pieces
 
     def padding(self) -> Iterator[Span]:
         """Yield the padding in this rank's partition."""
         if not self.striped:
-            if length := self._padded(self.shard_numel):
+            if length := self._padding_in(self.shard_numel):
                 yield Span(self.shard_numel - length, length)
             return
-        ends = {piece.column: piece.columns.stop for piece in self.layout.cells_of(*self.cell)}
+        ends = {piece.column: piece.columns.stop for piece in self.layout.cells_of(*self.row_and_col)}
         for stripe in self.layout.stripes:
             padding = Span.between(ends.get(stripe.column, stripe.column), stripe.column + stripe.width)
             if padding.numel:
                 yield padding
 
-    def _padded(self, chunk: int) -> int:
+    def _padding_in(self, chunk: int) -> int:
         """Return the amount of padding in this rank's ``chunk`` elements in DeepSpeed's order."""
         return max(0, min(chunk, (self.rank + 1) * chunk - self.numel))
 
-    def copy_own(self, flat: Tensor, own: Tensor) -> None:
+    def copy_partition(self, flat: Tensor, own: Tensor) -> None:
         """Copy this rank's partition out of the flat buffer, 1D each; padding is not written."""
-        for piece in self.layout.cells_of(*self.cell):
+        for piece in self.layout.cells_of(*self.row_and_col):
             piece.columns.of(own).copy_(piece.span.of(flat))
 
     def partitions(self, flat: Tensor) -> list[Tensor]:
         """Return this rank's partition of a striped flat buffer, and empty ones of other ranks, which are not read."""
         own = flat.new_zeros(self.layout.chunk)  # padding stays zero
-        self.copy_own(flat, own)
+        self.copy_partition(flat, own)
         partitions = [flat.new_empty(0) for _ in range(self.layout.rows * self.layout.cols)]
         partitions[self.rank] = own
         return partitions
@@ -240,23 +240,23 @@ class FlatBuffer:
     # In DeepSpeed's order #########################################################################
 
     @property
-    def zeros_chunk(self) -> int:
+    def stock_chunk(self) -> int:
         """Elements of a rank's partition in DeepSpeed's order."""
-        return self._zeros_held.chunk
+        return self._stock_shard_layout.chunk
 
     @property
-    def zeros_padding(self) -> int:
+    def stock_padding(self) -> int:
         """Elements at the end of this rank's partition that are padding, in DeepSpeed's order."""
-        return self._padded(self.zeros_chunk)
+        return self._padding_in(self.stock_chunk)
 
-    def zeros_members(self) -> Iterator[Member]:
+    def stock_members(self) -> Iterator[Member]:
         """Yield the parameters with elements in this rank's partition in DeepSpeed's order."""
-        return self.members_in(self._zeros_held)
+        return self.members_in(self._stock_shard_layout)
 
     def members_in(self, layout: FlatLayout) -> Iterator[Member]:
         """Yield the parameters with elements in this rank's chunk of another layout, in its order."""
-        for place, piece in self._pieces_in(layout):
-            yield self._member(place, layout, piece)
+        for index, piece in self._pieces_in(layout):
+            yield self._member(index, layout, piece)
 
     # Queries ######################################################################################
 
@@ -264,12 +264,12 @@ class FlatBuffer:
         """Return the contents of this rank's partition."""
         return FlatShard(self.number, self.number, tuple(map(self.member, self.params)))
 
-    def crossing_spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[CrossingSpan]:
+    def inter_group_spans(self, names: Mapping[nn.Parameter, str]) -> Iterator[InterGroupSpan]:
         """Yield the spans of parameters among the gradients that this rank sends between groups."""
         col = self.family.gather.col
         for param, offset in zip(self.params, self._offsets, strict=True):
             name = name_in_all(param, names[param])
-            yield from crossing_spans_of(name, param.numel(), self.layout, col, buffer=self.number, offset=offset)
+            yield from inter_group_spans_of(name, param.numel(), self.layout, col, buffer=self.number, offset=offset)
 
 
 class FlatBuffers(list[FlatBuffer]):
@@ -280,40 +280,48 @@ class FlatBuffers(list[FlatBuffer]):
         optimizer: the optimizer whose buffers they are.
 
     Attributes:
-        places: positions of trained parameters in the model, by their ids.
+        positions: positions of trained parameters in the model, by their ids.
     """
 
     def __init__(self, context: Context, optimizer: Stage12View) -> None:
         super().__init__()
-        self._context, self._of = context, optimizer
-        self.places: dict[int, int] = {}
+        self._context, self._optimizer = context, optimizer
+        self.positions: dict[int, int] = {}
 
-    def add(self, params: Sequence[nn.Parameter], alignment: int, padded: bool) -> FlatBuffer:
+    def add(self, params: Sequence[nn.Parameter], alignment: int, has_padding: bool) -> FlatBuffer:
         """Add the buffer of the next parameter group, and return it.
 
         Args:
             params, alignment: see ``Flattening``.
-            padded: whether DeepSpeed pads a parameter.
+            has_padding: whether DeepSpeed pads a parameter.
         """
-        number, of = len(self), self._of
-        row = of.optimizer.param_groups[number]
+        number, optimizer = len(self), self._optimizer
+        row = optimizer.optimizer.param_groups[number]
         # In another order stripes would not be spans of the model. bitsandbytes has scales for blocks of a shard.
-        unchanged = of.round_robin_gradients or padded or type(of.optimizer).__module__.startswith("bitsandbytes")
-        numels = [meta.numel() for meta in of.round_robin_bit16_meta[number]]
+        keeps_partitions = (
+            optimizer.round_robin_gradients
+            or has_padding
+            or type(optimizer.optimizer).__module__.startswith("bitsandbytes")
+        )
+        numels = [meta.numel() for meta in optimizer.round_robin_bit16_meta[number]]
         self.append(
             FlatBuffer(
                 self._context,
                 number=number,
-                family=self._context.families[row["name"] if of.has_moe_layers and of.is_moe_group(row) else DENSE],
-                flattening=Flattening(params, of.round_robin_bit16_offsets[number], numels, alignment, unchanged),
-                group=of.real_dp_process_group[number],
+                family=self._context.families[
+                    row["name"] if optimizer.has_moe_layers and optimizer.is_moe_group(row) else DENSE
+                ],
+                flattening=Flattening(
+                    params, optimizer.round_robin_bit16_offsets[number], numels, alignment, keeps_partitions
+                ),
+                group=optimizer.real_dp_process_group[number],
             )
         )
         return self[number]
 
     def number_parameters(self, params: Iterable[nn.Parameter]) -> None:
         """Record the order of trained parameters in the model."""
-        self.places = {id(param): place for place, param in enumerate(params)}
+        self.positions = {id(param): index for index, param in enumerate(params)}
 
     @property
     def striped(self) -> Iterator[FlatBuffer]:
@@ -328,22 +336,24 @@ class FlatBuffers(list[FlatBuffer]):
         """Return the buffer with a parameter."""
         return next(buffer for buffer in self if buffer.has(param))
 
-    def windows(self, rows: Sequence[int], most: int) -> list[Window]:
-        """Return windows of all buffers, those of the model's first parameters first.
+    def windows(self, rows: Sequence[int], max_numel: int) -> list[Window]:
+        """Return the windows of all buffers, in the order of the model's parameters.
 
         A backward completes them in reverse order: the first of a window's parameters gets its gradient last.
 
         Args:
             rows: number of rows of each buffer that are sent.
-            most: maximum number of elements (of all rows) of a window.
+            max_numel: maximum number of elements (of all rows) of a window.
         """
         windows: list[Window] = []
         for buffer, count in zip(self, rows, strict=True):
-            offsets = [(self.places[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
+            offsets = [(self.positions[id(param)], buffer.offset(param)) for param in buffer.params if param.numel()]
             for number, stripe in enumerate(buffer.layout.stripes):
-                members = tuple(sorted(place for place, at in offsets if stripe.span.start <= at < stripe.span.stop))
+                members = tuple(
+                    sorted(index for index, offset in offsets if stripe.span.start <= offset < stripe.span.stop)
+                )
                 windows += [
-                    Window(buffer.number, span, members) for span in buffer.layout.windows(count, most, number)
+                    Window(buffer.number, span, members) for span in buffer.layout.windows(count, max_numel, number)
                 ]
         return in_forward_order(windows)
 
@@ -351,29 +361,34 @@ class FlatBuffers(list[FlatBuffer]):
 
     def fill_tables(self, number: int) -> None:
         """Enter this rank's parts of parameters of a striped buffer."""
-        rank, of = self[number].rank, self._of
+        rank, optimizer = self[number].rank, self._optimizer
         for member in self[number].own_members():
-            param = of.get_param_id(member.param)
-            of.param_to_partition_ids[number][param] = [rank]
-            of.total_grads_in_partition[number][rank] += 1
-            of.is_grad_computed[number][rank][param] = False
-            of.grad_partition_insertion_offset[number][rank][param] = member.offset
-            of.grad_start_offset[number][rank][param] = member.span.start
+            param_id = optimizer.get_param_id(member.param)
+            optimizer.param_to_partition_ids[number][param_id] = [rank]
+            optimizer.total_grads_in_partition[number][rank] += 1
+            optimizer.is_grad_computed[number][rank][param_id] = False
+            optimizer.grad_partition_insertion_offset[number][rank][param_id] = member.offset
+            optimizer.grad_start_offset[number][rank][param_id] = member.span.start
 
     def fill_positions(self, number: int) -> None:
         """Enter the positions of this rank's gradients in a striped buffer, with optimizer offload."""
         for param, _, _, span, offset in self[number].own_members():
-            self._of.grad_position[self._of.get_param_id(param)] = [number, span.start, offset, span.numel]
+            self._optimizer.grad_position[self._optimizer.get_param_id(param)] = [
+                number,
+                span.start,
+                offset,
+                span.numel,
+            ]
 
     def link_stripes(self) -> None:
         """Link parameters of striped buffers to the optimizer's weights, for ``safe_get_full_...``."""
         for buffer in self.striped:
             buffer.link(
-                self._of.single_partition_of_fp32_groups[buffer.number],
-                not self._of.cpu_offload,  # with offload there is no list of gradients
-                gradient_dict=self._of.averaged_gradients,
-                offload_gradient_dict=self._of.offload_gradient_dict,
-                use_offload=self._of.cpu_offload,
+                self._optimizer.single_partition_of_fp32_groups[buffer.number],
+                not self._optimizer.cpu_offload,  # with offload there is no list of gradients
+                gradient_dict=self._optimizer.averaged_gradients,
+                offload_gradient_dict=self._optimizer.offload_gradient_dict,
+                use_offload=self._optimizer.cpu_offload,
             )
 
     def link_states(self) -> bool:
@@ -382,8 +397,8 @@ class FlatBuffers(list[FlatBuffer]):
         The parent links only after the first step: after a load, or a reload from the host,
         ``safe_get_full_optimizer_state`` would not find any.
         """
-        weights = self._of.single_partition_of_fp32_groups
-        states = [self._of.optimizer.state.get(partition) or {} for partition in weights]
+        weights = self._optimizer.single_partition_of_fp32_groups
+        states = [self._optimizer.optimizer.state.get(partition) or {} for partition in weights]
         for buffer, partition, state in zip(self, weights, states, strict=True):
             lazy_init_hp_params_optimizer_state(buffer.params, partition, {partition: state})
         return all(states)

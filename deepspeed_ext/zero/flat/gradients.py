@@ -8,7 +8,7 @@ Note [Reduction of flat buffers]
       ``os`` once, and dropped.
 
     At the boundary, windows of slices are reduced between groups, each a part of a stripe. A window is sent as soon as
-    the last micro-batch's backward has completed the parameters of its stripe: Note [Leaving early] in
+    the last micro-batch's backward has completed the parameters of its stripe: Note [Early reduction] in
     ``boundary.py``. With os = N the sums are gathered inside the group only after all windows: buckets are in flight
     there until then, and operations on one communicator must have one order.
 """
@@ -49,7 +49,7 @@ class Mean:
     after: float | None = None
 
     @classmethod
-    def of_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
+    def from_optimizer(cls, context: Context, optimizer: Stage12View) -> "Mean":
         """Return the factors for all data-parallel ranks, split as the optimizer's keys select."""
         if not optimizer.gradient_average:
             return cls()
@@ -73,7 +73,7 @@ class FlatGradients:
     Args:
         context: shared constants; a strategy with p = N.
         family: name of the family.
-        buffers: all flat buffers, also those of other families.
+        buffers: all flat buffers, including other families' buffers.
         shards: gradients of the optimizer's shards.
         mean: factors of the mean.
 
@@ -85,16 +85,16 @@ class FlatGradients:
         self, context: Context, *, family: str, buffers: FlatBuffers, shards: ShardGradients, mean: Mean
     ) -> None:
         self._redistribution, self._os = context.families[family].reduce, context.strategy.os
-        self._arrives = Placement.G if context.strategy.g == Placement.G else Placement.I
+        self._bucket_placement = Placement.G if context.strategy.g == Placement.G else Placement.I
         pairwise, streams = self._redistribution.pairwise, context.side_streams
         self._queue = TransferQueue(context.overlap, streams, thread_completes=pairwise)
-        self._crosses = TransferQueue(context.overlap, streams, on_thread=pairwise)
+        self._inter_queue = TransferQueue(context.overlap, streams, on_thread=pairwise)
         self.layouts = tuple(buffer.layout for buffer in buffers)
         self._buffers = tuple(buffer.number for buffer in buffers if buffer.family.name == family)
         self._shards, self._mean, self._context = shards, mean, context
         self._slice_dtype = _wire_dtype(context, context.mixed_dtype(buffers.params()))
         windows = buffers.windows([layout.rows for layout in self.layouts], context.reduce_bucket)
-        early = self._arrives == Placement.I and self._crosses.unattended
+        early = self._bucket_placement == Placement.I and self._inter_queue.unattended
         own = [window for window in reversed(windows) if window.buffer in self._buffers]
         self._boundary = Boundary(own, lambda window: window.members, early=early)
         self.slices: dict[int, Tensor] = {}
@@ -115,49 +115,49 @@ class FlatGradients:
             complete: parameters without further gradients before the boundary; numbers as in ``windows``.
         """
         plan = plan_bucket(self.layouts, spans)
-        self._queue.submit(self._move(tensors, plan, dtype), partial(self._accumulate, plan, complete))
+        self._queue.submit(self._bucket_transfer(tensors, plan, dtype), partial(self._accumulate, plan, complete))
 
-    def _move(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
-        packed = [self._mean.divide(self._redistribution.pack_bucket(tensors, plan, self._arrives)).to(dtype)]
+    def _bucket_transfer(self, tensors: Sequence[Tensor], plan: BucketPlan, dtype: torch.dtype) -> Transfer:
+        packed = [self._mean.divide(self._redistribution.pack_bucket(tensors, plan, self._bucket_placement)).to(dtype)]
         del tensors  # frees full-size memory before the hops; ``pop`` does so for the packed bucket
-        return (yield from self._redistribution.reduce_bucket(packed.pop(), plan, self._arrives))
+        return (yield from self._redistribution.reduce_bucket(packed.pop(), plan, self._bucket_placement))
 
     def has(self, buffer: int) -> bool:
         """Whether a flat buffer belongs to this family."""
         return buffer in self._buffers
 
-    def prepare(self, buffer: int) -> None:
+    def allocate(self, buffer: int) -> None:
         """Allocate the destination of this flat buffer's buckets on the current stream, where its last use is."""
-        if self._arrives == Placement.G:
-            self._shards.of(buffer)
+        if self._bucket_placement == Placement.G:
+            self._shards.gradient_of(buffer)
         elif buffer not in self.slices:
             layout, device = self.layouts[buffer], get_accelerator().current_device_name()
             self.slices[buffer] = torch.zeros(
                 layout.rows, layout.chunk, dtype=self._context.accumulation_dtype, device=device
             )
 
-    def prepare_crossing(self) -> None:
+    def allocate_for_early_reduction(self) -> None:
         """Allocate memory for windows that are sent before the boundary, on the current stream."""
-        if self._arrives == Placement.I and self._crosses.unattended:
+        if self._bucket_placement == Placement.I and self._inter_queue.unattended:
             for buffer in self._buffers:
-                self.prepare(buffer)
+                self.allocate(buffer)
                 if self._os != Placement.N:
-                    self._shards.of(buffer)
+                    self._shards.gradient_of(buffer)
 
-    def prepare_all(self) -> None:
+    def allocate_all(self) -> None:
         """Allocate memory of all flat buffers for the boundary, because ranks may have used different parameters."""
         for buffer in self._buffers:
-            self._shards.of(buffer)
-            self.prepare(buffer)
+            self._shards.gradient_of(buffer)
+            self.allocate(buffer)
 
     @property
-    def has_left(self) -> bool:
+    def has_sent(self) -> bool:
         """Whether gradients of this accumulation have been sent as complete."""
-        return self._boundary.begun
+        return self._boundary.has_sent
 
-    def learn(self, largest: Callable[[Tensor], Tensor]) -> None:
+    def learn_usage(self, max_over_ranks: Callable[[Tensor], Tensor]) -> None:
         """Record parameter usage in the first step; see ``Boundary``. Collective, once."""
-        self._boundary.learn(largest)
+        self._boundary.learn_usage(max_over_ranks)
 
     def drain(self) -> None:
         """Wait for all buckets."""
@@ -166,7 +166,7 @@ class FlatGradients:
     def drop(self) -> None:
         """Drop accumulated gradients and transfers."""
         self._queue.drop()
-        self._crosses.drop()
+        self._inter_queue.drop()
         self._boundary.clear()
         self.slices.clear()
 
@@ -178,48 +178,48 @@ class FlatGradients:
         """Move the slices to a device."""
         self.slices = {buffer: i_slice.to(device) for buffer, i_slice in self.slices.items()}
 
-    def _accumulate(self, plan: BucketPlan, complete: Iterable[int], mine: Tensor) -> None:
+    def _accumulate(self, plan: BucketPlan, complete: Iterable[int], reduced: Tensor) -> None:
         """Add a reduced bucket, and start to reduce complete windows between groups."""
-        for rows in self._redistribution.bucket_rows(plan, self._arrives):
-            sums, mine = mine.tensor_split([rows.times * rows.numel])
+        for rows in self._redistribution.bucket_rows(plan, self._bucket_placement):
+            sums, reduced = reduced.tensor_split([rows.times * rows.numel])
             spans = rows.spans()
             parts = split_as(sums.view(rows.times, -1), [span for _, span in spans])
             for (buffer, span), part in zip(spans, parts, strict=True):
-                if self._arrives == Placement.G:
+                if self._bucket_placement == Placement.G:
                     self._add_to_shard(buffer, span, self._mean.multiply(part)[0])
                 else:
                     span.of(self.slices[buffer][rows.first : rows.first + rows.times]).add_(part)
-        self._cross(self._boundary.ready(complete))
+        self._reduce_between_groups(self._boundary.mark_ready(complete))
 
     def finish(self) -> None:
         """Complete the optimizer's shards at the boundary: reduce the remaining windows."""
-        if self._arrives == Placement.G:
+        if self._bucket_placement == Placement.G:
             return
-        self._cross(self._boundary.rest())
-        self._crosses.drain()  # gathers read the sums of these windows
+        self._reduce_between_groups(self._boundary.pop_remaining())
+        self._inter_queue.drain()  # gathers read the sums of these windows
         if self._os == Placement.N:
             # Sorted: slices are allocated in the order of local gradients, which may differ between ranks.
             for buffer, i_slice in sorted(self.slices.items(), key=lambda item: item[0]):
                 for span in self.layouts[buffer].windows(self._redistribution.cols, self._context.reduce_bucket):
-                    transfer = self._gather(span.of(i_slice))
-                    self._queue.submit(transfer, partial(self._place, buffer, span.start))
+                    transfer = self._gather_transfer(span.of(i_slice))
+                    self._queue.submit(transfer, partial(self._store_gathered, buffer, span.start))
             self._queue.drain()
 
-    def _gather(self, sums: Tensor) -> Transfer:
+    def _gather_transfer(self, sums: Tensor) -> Transfer:
         """Gather a window of slices inside the group. The message is allocated here, on the stream of the hops, so its
         memory is not reused before they end."""
         return (yield from self._redistribution.gather_i_to_n(sums.to(self._slice_dtype).view(-1)))
 
-    def _cross(self, windows: Iterable[Window]) -> None:
+    def _reduce_between_groups(self, windows: Iterable[Window]) -> None:
         for buffer, span, _ in windows:
             # With one row the window may be a view that hops overwrite, because slices are dropped afterwards.
             window = span.of(self.slices[buffer])
             target = Placement.G if self._os == Placement.G else Placement.I
             transfer = self._redistribution.sync_slice(window, self._slice_dtype, target, span.start, buffer)
             # Not waited for: a complete window is neither written nor freed before ``finish`` drains the queue.
-            self._crosses.submit(transfer, partial(self._deliver, buffer, span), reuses=False)
+            self._inter_queue.submit(transfer, partial(self._store_sums, buffer, span), reuses=False)
 
-    def _deliver(self, buffer: int, span: Span, total: Tensor) -> None:
+    def _store_sums(self, buffer: int, span: Span, total: Tensor) -> None:
         if self._os == Placement.N:
             window = span.of(self.slices[buffer])
             if window.data_ptr() != total.data_ptr():  # with one group the sum is the window itself
@@ -227,13 +227,13 @@ class FlatGradients:
         else:
             self._add_to_shard(buffer, span, self._mean.multiply(total)[0])
 
-    def _place(self, buffer: int, start: int, sums: Tensor) -> None:
-        layout, shard = self.layouts[buffer], self._shards.of(buffer)
+    def _store_gathered(self, buffer: int, start: int, sums: Tensor) -> None:
+        layout, shard = self.layouts[buffer], self._shards.gradient_of(buffer)
         cells = self._mean.multiply(sums).unsqueeze(1)
         layout.unpack_window(shard, start, cells.to(shard.device), add=True)
 
     def _add_to_shard(self, buffer: int, span: Span, part: Tensor) -> None:
-        add_to(span.of(self._shards.of(buffer)), part)
+        add_to(span.of(self._shards.gradient_of(buffer)), part)
         self._shards.note_addition()
 
 
@@ -274,13 +274,13 @@ class AllFlatGradients(dict[str, FlatGradients]):
             last: whether the gradients are of the last micro-batch.
             freed: tensors that may be freed before the bucket has been waited for.
         """
-        buffers, places = self._buffers, self._buffers.places
+        buffers, positions = self._buffers, self._buffers.positions
         spans = tuple((number, Span(buffers[number].offset(param), param.numel())) for number, param in members)
-        complete = [places[id(param)] for _, param in members] if last else []
+        complete = [positions[id(param)] for _, param in members] if last else []
         for gradients in self.values() if last else ():
-            gradients.prepare_crossing()
+            gradients.allocate_for_early_reduction()
         for number in {number for number, _ in members}:
-            self[buffers[number].family.name].prepare(number)
+            self[buffers[number].family.name].allocate(number)
         with self._context.reductions.after_current(bucket, freed):
             self._reduce_by_family(tensors, spans, _wire_dtype(self._context, dtype), complete)
 
@@ -293,8 +293,8 @@ class AllFlatGradients(dict[str, FlatGradients]):
             if len(own) == len(spans):
                 gradients.reduce(tensors, spans, dtype, complete)
             elif own:
-                parts, places = list(parts_of(tensors, spans)), [complete[n] for n in own] if complete else []
-                gradients.reduce([parts[n] for n in own], tuple(spans[n] for n in own), dtype, places)
+                parts, positions = list(parts_of(tensors, spans)), [complete[n] for n in own] if complete else []
+                gradients.reduce([parts[n] for n in own], tuple(spans[n] for n in own), dtype, positions)
 
     def complete_shards(self) -> None:
         """Reduce slices to ``os`` at the accumulation boundary, in order on the current stream, and drop them.
@@ -302,7 +302,7 @@ class AllFlatGradients(dict[str, FlatGradients]):
         All parameter groups on all ranks, with or without gradients: ranks may have used different parameters.
         """
         for gradients in self.values():
-            gradients.prepare_all()
+            gradients.allocate_all()
         with self._context.reductions.after_current():
             for gradients in self.values():
                 gradients.finish()

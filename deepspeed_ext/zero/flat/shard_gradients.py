@@ -27,8 +27,8 @@ class HostShard(list[Tensor]):
 class ShardGradients:
     """Gradients of the optimizer's shards, a 1D tensor for each parameter group.
 
-    With optimizer offload they are the gradients that the optimizer reads, or other tensors in host memory if those
-    have a lower precision than accumulation.
+    With optimizer offload they are the gradients that the optimizer reads, or other tensors in host memory if the
+    optimizer's gradients have a lower precision than accumulation.
 
     Args:
         context: shared constants.
@@ -39,12 +39,12 @@ class ShardGradients:
     def __init__(self, context: Context, *, optimizer: Stage12View, buffers: FlatBuffers) -> None:
         self._context, self._optimizer, self._buffers = context, optimizer, buffers
 
-    def of(self, number: int) -> Tensor:
+    def gradient_of(self, number: int) -> Tensor:
         """Return the gradient of a shard, 1D; zeros if there was none."""
         gradient: Tensor = self._optimizer._get_compact_grad_partition_buffer(number).flat_partition
         return gradient
 
-    def make(self, number: int) -> Any:
+    def make_shard(self, number: int) -> Any:
         """Return a zero entry of ``averaged_gradients``, on the host or for a striped buffer."""
         if self._context.offload:
             return self._make_on_host(number)
@@ -61,12 +61,12 @@ class ShardGradients:
         """Set padding to zero if reductions do not keep it zero."""
         for buffer in self._buffers:
             for padding in () if buffer.family.reduce.inter.keeps_zeros else buffer.padding():
-                padding.of(self.of(buffer.number)).zero_()
+                padding.of(self.gradient_of(buffer.number)).zero_()
 
     # Optimizer offload ################################################################################
 
     def _make_on_host(self, number: int) -> HostShard:
-        shard = self._read_by_optimizer(number)
+        shard = self._optimizer_gradient(number)
         if shard.dtype not in (torch.float32, self._context.accumulation_dtype):
             shard = torch.empty_like(shard, dtype=self._context.accumulation_dtype)
         shard.zero_()
@@ -74,7 +74,7 @@ class ShardGradients:
         self._optimizer.accumulated_grads_in_cpu.update(views)
         return HostShard(shard)
 
-    def _read_by_optimizer(self, number: int) -> Tensor:
+    def _optimizer_gradient(self, number: int) -> Tensor:
         """Return the gradient that the optimizer reads, 1D."""
         gradient: Tensor = self._optimizer.single_partition_of_fp32_groups[number].grad
         return gradient.view(-1)
@@ -86,7 +86,7 @@ class ShardGradients:
             _, _, start, numel = self._optimizer.grad_position[param_id]
             yield param_id, start, numel
 
-    def hand_over(self, shards: Sequence[FlatShard] | None = None) -> None:
+    def pass_to_optimizer(self, shards: Sequence[FlatShard] | None = None) -> None:
         """Pass complete gradients to an offloaded optimizer, and their norms and overflows to DeepSpeed.
 
         Args:
@@ -97,7 +97,7 @@ class ShardGradients:
             used = used | {self._optimizer.get_param_id(member.param) for shard in shards for member in shard.members}
         for number in range(len(self._buffers)) if shards is None else [shard.number for shard in shards]:
             self._optimizer.norm_for_param_grads.update(self._norms(number, used))
-            gradient, shard = self._read_by_optimizer(number), self.of(number)
+            gradient, shard = self._optimizer_gradient(number), self.gradient_of(number)
             if gradient.data_ptr() != shard.data_ptr():
                 gradient.copy_(shard)
 
@@ -106,7 +106,7 @@ class ShardGradients:
 
         Other parameters have no norm (DeepSpeed's ``ignore_unused_parameters``).
         """
-        norms, device, shard = {}, get_accelerator().current_device_name(), self.of(number)
+        norms, device, shard = {}, get_accelerator().current_device_name(), self.gradient_of(number)
         for param, start, numel in self._positions(number):
             parts = []
             for part in shard.narrow(0, start, numel).split(self._context.reduce_bucket):

@@ -6,8 +6,8 @@ DeepSpeed compares the record over all ranks of the job, by broadcasts that a ra
 With p = I groups gather separately and may see different data: a group with an invalid record must not wait for the
 others. So it is compared among the ranks that gather together.
 
-Parameters that persist stay gathered between uses. DeepSpeed does so only once the record is complete. In a model that
-takes another path in every step it never is, and small parameters would be gathered again for each use.
+Parameters that persist stay gathered between uses. DeepSpeed keeps them only once the record is complete. In a model
+whose path differs in every step the record is never complete, and small parameters would be gathered for each use.
 
 Note [Frozen parameters under checkpoints]
     A non-reentrant checkpoint runs a block again while the backward of one of its modules waits, and saves the
@@ -50,16 +50,17 @@ _coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made
 
 @checked
 class GroupCoordinator(PartitionedParameterCoordinator):
-    """DeepSpeed's coordinator, with a process group of its own.
+    """DeepSpeed's coordinator, with a separate process group.
 
     Args:
-        group: the ranks that gather parameters together; None for all of the job. Other arguments are the parent's.
+        group: the ranks that gather parameters together; None for all ranks of the job. Other arguments are the
+            parent's.
     """
 
     # DeepSpeed's attributes that are read or written here.
     _PartitionedParameterCoordinator__active_backward_submodules: dict[int, nn.Module]  # in backward now, by ds_id
     _PartitionedParameterCoordinator__allgather_stream: Any  # stream on which parameters are gathered for use
-    fast_sharding_for_leaf_module: bool  # with a granularity threshold: drop gathered leaf modules as a whole
+    fast_sharding_for_leaf_module: bool  # with a granularity threshold: drop gathered leaf modules completely
 
     def __init__(self, *args: Any, group: ProcessGroup | None, **kwargs: Any) -> None:
         self._gathering_group = group
@@ -68,7 +69,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._windowed: list[WindowedModule] = []
         super().__init__(*args, **kwargs)
 
-    def watch(self, blocks: Sequence[ChunkedModule], windowed: Sequence[WindowedModule]) -> None:
+    def fetch_in_windows(self, blocks: Sequence[ChunkedModule], windowed: Sequence[WindowedModule]) -> None:
         """Fetch the experts of blocks in windows. Windowed modules fetch packed experts themselves.
 
         Args:
@@ -102,14 +103,14 @@ class GroupCoordinator(PartitionedParameterCoordinator):
             block, number = expert
             block.enter(number, forward)
             return
-        with self._owners_only_where_hooks_save(forward):
+        with self._without_owners_in_reentrant_checkpoint(forward):
             super().fetch_sub_module(current_submodule, forward)
         block_ = self._blocks.get(id(current_submodule))
         if block_ is not None:
             block_.begin(forward)
 
     @contextmanager
-    def _owners_only_where_hooks_save(self, forward: bool) -> Iterator[None]:
+    def _without_owners_in_reentrant_checkpoint(self, forward: bool) -> Iterator[None]:
         """Release frozen parameters of modules that a reentrant checkpoint runs again; see the note above."""
         active = self._PartitionedParameterCoordinator__active_backward_submodules
         if not (forward and active) or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
@@ -136,7 +137,7 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         super().trace_prologue(chunk)
         if self.is_record_trace():
             super().record_module(chunk)
-        with self._owners_only_where_hooks_save(forward):
+        with self._without_owners_in_reentrant_checkpoint(forward):
             super().fetch_sub_module(chunk, forward)
 
     def release_chunk(self, chunk: Chunk, forward: bool) -> None:
@@ -144,28 +145,28 @@ class GroupCoordinator(PartitionedParameterCoordinator):
         self._release(chunk, forward)
 
     def _release(self, submodule: nn.Module, forward: bool) -> None:
-        early = not self.is_complete_trace()
+        incomplete_record = not self.is_complete_trace()
         entries = list(coordinator.iter_params(submodule, recurse=z3_leaf_module(submodule)))
         if self.fast_sharding_for_leaf_module and z3_leaf_module(submodule):
             _record_use(entries)
-        kept = [
+        retained = [
             entry
             for entry in entries
-            if ((early and entry.ds_persist) or INCOMPLETE in entry.ds_active_sub_modules)
+            if ((incomplete_record and entry.ds_persist) or INCOMPLETE in entry.ds_active_sub_modules)
             and not entry.is_external_param
         ]
-        for entry in kept:
+        for entry in retained:
             entry.is_external_param = True  # DeepSpeed does not release these with the module
         try:
             super().release_sub_module(submodule, forward)
         finally:
-            for entry in kept:
+            for entry in retained:
                 entry.is_external_param = False
 
     @override
     @compiler.lazy_disable
     def reset_step(self) -> None:
-        """Begin a forward; compare the last one's record within the group."""
+        """Begin a forward; compare the record of the previous forward within the group."""
         if torch._C._current_graph_task_id() == -1:
             for block in self._blocks.values():
                 block.drop_passes()
@@ -187,8 +188,8 @@ class GroupCoordinator(PartitionedParameterCoordinator):
 
 
 @contextmanager
-def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
-    """Use a coordinator of the group in a DeepSpeedZeRoOffload that is made in this context.
+def use_coordinator(group: ProcessGroup | None) -> Iterator[None]:
+    """Make a DeepSpeedZeRoOffload that is created in this context use a coordinator of the group.
 
     Args:
         group: the ranks that gather parameters together.
@@ -206,7 +207,7 @@ def coordinator_of(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def is_coordinating() -> bool:
-    """Whether a DeepSpeedZeRoOffload is being made within ``coordinator_of``."""
+    """Whether a DeepSpeedZeRoOffload is being created within ``use_coordinator``."""
     return _coordinating.get()
 
 
@@ -220,10 +221,10 @@ def _comparing_within(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def assert_same_in_group(ints: Sequence[int]) -> bool:
-    """Whether a group has been set to compare within; if so, compare.
+    """Compare a record within the group that ``reset_step`` has set; return False if it has set none.
 
-    One small all-reduce of the length and a checksum: all ranks of the group get the same result, so none waits for a
-    rank that has raised.
+    One small all-reduce of the length and a checksum: all ranks of the group get the same result, so no rank waits for
+    one that has raised.
 
     Raises:
         RuntimeError: the ranks of the group have different lists. Raised on all of them.
@@ -247,20 +248,20 @@ def assert_same_in_group(ints: Sequence[int]) -> bool:
 def _record_use(params: Sequence[Any]) -> None:
     """Keep the memory of gathered parameters until the current stream has read them.
 
-    DeepSpeed does so when it frees a parameter, but not when it releases a leaf module with a granularity threshold:
-    the next gather could overwrite memory that a computation still reads.
+    DeepSpeed records uses when it frees a parameter, but not when it releases a leaf module with a granularity
+    threshold: the next gather could overwrite memory that a computation still reads.
     """
     if not get_accelerator().is_synchronized_device():
         for param in params:
-            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit does so itself
+            if hasattr(param, "data") and param.ds_status == ZeroParamStatus.AVAILABLE:  # a unit records its own use
                 param.data.record_stream(get_accelerator().current_stream())
 
 
-def forget(model: nn.Module) -> None:
+def drop_references(model: nn.Module) -> None:
     """Drop DeepSpeed's references to a model whose engine has been destroyed.
 
-    It is still at the bottom of the stack of modules whose forward runs, and a key of a cache that a method of all
-    coordinators shares. Its parameters refer to the optimizer: all states would stay in memory.
+    The model is still at the bottom of the stack of modules whose forward runs, and a key of a cache that all
+    coordinators share. Its parameters refer to the optimizer, so all states would stay in memory.
     """
     if model in parameter_offload.FWD_MODULE_STACK:
         parameter_offload.FWD_MODULE_STACK.remove(model)

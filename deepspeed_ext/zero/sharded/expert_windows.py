@@ -38,24 +38,26 @@ from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 _Pieces = list[list[tuple[int, Piece]]]  # by rank: number of a parameter, and the rank's piece of the window in it
 
 
-def _pieces(layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False) -> _Pieces:
+def _pieces_by_rank(
+    layouts: Sequence[FlatLayout], experts: int, window: Sequence[int], between: bool = False
+) -> _Pieces:
     """Return the pieces of a window that each rank of a group holds, in the order in which it sends them. Their spans
-    are relative to the window in the parameter. With ``between`` each is in row 0, the only one.
+    are relative to the window in the parameter. With ``between`` each piece is in row 0, the only row.
 
     Args:
         layouts: layouts of the parameters.
         experts: number of experts in each.
         window: numbers of the window's experts.
-        between: whether the ranks are those of an inter group, and each is a group of its own.
+        between: whether the ranks are an inter group, in which each rank is a group.
     """
     layout = layouts[0]
     pieces: _Pieces = [[] for _ in range(layout.rows if between else layout.cols)]
     for number, layout in enumerate(layouts):
-        each = layout.numel // experts
+        numel_each = layout.numel // experts
         for position, expert in enumerate(window):
-            for piece in layout.pieces(Span(expert * each, each)):
+            for piece in layout.pieces(Span(expert * numel_each, numel_each)):
                 rank, row = (piece.row, 0) if between else (piece.col, piece.row)
-                span = piece.span.shifted((position - expert) * each)
+                span = piece.span.shifted((position - expert) * numel_each)
                 pieces[rank].append((number, piece._replace(row=row, span=span)))
     return pieces
 
@@ -66,7 +68,7 @@ class _Window:
     def __init__(self, queue: TransferQueue, started: ActiveTransfer, pieces: _Pieces, live: LiveElements) -> None:
         self._queue = queue
         self._started: ActiveTransfer | None = started
-        self._pieces = [piece for of_rank in pieces for piece in of_rank]
+        self._pieces = [piece for rank_pieces in pieces for piece in rank_pieces]
         self._numel = sum(piece.span.numel for _, piece in self._pieces)
         self._live = live
         live.add(self._numel)
@@ -89,8 +91,8 @@ class WindowGathers:
 
     def __init__(self, slices: Slices, queue: TransferQueue, live: LiveElements) -> None:
         self._slices, self._queue, self._live = slices, queue, live
-        self._whole = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
-        self._between = self._whole and slices.topology.sizes.group_size == 1
+        self._uses_full_slices = slices.strategy.p == Placement.G and slices.topology.sizes.groups > 1
+        self._between = self._uses_full_slices and slices.topology.sizes.group_size == 1
         # id of the module: its passes
         self._gathered: dict[int, list[tuple[ActiveTransfer | None, list[Tensor]]]] = {}
         self._plans: dict[tuple[int, int], _Pieces] = {}
@@ -98,7 +100,7 @@ class WindowGathers:
     def begin_pass(self, module: WindowedModule) -> None:
         """With p = G, start to gather the I-slices between groups, once per pass."""
         started = None
-        if self._whole and not self._between:
+        if self._uses_full_slices and not self._between:
             started = self._queue.start(self._gather_slices(module))
         self._gathered.setdefault(id(module), []).append((started, []))
 
@@ -129,15 +131,15 @@ class WindowGathers:
         if key not in self._plans:
             layouts = [self._slices.layout(param) for param in module.params]
             experts = sum(len(window) for window in module.windows)
-            self._plans[key] = _pieces(layouts, experts, module.windows[number], self._between)
+            self._plans[key] = _pieces_by_rank(layouts, experts, module.windows[number], self._between)
         pieces = self._plans[key]
-        return _Window(self._queue, self._queue.start(self._send(module, pieces, rows)), pieces, self._live)
+        return _Window(self._queue, self._queue.start(self._window_transfer(module, pieces, rows)), pieces, self._live)
 
-    def _send(self, module: WindowedModule, pieces: _Pieces, rows: list[Tensor]) -> Transfer:
+    def _window_transfer(self, module: WindowedModule, pieces: _Pieces, rows: list[Tensor]) -> Transfer:
         redistribution, params = self._slices.redistribution, module.params
         collectives = (redistribution.inter if self._between else redistribution.intra).collectives
         self._slices.wait_for_updates(params)
-        shards = rows or [self._slices.held(param) for param in params]
+        shards = rows or [self._slices.shard_of(param) for param in params]
         dtype = get_allgather_dtype(params[0], params[0].ds_tensor)
         device = get_accelerator().current_device_name()
         parts = [piece.columns.of(shards[number][piece.row]) for number, piece in pieces[collectives.rank]]
@@ -147,7 +149,7 @@ class WindowGathers:
         )
         if collectives.size == 1:
             return sent
-        splits = [sum(piece.span.numel for _, piece in of_rank) for of_rank in pieces]
+        splits = [sum(piece.span.numel for _, piece in rank_pieces) for rank_pieces in pieces]
         received = torch.empty(sum(splits), dtype=dtype, device=device)
         copies = sent.repeat(collectives.size)  # every rank needs the full window
         yield collectives.all_to_all(received, copies, [sent.numel()] * collectives.size, "all_gather", splits)
@@ -155,9 +157,9 @@ class WindowGathers:
 
 
 class WindowGradients:
-    """Reduces windows' gradients into those of dense parameters. See Note [Windows of slices].
+    """Reduces the gradients of windows into gradients of dense parameters. See Note [Windows of slices].
 
-    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients are kept unreduced until
+    While DeepSpeed's ``coalesce_grad_reduction`` combines several backwards, gradients are stored unreduced until
     DeepSpeed passes them on.
     """
 
@@ -173,51 +175,51 @@ class WindowGradients:
         self._micro_steps = micro_steps
         self._optimizer, self._gradients, self._slices = optimizer, gradients, slices
         self._context, self._reductions = context, context.reductions
-        self._stays_whole = context.strategy.g == Placement.N
+        self._keeps_full = context.strategy.g == Placement.N
         # As ZeRO-3, which counts sequence parallelism only without reduce-scatter.
         self._scale = context.ranks / (1 if optimizer.reduce_scatter else context.sequence_parallel_size)
         self._sums: dict[int, Tensor] = {}  # id of the module: (rows, elements of its parameters' chunks)
-        self._kept: set[int] = set()  # ids of modules with incomplete gradients that are kept unreduced
+        self._unreduced_modules: set[int] = set()  # ids of modules with incomplete gradients that are stored unreduced
         self._plans: dict[tuple[int, int], _Pieces] = {}
 
     def reduce_window(
         self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None], last: bool
     ) -> None:
         """Reduce or keep the gradients of a window; window 0 of a backward's last pass completes them."""
-        if self._stays_whole or self._optimizer._coalesce_grad_reduction:
+        if self._keeps_full or self._optimizer._coalesce_grad_reduction:
             if not self._optimizer._coalesce_grad_reduction:
-                self._kept.add(id(module))
-            self._keep(module, number, gradients)
+                self._unreduced_modules.add(id(module))
+            self._add_to_full(module, number, gradients)
         else:
             self._reduce(module, number, gradients, last and not number)
         if last and not number:
-            self._hand_over(module)
+            self._pass_to_optimizer(module)
 
-    def _hand_over(self, module: WindowedModule) -> None:
-        """Pass complete gradients that were kept unreduced, if any, to the optimizer."""
+    def _pass_to_optimizer(self, module: WindowedModule) -> None:
+        """Pass complete gradients that were stored unreduced, if any, to the optimizer."""
         self._sums.pop(id(module), None)
-        self._kept.discard(id(module))
+        self._unreduced_modules.discard(id(module))
         if self._optimizer._coalesce_grad_reduction:
             return
         for param in module.params:
-            if param.grad is not None and self._stays_whole:
+            if param.grad is not None and self._keeps_full:
                 self._optimizer.reduce_ready_partitions_and_remove_grads(param)
 
     def end_windows(self, module: WindowedModule) -> None:
         """Complete gradients that wait for a further pass of the module, at the end of a backward."""
         if id(module) in self._sums:
             self._reduce(module, 0, [None] * len(module.params), True)
-        self._hand_over(module)
+        self._pass_to_optimizer(module)
 
     def drop_window_gradients(self, module: WindowedModule) -> None:
         """Drop gradients of an interrupted backward."""
         self._sums.pop(id(module), None)
-        if id(module) in self._kept:
-            self._kept.discard(id(module))
+        if id(module) in self._unreduced_modules:
+            self._unreduced_modules.discard(id(module))
             for param in module.params:
                 param.grad = None
 
-    def _keep(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None]) -> None:
+    def _add_to_full(self, module: WindowedModule, number: int, gradients: Sequence[Tensor | None]) -> None:
         """Add a window to full gradients."""
         window = module.windows[number]
         for param, gradient in zip(module.params, gradients, strict=True):
@@ -238,7 +240,7 @@ class WindowGradients:
         layouts = [self._slices.layout(param) for param in params]
         if key not in self._plans:
             experts = sum(len(window) for window in module.windows)
-            self._plans[key] = _pieces(layouts, experts, module.windows[number])
+            self._plans[key] = _pieces_by_rank(layouts, experts, module.windows[number])
         with self._reductions.after_current():
             dtype = self._context.message_dtype(params[0])
             if id(module) not in self._sums:
@@ -246,22 +248,22 @@ class WindowGradients:
                 width = sum(layout.chunk for layout in layouts)
                 self._sums[id(module)] = torch.zeros(layouts[0].rows, width, dtype=dtype, device=device)
             sums = self._sums[id(module)]
-            transfer = self._move(flats, self._plans[key], layouts, sums)
+            transfer = self._window_transfer(flats, self._plans[key], layouts, sums)
             if complete:
-                transfer = _then(transfer, partial(self._gradients.move_sums, params, sums))
+                transfer = _chain(transfer, partial(self._gradients.reduce_sums, params, sums))
             self._gradients.submit(params, transfer, self._micro_steps.is_last, complete)
             if not get_accelerator().is_synchronized_device():
                 for gradient in flats:
                     if gradient is not None:
                         gradient.record_stream(get_accelerator().current_stream())  # packing still reads it
 
-    def _move(
+    def _window_transfer(
         self, flats: Sequence[Tensor | None], pieces: _Pieces, layouts: Sequence[FlatLayout], sums: Tensor
     ) -> Transfer:
         """Reduce a window N -> I, and add it to its module's sums."""
         hop = self._gradients.intra
-        splits = [sum(piece.span.numel for _, piece in of_rank) for of_rank in pieces]
-        order = [piece for of_rank in pieces for piece in of_rank]
+        splits = [sum(piece.span.numel for _, piece in rank_pieces) for rank_pieces in pieces]
+        order = [piece for rank_pieces in pieces for piece in rank_pieces]
         if all(flat is None for flat in flats):
             packed = torch.zeros(sum(splits), dtype=sums.dtype, device=sums.device)
         else:
@@ -285,7 +287,7 @@ class WindowGradients:
         return sums
 
 
-def _then(first: Transfer, second: Any) -> Transfer:
+def _chain(first: Transfer, second: Any) -> Transfer:
     """Run one transfer after the other."""
     yield from first
     return (yield from second())

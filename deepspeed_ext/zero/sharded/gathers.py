@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers of parameters with p = I or G for forward and backward.
 
-Of each parameter, three methods of DeepSpeed's are replaced: ``all_gather``, ``all_gather_coalesced`` and
+Three methods that DeepSpeed attaches to each parameter are replaced: ``all_gather``, ``all_gather_coalesced``, and
 ``partition``. ``release`` restores them.
 """
 
@@ -41,7 +41,7 @@ class GatherHandle:
         started: the gather of their cells side by side.
         bucket: layout of these cells.
         parts: rows of the bucket that a rank has sent together.
-        alone: whether parameters may be released one by one, and must not share memory.
+        separately: whether parameters may be released one by one, and must not share memory.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class GatherHandle:
         *,
         bucket: ParameterBucket,
         parts: int,
-        alone: bool,
+        separately: bool,
     ) -> None:
         self._params = params
         self._queue = queue
         self._bucket = bucket
         self._parts = parts
-        self._copied = alone and bucket.rows * bucket.cols == 1 and len(params) > 1  # otherwise they share memory
+        self._copies = separately and bucket.rows * bucket.cols == 1 and len(params) > 1  # otherwise they share memory
         for param in params:
             param.ds_status = ZeroParamStatus.INFLIGHT
         self._started: ActiveTransfer | None = started
@@ -73,13 +73,13 @@ class GatherHandle:
         flat, self._started = self._queue.finish(self._started), None
         cells = self._bucket.received_cells(flat, self._parts)
         for param, full in zip(self._params, self._bucket.unpack(cells), strict=True):
-            data = full.clone() if self._copied else full
+            data = full.clone() if self._copies else full
             param.data = data.view(param.ds_shape).to(param.ds_tensor.dtype)
             param.ds_status = ZeroParamStatus.AVAILABLE
 
 
 class ResidentHandle:
-    """Parameters that are not sharded, as there is one rank: their ``ds_tensor`` is used without a gather."""
+    """Handle of parameters on a single rank: their unsharded ``ds_tensor`` is used without a gather."""
 
     def __init__(self, params: Sequence[ZeroParameter]) -> None:
         self._params = params
@@ -110,25 +110,25 @@ class Gathers:
         self._redistribution, self._topology = slices.redistribution, slices.topology
         self._sequential, self._resync = sequential, resync
         self._buckets: dict[tuple[int, ...], ParameterBucket] = {}  # ds_ids of a unit's parameters: layout
-        self._rounded: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
+        self._rounded_ids: set[int] = set()  # ds_ids of parameters whose last gather was in a lower precision
         self._path = slices.strategy.p, Placement.N
         # A gather may first wait for updates of its slices. On a side stream, this does not block the running module.
-        several = self._redistribution.count_hops(*self._path) > 1
-        self._side_streams = (several or slices.sliced) and slices.rows.keeps_order
-        threads = (slices.sliced and self._redistribution.pairwise, several and self._redistribution.pairwise)
+        has_two_hops = self._redistribution.count_hops(*self._path) > 1
+        self._side_streams = (has_two_hops or slices.has_slices) and slices.rows.is_stream_ordered
+        threads = (slices.has_slices and self._redistribution.pairwise, has_two_hops and self._redistribution.pairwise)
         self._queue = TransferQueue(True, self._side_streams, *threads)
         self.live = LiveElements()
         for param in slices.params:
             if hasattr(param, OWNER):
                 getattr(param, OWNER).release()
-        slices.make()
-        self._attach()
+        slices.shard_parameters()
+        self._attach_methods()
         self._leaves = list(leaves)
         self._units = [] if sequential else make_units(self._leaves, self)
 
     # Making ###########################################################################################
 
-    def _attach(self) -> None:
+    def _attach_methods(self) -> None:
         for param in self.slices.params:
             setattr(param, OWNER, self)
             if self.slices.strategy.os == Placement.I:
@@ -170,22 +170,24 @@ class Gathers:
                 delattr(param, OWNER)
                 del param.paro_originals
                 self.slices.release(param)
-        self.slices.forget()
+        self.slices.drop_slices()
 
     # Gathering ########################################################################################
 
-    def _bucket_of(self, params: Sequence[ZeroParameter], alone: bool) -> ParameterBucket:
+    def _bucket_of(self, params: Sequence[ZeroParameter], separately: bool) -> ParameterBucket:
         """Return the layout of parameters in a bucket; cached for units, which are gathered again and again."""
-        if alone:
-            return ParameterBucket([self.slices.layout(param) for param in params], alone)
+        if separately:
+            return ParameterBucket([self.slices.layout(param) for param in params], separately)
         key = tuple(param.ds_id for param in params)
         if key not in self._buckets:
             self._buckets[key] = ParameterBucket([self.slices.layout(param) for param in params])
         return self._buckets[key]
 
-    def _start(self, params: Sequence[ZeroParameter], dtype: torch.dtype, alone: bool = True) -> GatherHandle:
-        """p -> N of parameters with one dtype on the wire; ``alone`` if they may be released one by one."""
-        shards = [self.slices.held(param) for param in params]
+    def _start_gather(
+        self, params: Sequence[ZeroParameter], dtype: torch.dtype, separately: bool = True
+    ) -> GatherHandle:
+        """p -> N of parameters with one dtype on the wire; ``separately`` if they may be released one by one."""
+        shards = [self.slices.shard_of(param) for param in params]
         out = None
         if self._side_streams and self._topology.sizes.group_size > 1:
             # The result outlives the transfer: this stream's allocator reuses its memory sooner than a side stream's.
@@ -193,20 +195,22 @@ class Gathers:
             device = get_accelerator().current_device_name()
             senders = self._topology.sizes.ranks // self.slices.row_count
             out = torch.empty(senders * width, dtype=dtype, device=device)
-        started = self._queue.start(self._send(params, dtype, out))
+        started = self._queue.start(self._gather_transfer(params, dtype, out))
         self.live.add(sum(param.ds_numel for param in params))
         if dtype != params[0].ds_tensor.dtype:
-            self._rounded.update(param.ds_id for param in params)
-        elif self._rounded:
-            self._rounded.difference_update(param.ds_id for param in params)
-        bucket = self._bucket_of(params, alone)
-        return GatherHandle(params, self._queue, started, bucket=bucket, parts=self.slices.row_count, alone=alone)
+            self._rounded_ids.update(param.ds_id for param in params)
+        elif self._rounded_ids:
+            self._rounded_ids.difference_update(param.ds_id for param in params)
+        bucket = self._bucket_of(params, separately)
+        return GatherHandle(
+            params, self._queue, started, bucket=bucket, parts=self.slices.row_count, separately=separately
+        )
 
-    def _send(self, params: Sequence[ZeroParameter], dtype: torch.dtype, whole: Tensor | None) -> Transfer:
+    def _gather_transfer(self, params: Sequence[ZeroParameter], dtype: torch.dtype, out: Tensor | None) -> Transfer:
         self.slices.wait_for_updates(params)
         # A list, from which the shard is popped, so that the hop can free it.
-        shard = [concat_aligned(self.slices.use(params, dtype), self._redistribution.multiple)]
-        return (yield from self._redistribution.gather(shard.pop(), *self._path, whole))
+        shard = [concat_aligned(self.slices.to_device(params, dtype), self._redistribution.multiple)]
+        return (yield from self._redistribution.gather(shard.pop(), *self._path, out))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -226,12 +230,12 @@ class Gathers:
         ordered = sorted(params, key=lambda param: param.ds_id)
         for param in ordered:
             if param.ds_status != ZeroParamStatus.NOT_AVAILABLE:
-                raise RuntimeError(f"expected a parameter that is not available: {param.ds_summary()}")
+                raise RuntimeError(f"expected a released parameter, got one that is gathered: {param.ds_summary()}")
         handles: list[Any] = []
-        others = [param for param in ordered if _owner(param) is not self]
-        if others:  # of another family
+        foreign = [param for param in ordered if _owner(param) is not self]
+        if foreign:  # of another family
             ordered = [param for param in ordered if _owner(param) is self]
-            handles.append(_owner(others[0]).all_gather_coalesced(others, safe_mode, quantize))
+            handles.append(_owner(foreign[0]).all_gather_coalesced(foreign, safe_mode, quantize))
         units = [param for param in ordered if isinstance(param, Unit)]
         handles += [self._start_unit(unit) for unit in units]
         by_dtype: dict[torch.dtype, list[ZeroParameter]] = {}
@@ -239,7 +243,7 @@ class Gathers:
             by_dtype.setdefault(wire_dtype(param), []).append(param)
         for dtype in sort_dtypes(by_dtype):
             batches = [[param] for param in by_dtype[dtype]] if self._sequential else [by_dtype[dtype]]
-            handles += [self._start(batch, dtype) for batch in batches]
+            handles += [self._start_gather(batch, dtype) for batch in batches]
         return MultipleAllGatherHandles(handles)
 
     def _start_unit(self, unit: Unit) -> UnitGather:
@@ -250,7 +254,7 @@ class Gathers:
         if resident:
             self.live.add(sum(param.ds_numel for param in missing))
             return UnitGather(unit, ResidentHandle(missing))
-        return UnitGather(unit, self._start(missing, wire_dtype(missing[0]), alone=False))
+        return UnitGather(unit, self._start_gather(missing, wire_dtype(missing[0]), separately=False))
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -263,24 +267,24 @@ class Gathers:
     ) -> list[GatherHandle] | None:
         """Gather the unavailable parameters of the list in batches, as DeepSpeed's ``param.all_gather``.
 
-        Callers read the values, so parameters are gathered in their own dtype. Those that are still gathered in a
+        Callers read the values, so parameters are gathered in their own dtype. Parameters that are gathered in a
         module's compute dtype are gathered again.
         """
-        listed = list(dict.fromkeys([param] if param_list is None else param_list))
-        owned = [p for p in listed if getattr(p, OWNER, None) is self]
-        if len(owned) < len(listed):  # others are of another family or engine, or of none
-            others = [p for p in listed if getattr(p, OWNER, None) is not self]
-            others[0].all_gather(param_list=others, async_op=async_op, hierarchy=hierarchy)
-        rounded = [p for p in owned if p.ds_id in self._rounded and _is_idle(p)]
+        unique = list(dict.fromkeys([param] if param_list is None else param_list))
+        owned = [p for p in unique if getattr(p, OWNER, None) is self]
+        if len(owned) < len(unique):  # the rest belongs to another family or engine, or to none
+            foreign = [p for p in unique if getattr(p, OWNER, None) is not self]
+            foreign[0].all_gather(param_list=foreign, async_op=async_op, hierarchy=hierarchy)
+        rounded = [p for p in owned if p.ds_id in self._rounded_ids and _is_idle(p)]
         if rounded:
             rounded[0].partition(rounded)
         missing = sorted(
             (p for p in owned if p.ds_status == ZeroParamStatus.NOT_AVAILABLE), key=lambda param: param.ds_id
         )
-        alone = async_op or self._sequential
+        separately = async_op or self._sequential
         handles = (
-            self._start(batch, batch[0].ds_tensor.dtype)
-            for batch in ([[p] for p in missing] if alone else self.slices.batches(missing))
+            self._start_gather(batch, batch[0].ds_tensor.dtype)
+            for batch in ([[p] for p in missing] if separately else self.slices.batches(missing))
         )
         if async_op:
             return list(handles)
@@ -306,11 +310,11 @@ class Gathers:
             if unit is not None and unit.ds_active_sub_modules:
                 if param_list is None:
                     return  # a module that uses this parameter alone has ended; its unit still uses it
-                raise RuntimeError(f"a parameter is to be released while its leaf module runs: {member.ds_summary()}")
+                raise RuntimeError(f"cannot release a parameter while its leaf module runs: {member.ds_summary()}")
             if unit is not None and member.ds_status == ZeroParamStatus.AVAILABLE == unit.ds_status:
                 unit.ds_status = ZeroParamStatus.NOT_AVAILABLE
         self.live.add(-sum(p.ds_numel for p in params if p.ds_status == ZeroParamStatus.AVAILABLE))
-        if has_been_updated and self.slices.sliced:
+        if has_been_updated and self.slices.has_slices:
             for updated in params:
                 if updated.ds_status == ZeroParamStatus.AVAILABLE:
                     self.slices.write_rows(updated)
@@ -318,7 +322,7 @@ class Gathers:
         if has_been_updated:
             self.slices.order_gathers()  # or the next gather would read rows that are not written yet
             if self._resync is not None:
-                self._resync.ask()
+                self._resync.request()
 
 
 def wire_dtype(param: ZeroParameter) -> torch.dtype:

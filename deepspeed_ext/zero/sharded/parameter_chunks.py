@@ -25,12 +25,12 @@ OWNER = "paro_parameters"  # attribute of a parameter: the ``Gathers`` that gath
 REPLICAS = "paro_replicas"  # attribute of a parameter that every group holds: the data-parallel group
 
 
-def listed(params: object) -> object:
+def as_list(params: object) -> object:
     """Return the argument of GatheredParameters, iterable more than once."""
     return list(params) if isinstance(params, Iterable) and not isinstance(params, torch.Tensor) else params
 
 
-def replicated(params: object) -> list[ZeroParameter]:
+def replicated_params(params: object) -> list[ZeroParameter]:
     """Return the parameters that every group holds, in order."""
     candidates: list[Any] = params if isinstance(params, list) else [params]
     unique = {param.ds_id: param for param in candidates if hasattr(param, REPLICAS)}
@@ -38,7 +38,7 @@ def replicated(params: object) -> list[ZeroParameter]:
 
 
 @contextmanager
-def sharded_over_all(params: Sequence[ZeroParameter]) -> Iterator[None]:
+def use_global_modifier_ranks(params: Sequence[ZeroParameter]) -> Iterator[None]:
     """Make modifier ranks refer to all groups: DeepSpeed looks them up in the parameters' group."""
     groups = [param.ds_process_group for param in params]
     for param in params:
@@ -54,7 +54,7 @@ def broadcast_to_replicas(params: Sequence[ZeroParameter], source_ranks: dict[in
     """Broadcast gathered parameters over all data-parallel ranks, before DeepSpeed does so inside each group.
 
     Args:
-        params: gathered parameters, from ``replicated``.
+        params: gathered parameters, from ``replicated_params``.
         source_ranks: global rank that has modified them, by the id of the data-parallel group. An entry is added for
             each intra group, whose first rank then has the values.
     """

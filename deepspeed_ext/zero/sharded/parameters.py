@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters of a model with p = I or G: shards and gathers of all families.
 
-With ``offload_param`` some shards are cached on the device (``paro_parameter_cache_bytes``), those of modules at both
-ends of the model first: no compute overlaps a copy before the first module, nor between the last one's forward and its
-backward.
+With ``offload_param`` some shards are cached on the device (``paro_parameter_cache_bytes``), from both ends of the
+model to its middle: no compute overlaps a copy before the first module, nor between the forward and the backward of
+the last module.
 """
 
 import logging
@@ -27,7 +27,7 @@ from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
 from deepspeed_ext.zero.resync import Resync
 from deepspeed_ext.zero.sharded.gathers import Gathers
-from deepspeed_ext.zero.sharded.rows import DeviceRows, HostRows
+from deepspeed_ext.zero.sharded.row_storage import DeviceRows, HostRows
 from deepspeed_ext.zero.sharded.slices import Slices
 
 
@@ -40,14 +40,14 @@ class GatherSettings(NamedTuple):
     cache_bytes: int = 0  # bytes of slices that are on the device as well
 
     @classmethod
-    def of(cls, config: ZeroConfig) -> "GatherSettings":
+    def from_config(cls, config: ZeroConfig) -> "GatherSettings":
         """Return the settings of a configuration."""
         section: Any = config.offload_param
         if not offloads(section):
             return cls(config.allgather_sequential)
         return cls(config.allgather_sequential, True, section.pin_memory, config.paro_parameter_cache_bytes)
 
-    def rows(self, redistribution: ParameterRedistribution, cached: frozenset[int]) -> DeviceRows:
+    def make_rows(self, redistribution: ParameterRedistribution, cached: frozenset[int]) -> DeviceRows:
         """Return the memory of slices; ``cached`` as in ``DeviceRows``."""
         return HostRows(redistribution, cached, self.pinned) if self.on_host else DeviceRows(redistribution)
 
@@ -71,7 +71,7 @@ class ShardedParameters:
     ) -> None:
         coordinator = offload.param_coordinator
         blocks, windowed = chunked_modules(module), windowed_modules(module)
-        coordinator.watch(blocks, windowed)
+        coordinator.fetch_in_windows(blocks, windowed)
         _disable_persistence(windowed, offload)
         chunks = [chunk for block in blocks for chunk in block.chunks]
         experts = {id(expert) for chunk in chunks for expert in chunk.experts}
@@ -86,7 +86,7 @@ class ShardedParameters:
                 context,
                 family=family,
                 params=[param for param in params if family_of(param) == name],
-                rows=settings.rows(family.gather, cached),
+                rows=settings.make_rows(family.gather, cached),
                 coordinator=coordinator,
             )
             self.gathers[name] = Gathers(
@@ -94,14 +94,14 @@ class ShardedParameters:
             )
         self.gathers[DENSE].fetch_windows(windowed)
 
-    def of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
-        """Return the shards of a sub-group's family. All its parameters are of one."""
+    def slices_of(self, sub_group: Sequence[ZeroParameter]) -> Slices:
+        """Return the shards of a sub-group's family. All its parameters are of one family."""
         return self.slices[family_of(sub_group[0])]
 
     @property
-    def sliced(self) -> bool:
+    def has_slices(self) -> bool:
         """Whether a family has slices of several rows."""
-        return any(slices.sliced for slices in self.slices.values())
+        return any(slices.has_slices for slices in self.slices.values())
 
     # Flat buffers of the optimizer ####################################################################
 
@@ -113,23 +113,23 @@ class ShardedParameters:
         Returns:
             The buffer, in its final memory; and for each sub-group the part of it that a step updates, 1D.
         """
-        self.forget_blocks()
-        buffer, offset, flats = self.slices[DENSE].rows.home(buffer), 0, []
+        self.drop_blocks()
+        buffer, offset, flats = self.slices[DENSE].rows.to_storage(buffer), 0, []
         for number, sub_group in enumerate(sub_groups):
-            flat, offset = self.of(sub_group).make_block(number, buffer, offset, sub_group)
+            flat, offset = self.slices_of(sub_group).make_block(number, buffer, offset, sub_group)
             flats.append(flat)
         return buffer, flats
 
-    def place(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> None:
+    def make_views(self, buffer: Tensor, sub_groups: Sequence[Sequence[ZeroParameter]]) -> None:
         """Make the parameters views of a copy of the flat buffer, on any device, without gathers."""
         offset = 0
         for sub_group in sub_groups:
-            offset = self.of(sub_group).place(buffer, offset, sub_group)
+            offset = self.slices_of(sub_group).make_views(buffer, offset, sub_group)
 
-    def forget_blocks(self) -> None:
+    def drop_blocks(self) -> None:
         """Release the flat buffer."""
         for slices in self.slices.values():
-            slices.forget_blocks()
+            slices.drop_blocks()
 
     # Updated parameters: os -> p ######################################################################
 
@@ -137,7 +137,7 @@ class ShardedParameters:
         """Receive the parameters of the last step, before this step writes the rows; drop a failed step's updates."""
         self.receive_updates()
         for slices in self.slices.values():
-            slices.forget_changes()
+            slices.drop_row_updates()
 
     def gather_updates(self) -> None:
         """Start to gather updated parameters os -> p: one family after the other, in one order on all ranks."""
@@ -151,10 +151,10 @@ class ShardedParameters:
 
     # Checkpoints ######################################################################################
 
-    def settle(self) -> None:
+    def wait_on_host(self) -> None:
         """Make the host wait for updated parameters, before it reads them."""
         for slices in self.slices.values():
-            slices.settle()
+            slices.wait_on_host()
 
     def complete_slices(self) -> None:
         """Complete slices after a load, which writes this rank's rows only."""
@@ -187,21 +187,21 @@ def _choose_cached(context: Context, module: nn.Module, budget: int) -> frozense
         return frozenset()
     params = cast(list[ZeroParameter], list(module.parameters()))
     sizes = {param.ds_id: _slice_bytes(context, param) for param in params}
-    chosen: set[int] = set()
+    cached: set[int] = set()
     free = budget
     for owner in _from_both_ends([m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]):
         ds_ids = {p.ds_id for p in cast(Iterable[ZeroParameter], owner.parameters(recurse=False)) if sizes[p.ds_id]}
-        nbytes = sum(sizes[ds_id] for ds_id in ds_ids - chosen)
+        nbytes = sum(sizes[ds_id] for ds_id in ds_ids - cached)
         if nbytes <= free:
             free -= nbytes
-            chosen |= ds_ids
+            cached |= ds_ids
     log_dist(
         f"deepspeed_ext: {SECTION}.{CACHE_BYTES} {budget} keeps {budget - free:,} of {sum(sizes.values()):,} bytes of "
-        f"slices on each device ({len(chosen)} of {len(sizes)} parameters), the ends of the model first",
+        f"slices on each device ({len(cached)} of {len(sizes)} parameters), the ends of the model first",
         ranks=[0],
         level=logging.WARNING,
     )
-    return frozenset(chosen)
+    return frozenset(cached)
 
 
 def _slice_bytes(context: Context, param: ZeroParameter) -> int:

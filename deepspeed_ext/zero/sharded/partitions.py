@@ -5,7 +5,7 @@
 Note [Sub-groups in checkpoints]
     A rank of ZeRO-3 saves its chunks of a parameter group's parameters one after the other, divided into
     sub-groups by ``sub_group_size`` or, for some strategies, by ``allgather_bucket_size``. The order is the same with
-    all sizes, so a parameter group's states need only be divided at other elements.
+    all sizes, so loading only divides a parameter group's states at other elements.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,13 +23,19 @@ from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import name_in_all
-from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, saved_scale, sharded_otherwise, unscaled, with_momentum
+from deepspeed_ext.zero.momentum import (
+    MOMENTUM_SCALE,
+    saved_scale,
+    sharding_mismatch,
+    unscaled_momentum,
+    with_momentum,
+)
 from deepspeed_ext.zero.muon import MOMENTUM, uses_muon
 from deepspeed_ext.zero.sharded.parameter_chunks import owned_span
 from deepspeed_ext.zero.sharded.parameters import ShardedParameters
 from deepspeed_ext.zero.sharded.reduction import GradientReduction
 from deepspeed_ext.zero.sharded.stage3_view import Stage3View
-from deepspeed_ext.zero.shards import CrossingSpan, FlatShard, Member
+from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan, Member
 
 PLACEMENT = "ds_zero_partition_groups"  # in a state dict with AutoEP: ranks that share each sub-group
 
@@ -40,7 +46,7 @@ class FlatPartitions:
     def __init__(self, context: Context, *, optimizer: Stage3View, reduction: GradientReduction) -> None:
         self._context, self._optimizer, self._reduction = context, optimizer, reduction
 
-    def shards(self) -> list[FlatShard]:
+    def flat_shards(self) -> list[FlatShard]:
         """Return the parameters of each partition, with their positions."""
         shards = []
         for number, params in enumerate(self._optimizer.fp16_groups):
@@ -54,17 +60,17 @@ class FlatPartitions:
 
     def members_of(self, param: ZeroParameter) -> Iterator[tuple[int, Span]]:
         """Yield the number of each partition with elements of a parameter, and their span in it."""
-        for shard in self.shards():
+        for shard in self.flat_shards():
             for member in shard.members:
                 if member.param is param:
                     yield shard.number, member.in_shard
 
-    def crossing_spans(self) -> Iterator[CrossingSpan]:
+    def inter_group_spans(self) -> Iterator[InterGroupSpan]:
         """Yield each trained parameter's spans of gradients that are reduced between groups."""
         for group in self._optimizer.fp16_groups:
             for param in group:
                 name = name_in_all(param, self._optimizer.param_names[param])
-                yield from self._reduction.of(param).crossing_spans(param, name)
+                yield from self._reduction.gradients_of(param).inter_group_spans(param, name)
 
     def gradient(self, number: int) -> Tensor:
         """Return the gradient of a partition, 1D; may be written."""
@@ -72,7 +78,7 @@ class FlatPartitions:
             gradient: Tensor = self._optimizer.fp32_partitioned_groups_flat[number].grad
             return gradient
         params = self._optimizer.fp16_groups[number]
-        return self._reduction.of(params[0]).shard_of(params)
+        return self._reduction.gradients_of(params[0]).shard_of(params)
 
     def set_norms(self, shards: Iterable[FlatShard]) -> None:
         """Update DeepSpeed's norms of replaced gradients, if the optimizer is offloaded."""
@@ -101,23 +107,23 @@ class FlatPartitions:
         return numels
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Refuse a rank's state dict with other sharding, except for the sizes of sub-groups.
+        """Reject a rank's state dict with other sharding, except for the sizes of sub-groups.
 
         Raises:
             ValueError: it has another stage, number of ranks, or other parameter groups.
         """
         stage, count, ranks = int(state[ZERO_STAGE]), state[PARTITION_COUNT], self._optimizer.partition_count
         if (stage, count) != (3, ranks):
-            raise sharded_otherwise(
-                f"of stage {stage} and sharded over {count} ranks", f"are of stage 3 and sharded over {ranks}"
+            raise sharding_mismatch(
+                f"of stage {stage}, sharded over {count} ranks", f"stage 3, sharded over {ranks} ranks"
             )
-        placed = state.get(PLACEMENT)
-        if placed is not None and placed != self._optimizer._zero3_partition_group_metadata():
-            raise sharded_otherwise(
-                f"of {len(placed)} sub-groups of experts and others, over the ranks "
-                f"{[group['partition_ranks'] for group in placed]}",
-                "are of others, which DeepSpeed refuses with AutoEP (sub_group_size, allgather_bucket_size and "
-                "expert_parallel.autoep_size must be as they were)",
+        saved_placement = state.get(PLACEMENT)
+        if saved_placement is not None and saved_placement != self._optimizer._zero3_partition_group_metadata():
+            raise sharding_mismatch(
+                f"of {len(saved_placement)} sub-groups of experts and others, over the ranks "
+                f"{[group['partition_ranks'] for group in saved_placement]}",
+                "others, which DeepSpeed refuses with AutoEP: keep sub_group_size, allgather_bucket_size, and "
+                "expert_parallel.autoep_size unchanged",
             )
         _check_groups(state, self.numels())
 
@@ -131,16 +137,16 @@ class FlatPartitions:
         """
         self.check(state)
         regrouped, offload = _regroup(state, self.numels()), self._context.offload
-        return _with_momentum_of(regrouped, lambda momentum: unscaled(regrouped, momentum, offload))
+        return _map_momentum(regrouped, lambda momentum: unscaled_momentum(regrouped, momentum, offload))
 
-    def saved(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def with_saved_momentum(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return DeepSpeed's state dict with momentum in the format of its stage 3; see Note [Momentum of DeepSpeed's
         stages]."""
         if not uses_muon(self._optimizer.optimizer):
             return dict(state)
         scale = 1.0 if self._context.offload else saved_scale(float(self._optimizer.loss_scale))
         state = {**state, MOMENTUM_SCALE: scale}
-        return state if scale == 1 else _with_momentum_of(state, lambda momentum: (momentum * scale).cpu())
+        return state if scale == 1 else _map_momentum(state, lambda momentum: (momentum * scale).cpu())
 
 
 class OffloadedStates:
@@ -164,7 +170,7 @@ class OffloadedStates:
         self._move(states, move)
         if OffloadStateTypeEnum.lp_params in states:
             self._optimizer.fp16_partitioned_groups_flat.clear()
-            self._parameters.forget_blocks()
+            self._parameters.drop_blocks()
         if OffloadStateTypeEnum.lp_grads in states:
             self._optimizer.averaged_gradients = {}
 
@@ -175,15 +181,15 @@ class OffloadedStates:
         if OffloadStateTypeEnum.lp_params in states:
             self._optimizer._set_fp16_partitioned_groups_flat()
         if OffloadStateTypeEnum.lp_grads in states:
-            self._reduction.shards.show()
+            self._reduction.shards.expose_to_step()
 
     def _move(self, states: set[OffloadStateTypeEnum], move: Callable[[Tensor], Tensor]) -> None:
         optimizer = self._optimizer
         if OffloadStateTypeEnum.lp_params in states:
             optimizer.lp_param_buffer = move(optimizer.lp_param_buffer)
-            self._parameters.place(optimizer.lp_param_buffer, optimizer.fp16_groups)
+            self._parameters.make_views(optimizer.lp_param_buffer, optimizer.fp16_groups)
         if OffloadStateTypeEnum.lp_grads in states:
-            self._reduction.shards.place(move(self._reduction.shards.held))
+            self._reduction.shards.set_accumulator(move(self._reduction.shards.accumulator))
         if OffloadStateTypeEnum.hp_params in states:
             for weights in optimizer.fp32_partitioned_groups_flat:
                 weights.data = move(weights.data)
@@ -204,18 +210,18 @@ def _check_groups(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> 
     flats, groups = _flats_by_group(state)
     saved = [[flats[index].numel() for index in group] for group in groups]
     if [sum(group) for group in saved] != [sum(group) for group in numels]:
-        raise sharded_otherwise(
-            f"for parameter groups of {[sum(group) for group in saved]} elements on this rank",
-            f"for groups of {[sum(group) for group in numels]}: it has another model or other parameter groups",
+        raise sharding_mismatch(
+            f"of {[sum(group) for group in saved]} elements in the parameter groups on this rank",
+            f"{[sum(group) for group in numels]}: the model or its parameter groups differ",
         )
     states = state[OPTIMIZER_STATE_DICT]["state"]
-    for group, sizes, wanted in zip(groups, saved, numels, strict=True):
-        for key in states.get(group[0], {}) if group and sizes != list(wanted) else ():
+    for group, sizes, expected in zip(groups, saved, numels, strict=True):
+        for key in states.get(group[0], {}) if group and sizes != list(expected) else ():
             values = [states[index][key] for index in group]
             if not _has_elements(values, [flats[index] for index in group]) and _differ(values):
                 raise ValueError(
-                    f"The sub-groups of the checkpoint differ in the optimizer's {key!r}, so they cannot be divided "
-                    f"into others. Load it with the sub_group_size and allgather_bucket_size that saved it."
+                    f"The optimizer state {key!r} differs between the checkpoint's sub-groups, so they cannot be "
+                    f"divided into others. Load it with the sub_group_size and allgather_bucket_size that saved it."
                 )
 
 
@@ -233,20 +239,22 @@ def _regroup(state: Mapping[str, Any], numels: Sequence[Sequence[int]]) -> dict[
     new_flats: list[Tensor] = []
     new_states: dict[int, dict[str, Any]] = {}
     new_groups = []
-    for group, indices, wanted in zip(optimizer["param_groups"], saved_groups, numels, strict=True):
+    for group, indices, expected in zip(optimizer["param_groups"], saved_groups, numels, strict=True):
         first, old_flats = len(new_flats), [flats[index] for index in indices]
-        new_flats += _recut(old_flats, wanted)
+        new_flats += _resplit(old_flats, expected)
         for key in optimizer["state"].get(indices[0], {}) if indices else ():
             values = [optimizer["state"][index][key] for index in indices]
-            cut = _recut(values, wanted) if _has_elements(values, old_flats) else _repeat(values[0], len(wanted))
-            for number, value in enumerate(cut):
+            parts = (
+                _resplit(values, expected) if _has_elements(values, old_flats) else _repeat(values[0], len(expected))
+            )
+            for number, value in enumerate(parts):
                 new_states.setdefault(first + number, {})[key] = value
         new_groups.append({**group, "params": list(range(first, len(new_flats)))})
     optimizer = {**optimizer, "state": new_states, "param_groups": new_groups}
     return {**state, FP32_FLAT_GROUPS: new_flats, OPTIMIZER_STATE_DICT: optimizer}
 
 
-def _with_momentum_of(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+def _map_momentum(state: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Return a rank's state dict with each sub-group's momentum replaced by the result of ``change``."""
     optimizer = state[OPTIMIZER_STATE_DICT]
     muon = [group["params"] for group in optimizer["param_groups"] if group.get("use_muon", False)]
@@ -280,5 +288,5 @@ def _repeat(value: Any, times: int) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for _ in range(times)]
 
 
-def _recut(parts: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
+def _resplit(parts: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]:
     return list(torch.cat([part.detach().flatten() for part in parts]).split(list(numels))) if parts else []

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of all families of a stage-3 optimizer: from the parameters' hooks to the shard that a step reads.
 
-With g = N gradients are kept unreduced until the accumulation boundary. Meanwhile a placeholder replaces the shard:
+With g = N gradients are stored unreduced until the accumulation boundary. Meanwhile a placeholder replaces the shard:
 one repeated element, so that DeepSpeed gets tensors of the sizes it expects.
 """
 
@@ -30,7 +30,7 @@ from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 class GradientShards:
     """Tensor in which gradients of all families are accumulated, one part for each family."""
 
-    held: Tensor  # the tensor, 1D
+    accumulator: Tensor  # the tensor, 1D
     chunks: dict[int, Tensor]  # DeepSpeed's map from ds_id to the gradient in the optimizer's shard, 1D
 
     def __init__(self, context: Context, *, gradients: Mapping[str, ShardedGradients], optimizer: Stage3View) -> None:
@@ -38,16 +38,17 @@ class GradientShards:
         self.chunks = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
         unreduced = context.strategy.g == Placement.N
         if all(family.rows == 1 for family in gradients.values()) and (not unreduced or context.offload):
-            self.place(optimizer.grad_partitions_flat_buffer.view(-1))  # DeepSpeed's buffer has the right size
+            # DeepSpeed's buffer has the right size.
+            self.set_accumulator(optimizer.grad_partitions_flat_buffer.view(-1))
             return
         if context.pinned:
             get_accelerator().unpin_memory(optimizer.grad_partitions_flat_buffer)
         self.chunks.clear()
-        optimizer.grad_partitions_flat_buffer = None  # free it before another one is made
+        optimizer.grad_partitions_flat_buffer = None  # freed before another buffer is allocated
         if unreduced:
             self.drop()
         else:
-            self.make()
+            self.allocate()
             optimizer.inf_or_nan_tracker = optimizer.inf_or_nan_tracker.to(get_accelerator().current_device_name())
 
     @property
@@ -55,30 +56,30 @@ class GradientShards:
         """Number of elements of each family's part."""
         return [gradients.rows * gradients.numel for gradients in self._gradients.values()]
 
-    def place(self, held: Tensor) -> None:
+    def set_accumulator(self, accumulator: Tensor) -> None:
         """Accumulate in this tensor, 1D: all rows, one family after the other."""
-        self.held = held
-        for gradients, part in zip(self._gradients.values(), held.split(self._numels), strict=True):
-            self.chunks.update(gradients.place(part))
+        self.accumulator = accumulator
+        for gradients, part in zip(self._gradients.values(), accumulator.split(self._numels), strict=True):
+            self.chunks.update(gradients.set_accumulator(part))
         # With several families DeepSpeed checks all rows for overflow: a row's overflow appears in their sum as well.
-        several = len(self._gradients) > 1
-        self._optimizer.grad_partitions_flat_buffer = held if several else self._gradients[DENSE].shard
+        has_experts = len(self._gradients) > 1
+        self._optimizer.grad_partitions_flat_buffer = accumulator if has_experts else self._gradients[DENSE].shard
 
-    def make(self) -> None:
+    def allocate(self) -> None:
         """Accumulate in zeros on the device."""
         device = get_accelerator().current_device_name()
-        self.place(torch.zeros(sum(self._numels), dtype=self._dtype, device=device))
+        self.set_accumulator(torch.zeros(sum(self._numels), dtype=self._dtype, device=device))
 
-    def make_if_missing(self) -> None:
+    def allocate_if_missing(self) -> None:
         """Replace a placeholder by zeros."""
         if self.is_placeholder:
-            self.make()
+            self.allocate()
 
     def drop(self) -> None:
         """Replace the tensor by a placeholder: with g = N there is no shard before gradients are reduced."""
         self._optimizer.averaged_gradients = {}  # views would keep the tensor's memory
         device = get_accelerator().current_device_name()
-        self.place(torch.zeros(1, dtype=self._dtype, device=device).expand(sum(self._numels)))
+        self.set_accumulator(torch.zeros(1, dtype=self._dtype, device=device).expand(sum(self._numels)))
 
     @property
     def is_placeholder(self) -> bool:
@@ -86,11 +87,11 @@ class GradientShards:
         return any(gradients.is_placeholder for gradients in self._gradients.values())
 
     @property
-    def begun(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether the tensor has gradients of this accumulation."""
-        return any(gradients.begun for gradients in self._gradients.values())
+        return any(gradients.has_gradients for gradients in self._gradients.values())
 
-    def show(self) -> None:
+    def expose_to_step(self) -> None:
         """Make DeepSpeed's step read the gradients in place."""
         self._optimizer.averaged_gradients = {
             number: [self.chunks[param.ds_id] for param in group]
@@ -102,7 +103,7 @@ class GradientReduction:
     """Reduces gradients from the parameters' hooks to the optimizer's shard.
 
     Args:
-        optimizer: the optimizer, after it has made its sub-groups and buckets.
+        optimizer: the optimizer, after it has created its sub-groups and buckets.
         slices: shards of the parameters of each family.
     """
 
@@ -113,12 +114,12 @@ class GradientReduction:
     ) -> None:
         self._micro_steps = micro_steps
         self._context, self._reductions, self._optimizer = context, context.reductions, optimizer
-        self._whole = context.strategy.g == Placement.N
-        for bucket in optimizer.ipg_buckets.values() if self._whole else ():
+        self._keeps_full = context.strategy.g == Placement.N
+        for bucket in optimizer.ipg_buckets.values() if self._keeps_full else ():
             bucket.buffer = None  # gradients do not go through DeepSpeed's buckets
-        full = micro_steps.measure(param.ds_numel for group in optimizer.fp16_groups for param in group)
+        bucket_size = micro_steps.set_bucket_size(param.ds_numel for group in optimizer.fp16_groups for param in group)
         self.gradients = {  # of each family
-            name: ShardedGradients(context, family=name, optimizer=optimizer, slices=slices[name], bucket=full)
+            name: ShardedGradients(context, family=name, optimizer=optimizer, slices=slices[name], bucket=bucket_size)
             for name in context.families
         }
         self.shards = GradientShards(context, gradients=self.gradients, optimizer=optimizer)
@@ -130,26 +131,26 @@ class GradientReduction:
             slices=slices[DENSE],
         )
 
-    def of(self, param: ZeroParameter) -> ShardedGradients:
+    def gradients_of(self, param: ZeroParameter) -> ShardedGradients:
         """Return the gradients of a parameter's family."""
         return self.gradients[family_of(param)]
 
     # In a micro-step: N -> g ##########################################################################
 
-    def keep_whole(self, param: ZeroParameter) -> None:
-        """Keep a gradient unreduced until the boundary, and start to reduce the buckets that it completes."""
-        if not (self.shards.begun or self.shards.is_placeholder or self._context.offload):
+    def keep_full(self, param: ZeroParameter) -> None:
+        """Store a gradient unreduced until the boundary, and start to reduce the buckets that it completes."""
+        if not (self.shards.has_gradients or self.shards.is_placeholder or self._context.offload):
             self.shards.drop()
         self._optimizer._apply_autoep_folding_tp_correction(param)
         last = self._micro_steps.is_last
         if last:
-            self._reductions.receive_current()  # packing reads this gradient; a model may use several streams
-        gradients = self.of(param)
-        complete = gradients.keep(param, last)
+            self._reductions.wait_for_current()  # packing reads this gradient; a model may use several streams
+        gradients = self.gradients_of(param)
+        complete = gradients.keep_full_gradient(param, last)
         param.grad = None
         if complete:
             with self._reductions.after_current():
-                self.shards.make_if_missing()
+                self.shards.allocate_if_missing()
                 gradients.reduce_buckets(complete)
 
     def reduce_leaf(self, params: Sequence[ZeroParameter]) -> None:
@@ -158,14 +159,14 @@ class GradientReduction:
         if optimizer._coalesce_grad_reduction:
             return
         ready = [param for param in params if getattr(param, "ds_grad_is_ready", True)]
-        if self._whole:
+        if self._keeps_full:
             for param in (param for param in ready if param.grad is not None):
                 optimizer.reduce_ready_partitions_and_remove_grads(param)
             return
         # All gradients are written before the reduction stream waits for the current one.
         for param in zero_gradients(ready):
             optimizer._apply_autoep_folding_tp_correction(param)
-        self._reductions.receive_current()
+        self._reductions.wait_for_current()
         for param in ready:
             self._fill_bucket(param)
 
@@ -173,8 +174,8 @@ class GradientReduction:
         """Put a gradient into DeepSpeed's bucket of its dtype, and reduce buckets that are full."""
         dtype = self._context.message_dtype(param)
         bucket = self._optimizer.ipg_buckets[dtype]
-        another = bucket.process_group is not param.ds_process_group
-        if bucket.elements and (another or bucket.elements + param.ds_numel > self._context.reduce_bucket):
+        other_group = bucket.process_group is not param.ds_process_group
+        if bucket.elements and (other_group or bucket.elements + param.ds_numel > self._context.reduce_bucket):
             self._optimizer._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads(dtype)
         bucket.params.append(param)
         bucket.process_group = param.ds_process_group
@@ -218,11 +219,11 @@ class GradientReduction:
     def complete_shards(self) -> None:
         """Complete the optimizer's shard: all parameters on all ranks, used or not."""
         with self._reductions.after_current():
-            if self._whole:
-                self.shards.make_if_missing()
+            if self._keeps_full:
+                self.shards.allocate_if_missing()
                 for gradients in self.gradients.values():
-                    gradients.reduce_kept()
-        self.finish_for_host()
+                    gradients.reduce_remaining()
+        self.wait_on_host()
         with self._reductions.after_current():
             for gradients in self.gradients.values():
                 gradients.finish()
@@ -231,11 +232,11 @@ class GradientReduction:
         if self._context.offload:
             self._reductions.synchronize()  # gradients may be in host memory
 
-    def hand_over(self) -> None:
+    def pass_to_optimizer(self) -> None:
         """Make DeepSpeed's step read the complete gradients."""
-        self._reductions.receive_current()  # DeepSpeed checks for overflow on this stream
+        self._reductions.wait_for_current()  # DeepSpeed checks for overflow on this stream
         if not self._context.offload:
-            self.shards.show()
+            self.shards.expose_to_step()
             return
         self._optimizer._offload_boundary_param_ids = set(self.shards.chunks)
         self._optimizer._finalize_offload_gradient_accumulation()
@@ -243,7 +244,7 @@ class GradientReduction:
             stream.synchronize()
             get_accelerator().current_stream().synchronize()
 
-    def finish_for_host(self) -> None:
+    def wait_on_host(self) -> None:
         """Make the host wait for all buckets if an offloaded optimizer's gradients are in its memory."""
         if self._context.offload and self._reductions.stream is not None:
             with self._reductions.after_current():
@@ -258,29 +259,29 @@ class GradientReduction:
             RuntimeError: gradients are not in the placement of os, as this is not the accumulation boundary.
         """
         self._micro_steps.finish_buckets()
-        self.finish_for_host()
+        self.wait_on_host()
         strategy = self._context.strategy
         if self.awaits_boundary and strategy.g != strategy.os:
             raise RuntimeError(
-                f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
-                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}) they are not summed "
-                f"over all ranks before it."
+                f"Gradients can be read and changed only at the accumulation boundary: with paro_strategy "
+                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}), they are not summed over all "
+                f"ranks earlier."
             )
 
     # After a step #####################################################################################
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop accumulated gradients."""
         for gradients in self.gradients.values():
-            gradients.forget()
+            gradients.clear()
 
     def reset(self) -> None:
         """Drop accumulated gradients outside of a step, after buckets in flight are received."""
-        self.finish_for_host()
-        self.forget()
+        self.wait_on_host()
+        self.clear()
         self.awaits_boundary = False
 
     def drop(self) -> None:
-        """Drop accumulated gradients and those in flight."""
+        """Drop gradients that are accumulated or in flight."""
         for gradients in self.gradients.values():
             gradients.drop()

@@ -14,8 +14,8 @@ Note [Rows]
     so that a model with one sub-group is sent in parts, too. A window of all columns is gathered in place; any other
     through a buffer of its size, of which side streams have two at a time.
 
-    Gathers are started after the step. The first use of a parameter waits for those of its windows. If a host thread
-    runs transfers, windows are gathered one after the other. Gathers for use wait for them in another thread.
+    Gathers are started after the step. The first use of a parameter waits for the gathers of its windows. If a host
+    thread runs transfers, windows are gathered one after the other. Gathers for use wait for them in another thread.
 """
 
 import itertools
@@ -41,32 +41,32 @@ from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import Family
 from deepspeed_ext.zero.sharded.coordinator import GroupCoordinator
 from deepspeed_ext.zero.sharded.parameter_chunks import repartition
-from deepspeed_ext.zero.sharded.rows import DeviceRows
+from deepspeed_ext.zero.sharded.row_storage import DeviceRows
 from deepspeed_ext.zero.shards import Window, in_forward_order
-from deepspeed_ext.zero.updates_in_flight import announce
+from deepspeed_ext.zero.updates_in_flight import register
 
 
-class _Change(NamedTuple):
-    """This rank's updated row of a block, 1D without its padding; see ``Slices.change``."""
+class _RowUpdate(NamedTuple):
+    """This rank's updated row of a block, 1D without its padding; see ``Slices.set_row``."""
 
     updated: Tensor
-    held: Tensor
-    whole: bool
+    current: Tensor
+    in_full: bool
 
     def row(self, window: Span) -> Tensor:
         """Return a window of the updated row, on the device, without the padding at its end."""
         device = get_accelerator().current_device_name()
-        return self.updated[window.start : window.stop].to(device=device, dtype=self.held.dtype)
+        return self.updated[window.start : window.stop].to(device=device, dtype=self.current.dtype)
 
-    def filled_row(self, window: Span) -> Tensor:
-        """Return the same with padding."""
+    def padded_row(self, window: Span) -> Tensor:
+        """Return the row with padding."""
         row = self.row(window)
         return torch.nn.functional.pad(row, (0, window.numel - row.numel()))
 
     def update(self, window: Span, rows: DeviceRows) -> Update:
         """Return the update of a window to be encoded, without its padding."""
-        previous = self.held[window.start : window.stop]
-        (on_device,) = rows.use([previous.view(1, -1)], previous.dtype)
+        previous = self.current[window.start : window.stop]
+        (on_device,) = rows.to_device([previous.view(1, -1)], previous.dtype)
         return Update(lambda: self.row(window), on_device.view(-1), previous.numel())
 
 
@@ -103,68 +103,68 @@ class Slices:
         # Gathers between groups after a step: one after the other, because the first one is needed first.
         self._updates = TransferQueue(
             overlap=True,
-            side_streams=rows.keeps_order,
+            side_streams=rows.is_stream_ordered,
             on_thread=self.redistribution.pairwise,
             finish_before_exit=True,
         )
         self._update_of: dict[int, ActiveTransfer] = {}  # number of the window: the gather into it
-        self._changed: dict[int, _Change] = {}  # number of the block: its update to send
-        announce(self)
+        self._row_updates: dict[int, _RowUpdate] = {}  # number of the block: its update to send
+        register(self)
 
     @property
-    def sliced(self) -> bool:
-        """Whether parameters are held as slices of several rows."""
+    def has_slices(self) -> bool:
+        """Whether parameters are stored as slices of several rows."""
         return self.strategy.p == Placement.I and self.strategy.os == Placement.G and self.topology.sizes.groups > 1
 
     def layout(self, param: ZeroParameter) -> FlatLayout:
         """Return the parameter's division into cells."""
         return self._layouts[param.ds_id]
 
-    def make(self) -> None:
+    def shard_parameters(self) -> None:
         """Shard every parameter over the group of its optimizer states, with zeros in the padding, and make slices if
         the strategy has any. Collective."""
         group = self.topology.shard_group(self.strategy.os)
         rank, ranks = dist.get_rank(group=group), data_parallel_ranks(group)
-        differs = {
+        needs_repartition = {
             id(other): data_parallel_ranks(other) != ranks for other in {p.ds_process_group for p in self.params}
         }
         for param in self.params:
-            if differs[id(param.ds_process_group)]:
+            if needs_repartition[id(param.ds_process_group)]:
                 repartition(param, group)
             chunk = param.ds_tensor.ds_numel
             param.ds_tensor[max(0, param.ds_numel - rank * chunk) :].zero_()  # DeepSpeed does not initialize padding
-        for batch in self.batches(self.params) if self.sliced else ():
+        for batch in self.batches(self.params) if self.has_slices else ():
             for param, slice_ in self._gather_slices(batch):
-                self._hold(param, self.rows.keep(slice_, lasting=not param.requires_grad))
+                self._store_slice(param, self.rows.store(slice_, lasting=not param.requires_grad))
 
     def release(self, param: ZeroParameter) -> None:
         """Return a parameter to DeepSpeed, with unchanged sharding."""
-        if self.sliced:
+        if self.has_slices:
             param.ds_tensor.data = param.ds_tensor.data.clone()  # a view would keep the slice's memory
 
-    def forget(self) -> None:
+    def drop_slices(self) -> None:
         """Drop all slices, after their parameters are released."""
         self._slices.clear()
         self.rows.cache.clear()
-        self.forget_blocks()
+        self.drop_blocks()
 
     def order_gathers(self) -> None:
         """Order gathers for use after everything that the current stream has written to the shards."""
         self._coordinator.wait_for_current()
 
-    def _hold(self, param: ZeroParameter, slice_: Tensor) -> None:
+    def _store_slice(self, param: ZeroParameter, slice_: Tensor) -> None:
         self._slices[param.ds_id] = slice_
         param.ds_tensor.data = slice_[self.redistribution.row]
-        self.rows.cache.take(param.ds_id, slice_)
+        self.rows.cache.store(param.ds_id, slice_)
 
-    def held(self, param: ZeroParameter) -> Tensor:
+    def shard_of(self, param: ZeroParameter) -> Tensor:
         """Return this rank's shard of the parameter: (rows, chunk), one row without slices."""
-        return self._slices[param.ds_id] if self.sliced else param.ds_tensor.view(1, -1)
+        return self._slices[param.ds_id] if self.has_slices else param.ds_tensor.view(1, -1)
 
     @property
     def row_count(self) -> int:
         """Rows of a parameter's shard."""
-        return self.topology.sizes.groups if self.sliced else 1
+        return self.topology.sizes.groups if self.has_slices else 1
 
     def batches(self, params: Iterable[ZeroParameter]) -> list[list[ZeroParameter]]:
         """Return the parameters in batches of one dtype and about ``bucket`` elements (of full parameters)."""
@@ -187,12 +187,12 @@ class Slices:
 
         Slices are released here: they have no memory until ``make_block`` makes them views of their block.
         """
-        if not self.sliced:
+        if not self.has_slices:
             return [param.ds_tensor for param in sub_group]
-        width, filled = self._block_width(sub_group)
+        width, padded_width = self._block_width(sub_group)
         slices = [self._slices.pop(param.ds_id) for param in sub_group]
-        block = slices[0].new_zeros(self.row_count * filled)
-        torch.cat(slices, dim=1, out=block.view(-1, filled)[:, :width])
+        block = slices[0].new_zeros(self.row_count * padded_width)
+        torch.cat(slices, dim=1, out=block.view(-1, padded_width)[:, :width])
         for param in sub_group:
             param.ds_tensor.data = block.new_empty(0)
         return [block]
@@ -200,7 +200,7 @@ class Slices:
     def _block_width(self, sub_group: Sequence[ZeroParameter]) -> tuple[int, int]:
         """Return the elements of a row of its block; and with padding, which aligns rows for hops."""
         width = sum(param.ds_tensor.ds_numel for param in sub_group)
-        return width, fill_up(width, self.redistribution.multiple if self.sliced else 1)
+        return width, fill_up(width, self.redistribution.multiple if self.has_slices else 1)
 
     def make_block(
         self, number: int, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]
@@ -211,7 +211,7 @@ class Slices:
             The sub-group's flat partition, 1D, which an optimizer step changes: row j of the block; and the end of
             the block.
         """
-        block = self._place(buffer, offset, sub_group)
+        block = self._make_views(buffer, offset, sub_group)
         self._blocks[number] = block
         column = 0
         for param in sub_group:
@@ -219,42 +219,42 @@ class Slices:
             column += param.ds_tensor.ds_numel
         self._windows.clear()
         width, _ = self._block_width(sub_group)
-        return block[self.redistribution.row if self.sliced else 0, :width], offset + block.numel()
+        return block[self.redistribution.row if self.has_slices else 0, :width], offset + block.numel()
 
-    def place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> int:
+    def make_views(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> int:
         """Make parameters views of a flat buffer from ``offset`` on, as ``make_block`` does, on any device; return
         their end. Nothing is gathered into it."""
-        return offset + self._place(buffer, offset, sub_group).numel()
+        return offset + self._make_views(buffer, offset, sub_group).numel()
 
-    def _place(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> Tensor:
+    def _make_views(self, buffer: Tensor, offset: int, sub_group: Sequence[ZeroParameter]) -> Tensor:
         """Make a sub-group's parameters views of a part of a flat buffer; return it, (rows, elements and padding)."""
-        rows, (_, filled) = self.row_count, self._block_width(sub_group)
-        block = buffer.narrow(0, offset, rows * filled).view(rows, filled)
+        rows, (_, padded_width) = self.row_count, self._block_width(sub_group)
+        block = buffer.narrow(0, offset, rows * padded_width).view(rows, padded_width)
         column = 0
         for param in sub_group:
             numel = param.ds_tensor.ds_numel
             shard = block[:, column : column + numel]
-            if self.sliced:
-                self._hold(param, shard)
+            if self.has_slices:
+                self._store_slice(param, shard)
             else:
                 param.ds_tensor.data = shard[0]
             column += numel
         return block
 
-    def stepped_in_place(self, resync: bool) -> bool:
+    def steps_in_place(self, resync: bool) -> bool:
         """Whether a step writes this rank's row in place, because the row itself is sent.
 
         Args:
             resync: whether updates are sent without encoding in this step.
         """
         unencoded = resync or self.redistribution.differences is None
-        return unencoded and not (self.sliced and self.rows.on_host)
+        return unencoded and not (self.has_slices and self.rows.on_host)
 
-    def forget_blocks(self) -> None:
+    def drop_blocks(self) -> None:
         """Release the buffer of ``make_block``."""
         self._blocks, self._columns = {}, {}
         self._windows.clear()
-        self.forget_changes()
+        self.drop_row_updates()
 
     @torch.no_grad()
     def complete(self) -> None:
@@ -263,12 +263,12 @@ class Slices:
         This includes slices of frozen parameters, which no step changes.
         """
         self.gather_updates()
-        if self.sliced:
+        if self.has_slices:
             for batch in self.batches(param for param in self.params if param.ds_id not in self._columns):
                 for param, slice_ in self._gather_slices(batch):
-                    self.held(param).copy_(slice_)
-                    self.rows.cache.take(param.ds_id, slice_)
-            self.settle()
+                    self.shard_of(param).copy_(slice_)
+                    self.rows.cache.store(param.ds_id, slice_)
+            self.wait_on_host()
             self.order_gathers()
 
     def _gather_slices(self, params: Sequence[ZeroParameter]) -> list[tuple[Any, Tensor]]:
@@ -290,15 +290,17 @@ class Slices:
         """
         self.order_gathers()  # gathers for use read rows that the step has just written
         self.drain()
-        self._gather_windows(range(len(self._in_order())))
+        self._gather_windows(range(len(self._ordered_windows())))
 
     @torch.no_grad()
     def gather_updates_of(self, number: int) -> None:
-        """Do so for one sub-group, in a step that updates sub-groups in one order on all ranks."""
+        """Start the gathers of one sub-group, in a step that updates sub-groups in one order on all ranks."""
         self.order_gathers()
-        self._gather_windows([index for index, window in enumerate(self._in_order()) if window.buffer == number])
+        self._gather_windows(
+            [index for index, window in enumerate(self._ordered_windows()) if window.buffer == number]
+        )
 
-    def change(self, number: int, updated: Tensor, held: Tensor, whole: bool) -> None:
+    def set_row(self, number: int, updated: Tensor, current: Tensor, in_full: bool) -> None:
         """Store this rank's updated row of a block. The next gather sends its difference to the other ranks.
 
         Until then the row keeps the values that the other ranks have.
@@ -306,72 +308,76 @@ class Slices:
         Args:
             number: number of the block.
             updated: the updated row, of any dtype and device, 1D.
-            held: the row without its padding, 1D.
-            whole: whether it is sent without encoding.
+            current: the row without its padding, 1D.
+            in_full: whether it is sent without encoding.
         """
-        whole = whole or self.redistribution.differences is None
-        self._changed[number] = _Change(updated, held, whole)
+        in_full = in_full or self.redistribution.differences is None
+        self._row_updates[number] = _RowUpdate(updated, current, in_full)
 
-    def forget_changes(self) -> None:
+    def drop_row_updates(self) -> None:
         """Drop updated rows of a step that has not ended."""
-        self._changed.clear()
+        self._row_updates.clear()
 
-    def _in_order(self) -> list[Window]:
+    def _ordered_windows(self) -> list[Window]:
         """Return the windows of all blocks, in the order of the model's parameters. See Note [Rows]."""
-        if self.sliced and not self._windows:
+        if self.has_slices and not self._windows:
             total = sum(param.ds_numel for param in self.params if param.ds_id in self._columns)
-            most = max(1, full_bucket(self.bucket, total) // self.topology.sizes.ranks)
-            self._windows = in_forward_order(window for block in self._blocks for window in self._divided(block, most))
+            max_columns = max(1, full_bucket(self.bucket, total) // self.topology.sizes.ranks)
+            self._windows = in_forward_order(
+                window for block in self._blocks for window in self._split_block(block, max_columns)
+            )
             self._windows_of = {ds_id: [] for ds_id in self._columns}
             for number, window in enumerate(self._windows):
                 for ds_id in window.members:
                     self._windows_of[ds_id].append(number)
         return self._windows
 
-    def _divided(self, number: int, most: int) -> Iterator[Window]:
-        """Yield the windows of a block, of about ``most`` columns each and about equal width: a window for the end of
-        a large parameter alone would be a tiny message."""
-        inside = [(ds_id, columns) for ds_id, (block, columns) in self._columns.items() if block == number]
-        filled = self._blocks[number].shape[1]
-        width = fill_up(-(-filled // max(1, round(filled / most))), self.redistribution.multiple)
-        for start in range(0, filled, max(1, width)):
-            window = Span(start, width).common(Span(0, filled))
-            members = sorted(ds_id for ds_id, columns in inside if window.common(columns).numel)
+    def _split_block(self, number: int, max_columns: int) -> Iterator[Window]:
+        """Yield the windows of a block, of about equal width, up to about ``max_columns``: a window for the end of a
+        large parameter alone would be a tiny message."""
+        columns_of = [(ds_id, columns) for ds_id, (block, columns) in self._columns.items() if block == number]
+        padded_width = self._blocks[number].shape[1]
+        width = fill_up(-(-padded_width // max(1, round(padded_width / max_columns))), self.redistribution.multiple)
+        for start in range(0, padded_width, max(1, width)):
+            window = Span(start, width).common(Span(0, padded_width))
+            members = sorted(ds_id for ds_id, columns in columns_of if window.common(columns).numel)
             yield Window(number, window, tuple(members))
 
     def _gather_windows(self, numbers: Sequence[int]) -> None:
         windows = {number: self._windows[number] for number in numbers}
         code_of = self._encode(windows)
-        changes = {block: self._changed.pop(block, None) for block in {window.buffer for window in windows.values()}}
+        changes = {
+            block: self._row_updates.pop(block, None) for block in {window.buffer for window in windows.values()}
+        }
         for number, window in windows.items():
             rows, change = window.span.of(self._blocks[window.buffer].detach()), changes[window.buffer]
-            on_arrival = partial(self._to_cache, window)
+            on_received = partial(self._copy_to_cache, window)
             if number in code_of:
                 code, width = code_of.pop(number)
-                transfer = self.rows.update(code, rows[:, :width], on_arrival)
+                transfer = self.rows.update(code, rows[:, :width], on_received)
             else:
-                updated = None if change is None else partial(change.filled_row, window.span)
-                transfer = self.rows.gather(rows, on_arrival, updated)
+                updated = None if change is None else partial(change.padded_row, window.span)
+                transfer = self.rows.gather(rows, on_received, updated)
             self._update_of[number] = self._updates.start(transfer)
 
     def _encode(self, windows: Mapping[int, Window]) -> dict[int, tuple[Tensor, int]]:
         """Return encoded updates and their numbers of elements, by window, for windows that are sent encoded."""
-        changes = {number: self._changed.get(window.buffer) for number, window in windows.items()}
+        changes = {number: self._row_updates.get(window.buffer) for number, window in windows.items()}
         updates = {
             number: change.update(windows[number].span, self.rows)
             for number, change in changes.items()
-            if change is not None and not change.whole
+            if change is not None and not change.in_full
         }
         codes = self.redistribution.encode(list(updates.values()), Placement.I) if updates else []
         return {number: (code, updates[number].most_numel) for number, code in zip(updates, codes, strict=True)}
 
-    def _to_cache(self, window: Window, arrived: Tensor) -> None:
+    def _copy_to_cache(self, window: Window, received: Tensor) -> None:
         """Copy a received window, on the device, into the cached rows."""
         for ds_id in window.members:
             columns = self._columns[ds_id][1]
             common = window.span.common(columns)
-            self.rows.cache.arrive(
-                ds_id, common.shifted(-columns.start), common.shifted(-window.span.start).of(arrived)
+            self.rows.cache.store_columns(
+                ds_id, common.shifted(-columns.start), common.shifted(-window.span.start).of(received)
             )
 
     def drain(self) -> None:
@@ -380,7 +386,7 @@ class Slices:
             self._updates.finish(update)
         self._update_of.clear()
 
-    def settle(self) -> None:
+    def wait_on_host(self) -> None:
         """Make the host wait as well, before it reads rows in host memory."""
         self.drain()
         if self.rows.on_host:
@@ -388,19 +394,19 @@ class Slices:
 
     # Reading and writing ##############################################################################
 
-    def use(self, params: Sequence[ZeroParameter], dtype: torch.dtype) -> list[Tensor]:
+    def to_device(self, params: Sequence[ZeroParameter], dtype: torch.dtype) -> list[Tensor]:
         """Return the rows of parameters on the device, side by side in their order: (rows, width) each.
 
         Callers wait for their updates first; see ``wait_for_updates``.
         """
-        if not (self.sliced and self.rows.on_host):
-            return self.rows.use([self.held(param) for param in params], dtype)
+        if not (self.has_slices and self.rows.on_host):
+            return self.rows.to_device([self.shard_of(param) for param in params], dtype)
         on_device: list[Tensor] = []
         for cached, run in itertools.groupby(params, key=lambda param: param.ds_id in self.rows.cache):
             if cached:
                 on_device += [self.rows.cache[param.ds_id].to(dtype) for param in run]
             else:
-                on_device += self.rows.use(self._runs(run), dtype)
+                on_device += self.rows.to_device(self._runs(run), dtype)
         return on_device
 
     def _runs(self, params: Iterable[ZeroParameter]) -> Iterator[Tensor]:
@@ -414,7 +420,7 @@ class Slices:
             if block >= 0:
                 yield columns.of(self._blocks[block].detach())
             if number < 0:
-                yield self.held(param)
+                yield self.shard_of(param)
             block, columns = number, span
         if block >= 0:
             yield columns.of(self._blocks[block].detach())
@@ -442,5 +448,5 @@ class Slices:
         padding = layout.rows * layout.cols * layout.chunk - layout.numel
         padded = torch.nn.functional.pad(flat, (0, padding)) if padding else flat
         rows = padded.view(layout.rows, layout.cols, layout.chunk)[:, self.redistribution.col]
-        self.held(param).copy_(rows)
-        self.rows.cache.take(param.ds_id, rows)
+        self.shard_of(param).copy_(rows)
+        self.rows.cache.store(param.ds_id, rows)

@@ -343,7 +343,7 @@ def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, An
                 engine.step()
             engine.optimizer.drain_parameters()
             slices = engine.optimizer.slices["dense"]
-            held = [slices.held(param) for param in slices.params]
+            held = [slices.shard_of(param) for param in slices.params]
             places = {(one.device.type, one.is_pinned()) for one in held}
             cached = sum(one.nbytes for one in slices.rows.cache._rows.values())
             row = places, sum(one.nbytes for one in held), cached, live.of("cpu"), live.most

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, Placement
-from deepspeed_ext.zero.sharded.rows import DeviceRows, HostRows
+from deepspeed_ext.zero.sharded.row_storage import DeviceRows, HostRows
 from tests.perf.lib import settings
 from tests.perf.lib.blocks import make_adapted_blocks, make_blocks
 from tests.perf.lib.measurements import Measurement
@@ -58,7 +58,7 @@ class Pcie:
         with ExitStack() as stack:
             for owner, name, nbytes in (
                 (HostRows, "_copy", lambda rows, source, target: source.nbytes),
-                (DeviceRows, "use", lambda rows, runs, dtype: sum(run.nbytes for run in runs)),
+                (DeviceRows, "to_device", lambda rows, runs, dtype: sum(run.nbytes for run in runs)),
                 (partition_parameters, "_dist_allgather_fn", lambda partition, *_, **__: partition.nbytes),
                 (DeepSpeedZeroOptimizer_Stage3, "_reassign_or_swap_out_partitioned_parameters", _written),
             ):

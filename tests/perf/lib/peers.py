@@ -30,7 +30,7 @@ from deepspeed_ext.comm.collectives import pairwise_all_to_all
 from deepspeed_ext.model_bytes import held, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
-from deepspeed_ext.zero.sharded.coordinator import forget
+from deepspeed_ext.zero.sharded.coordinator import drop_references
 from deepspeed_ext.zero.updates_in_flight import wait_for_updates
 from tests.perf.lib.settings import HSDP_REDUCTIONS, MUON, SHIPPED
 
@@ -420,7 +420,7 @@ class Engine(Method):
         module = self._engine.module
         self._engine.destroy()
         self._engine = None
-        forget(module)  # that of DeepSpeed's own ZeRO-3 would stay
+        drop_references(module)  # that of DeepSpeed's own ZeRO-3 would stay
 
 
 class Ours(Engine):

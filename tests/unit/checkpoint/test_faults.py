@@ -115,8 +115,8 @@ def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], di
 
 # (saved by; loaded by, keys then; what the error says)
 MISFITS: list[tuple[str, str, dict[str, Any], str]] = [
-    ("GGG", "III", {}, "stage 3 and sharded over 4 ranks, but those of this run are of stage 3 and sharded over 2"),
-    ("NIG", "NNN", {}, "of stage 2 and sharded over [4] ranks"),
+    ("GGG", "III", {}, "stage 3, sharded over 4 ranks, but this run expects stage 3, sharded over 2"),
+    ("NIG", "NNN", {}, "of stage 2, sharded over [4] ranks"),
     ("NIG", "IIG", {}, "zero_pp_rank_0_mp_rank_00_model_states.pt is missing"),
     ("IIG", "NIG", {}, "mp_rank_00_model_states.pt is missing"),
     ("NIG", "NIG", {"round_robin_gradients": True}, "order"),

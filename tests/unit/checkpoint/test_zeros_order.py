@@ -120,7 +120,7 @@ def test_files_in_the_old_order_load(ranks: Any, tmp_path: Path, loads: list[Any
 
 def old_case(folder: str, loads: list[Any]) -> list[Any]:
     """Of each load its error, what it has changed, and what is not as it was saved; at last of a converted one."""
-    with mock.patch.object(FlatStates, "in_zeros_order", in_own_order):
+    with mock.patch.object(FlatStates, "in_stock_order", in_own_order):
         saved = save(folder, job_of(), "NIG")
     rows: list[Any] = []
     for name, group, zero, how in loads:

@@ -320,8 +320,8 @@ def feedback_case() -> tuple[float, float, bool, float]:
 
 def test_saves_are_refused_while_parameters_are_offloaded(ranks: Any, tmp_path: Any) -> None:
     for refused, saved in ranks(4).run(offloaded_case, str(tmp_path)):
-        assert refused.startswith("Parameters are offloaded, and with zero_optimization.paro_quantized_updates")
-        assert refused.endswith("Call engine.reload_states() before.") and saved
+        assert refused.startswith("Parameters are offloaded, but with zero_optimization.paro_quantized_updates")
+        assert refused.endswith("Call engine.reload_states() first.") and saved
 
 
 def offloaded_case(folder: str) -> tuple[str, bool]:
@@ -384,14 +384,14 @@ def padding_case() -> tuple[bool, bool]:
     """
     job = training.Job(sizes=(13, 37, 29, 7), zero=training.SMALL, empty=False)
     engine, _ = training.make_engine(job, training.placed("NIG", **{KEY: {}}))
-    optimizer, hold = engine.optimizer, FlatUpdates._hold
+    optimizer, hold = engine.optimizer, FlatUpdates._allocate_partitions
 
     def hold_what_others_have_left(self: Any) -> None:
         hold(self)
-        for _, own in self._owned():
+        for _, own in self._separate_partitions():
             own.fill_(torch.nan)
 
-    with mock.patch.object(FlatUpdates, "_hold", hold_what_others_have_left):
+    with mock.patch.object(FlatUpdates, "_allocate_partitions", hold_what_others_have_left):
         optimizer._restore_from_bit16_weights()
     weights = optimizer.single_partition_of_fp32_groups
     padding = [span.of(weights[buffer.number].detach()) for buffer in optimizer.buffers for span in buffer.padding()]

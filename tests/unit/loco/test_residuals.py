@@ -91,7 +91,7 @@ def not_sent(engine: Any) -> list[float]:
     }
     memory = engine.optimizer.error_state
     for run, values in memory.errors_in(memory.states()):
-        for name, start, crossing in engine.optimizer.crossing_spans():
+        for name, start, crossing in engine.optimizer.inter_group_spans():
             first, end = max(run.start, crossing.start), min(run.start + run.numel, crossing.start + crossing.numel)
             if (run.buffer, run.row) == (crossing.buffer, crossing.row) and first < end:
                 at = start + first - crossing.start

@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a pipeline sends and holds, counted at sockets and storages, against the formulas of the strategy table."""
+"""Traffic and memory of a pipeline, counted at sockets and storages, compared with the formulas of the strategy
+table."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,42 +29,48 @@ ZERO = {
     "stage3_prefetch_bucket_size": 0,
     "stage3_max_reuse_distance": 0,
 }
-RELATIVE, ABSOLUTE = 0.02, 4000  # of what is due; bytes of norms, losses, and ZeRO-3's compared records
+RELATIVE, ABSOLUTE = (
+    0.02,
+    4000,
+)  # relative to the expected bytes; bytes of norms, losses, and ZeRO-3's compared records
 
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNG", "GGG"),))], ids="".join)
-def test_bytes_and_memory_of_a_step(ranks: Any, names: tuple[str, ...]) -> None:
+def test_bytes_and_memory_match_the_formula(ranks: Any, names: tuple[str, ...]) -> None:
     results = ranks(8).run(flush_case, names)
     for index, name in enumerate(names):
         strategy = STRATEGIES[name]
-        for rank, found in enumerate(results):
-            numel, received, gradients, parameters = found[index]
+        for rank, rows in enumerate(results):
+            numel, received, gradients, parameters = rows[index]
             states = ModelStates.of(numel, parameter_bytes=4, gradient_bytes=4)
             first = rank // 4 * 4
             node = rank // 2 * 2
             intra = sum(received[node : node + 2])
             inter = sum(received[first : first + 4]) - intra
-            due = strategy.volume(CLUSTER, states, MICRO_BATCHES)
-            # A bucket lies in few ranks' shards, so single ranks receive more or less of each; see the mean below.
-            assert intra <= 1.5 * due.intra + ABSOLUTE and inter <= 1.5 * due.inter + ABSOLUTE, (name, rank)
-            held = strategy.memory(CLUSTER, states)
-            # What has crossed under the backward is in the optimizer's shard.
-            most = held.gradients + (states.gradients / CLUSTER.shards(strategy.os) if name == "NIG" else 0)
-            assert held.gradients <= gradients <= 1.02 * most + ABSOLUTE, (name, rank)
-            assert held.parameters <= parameters <= 1.02 * held.parameters + ABSOLUTE, (name, rank)
+            volume = strategy.volume(CLUSTER, states, MICRO_BATCHES)
+            # A bucket belongs to a few ranks' shards, so single ranks receive more or less; see the mean below.
+            assert intra <= 1.5 * volume.intra + ABSOLUTE and inter <= 1.5 * volume.inter + ABSOLUTE, (name, rank)
+            memory = strategy.memory(CLUSTER, states)
+            # Gradients that were reduced between groups during the backward are in the optimizer's shard.
+            most = memory.gradients + (states.gradients / CLUSTER.shards(strategy.os) if name == "NIG" else 0)
+            assert memory.gradients <= gradients <= 1.02 * most + ABSOLUTE, (name, rank)
+            assert memory.parameters <= parameters <= 1.02 * memory.parameters + ABSOLUTE, (name, rank)
         mean = [0.0, 0.0, 0.0, 0.0]
-        for rank, found in enumerate(results):
-            numel, received, _, _ = found[index]
-            due = strategy.volume(CLUSTER, ModelStates.of(numel, parameter_bytes=4, gradient_bytes=4), MICRO_BATCHES)
+        for rank, rows in enumerate(results):
+            numel, received, _, _ = rows[index]
+            volume = strategy.volume(
+                CLUSTER, ModelStates.of(numel, parameter_bytes=4, gradient_bytes=4), MICRO_BATCHES
+            )
             node, first = rank // 2 * 2, rank // 4 * 4
             intra = sum(received[node : node + 2])
-            both = (intra, sum(received[first : first + 4]) - intra, due.intra, due.inter)
+            both = (intra, sum(received[first : first + 4]) - intra, volume.intra, volume.inter)
             mean = [a + b / 8 for a, b in zip(mean, both, strict=True)]
         assert mean[:2] == pytest.approx(mean[2:], rel=RELATIVE, abs=ABSOLUTE), name
 
 
 def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
-    """Of each strategy: parameters of this stage; bytes received from each rank in a step; bytes held before it."""
+    """Return for each strategy the parameters of this stage, bytes received from each rank in a step, and bytes before
+    it."""
     rows = []
     for name in names:
         pipe = pipelines.Pipe(micro_batches=MICRO_BATCHES, widths=WIDTHS, tied=False, zero=ZERO)
@@ -79,7 +86,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
         for _ in range(2):
             dist.barrier()
             meter.start()
-            dist.barrier()  # whoever is first must not send before others count
+            dist.barrier()  # no rank may send before other ranks count
             engine.train_batch(data)
             if STRATEGIES[name].stage == 3:
                 engine.optimizer.drain_parameters()
@@ -93,52 +100,52 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
 
 
 @pytest.mark.parametrize("name", ["IIG", "NNN", *deep("NIG", "III")])
-def test_tied_weights_cross_between_stages_as_shards(ranks: Any, name: str) -> None:
-    found = ranks(8).run(tied_case, name)
+def test_stages_exchange_shards_of_tied_gradients(ranks: Any, name: str) -> None:
+    rows = ranks(8).run(tied_case, name)
     shards = CLUSTER.shards(STRATEGIES[name].os)
-    numel = found[0][1]
-    assert all(messages == 1 for messages, _, _ in found)
+    numel = rows[0][1]
+    assert all(messages == 1 for messages, _, _ in rows)
     # Each of the two stages sends all of the gradient, once for each copy of the optimizer's states.
-    assert sum(sent for _, _, sent in found) == 2 * numel * 4 // shards, found
-    assert max(sent for _, _, sent in found) <= numel if shards == 1 else 2 * numel / shards + 64, found
+    assert sum(sent for _, _, sent in rows) == 2 * numel * 4 // shards, rows
+    assert max(sent for _, _, sent in rows) <= numel if shards == 1 else 2 * numel / shards + 64, rows
 
 
 def tied_case(name: str) -> tuple[int, int, int]:
-    """Messages of tied gradients in a step, elements of the weight, and those that this rank sends."""
+    """Return the messages of tied gradients in a step, elements of the weight, and elements that this rank sends."""
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": name, "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)
-    with exchanges() as seen:
+    with exchanges() as messages:
         engine.train_batch(data)
-    sent = [numel for operation, numel in seen if operation == "tied_gradients_all_to_all"]
+    sent = [numel for operation, numel in messages if operation == "tied_gradients_all_to_all"]
     engine.destroy()
     return len(sent), pipelines.VOCABULARY * pipelines.WIDTH, sum(sent)
 
 
 @contextmanager
 def exchanges() -> Iterator[list[tuple[str, int]]]:
-    """Name and elements of each all-to-all of this rank: of those between pairs of ranks, and of collectives."""
-    seen: list[tuple[str, int]] = []
+    """Record name and elements of this rank's all-to-alls in this context: pairwise ones and collectives."""
+    messages: list[tuple[str, int]] = []
     original, pairwise = dist.all_to_all_single, collectives.pairwise_all_to_all
 
     def note(output: Any, message: Any, *args: Any, **kwargs: Any) -> Any:
-        seen.append((kwargs.get("log_name", ""), message.numel()))
+        messages.append((kwargs.get("log_name", ""), message.numel()))
         return original(output, message, *args, **kwargs)
 
     def note_pairwise(group: Any, received: Any, sent: Any, log_name: str) -> Any:
-        seen.append((log_name, sum(part.numel() for part in sent)))
+        messages.append((log_name, sum(part.numel() for part in sent)))
         return pairwise(group, received, sent, log_name)
 
     with (
         mock.patch.object(dist, "all_to_all_single", note),
         mock.patch.object(collectives, "pairwise_all_to_all", note_pairwise),
     ):
-        yield seen
+        yield messages
 
 
-def test_groups_are_crossed_once_a_step_and_buckets_overlap(ranks: Any) -> None:
-    for found in ranks(8).run(collectives_case):
-        inside, between, early, before_flush, open_transfers = found
+def test_groups_reduce_once_per_step_and_buckets_overlap(ranks: Any) -> None:
+    for row in ranks(8).run(collectives_case):
+        inside, between, early, before_flush, open_transfers = row
         assert inside > 0 and between > 0
         assert 0 < before_flush <= between  # under the last backward, and at the flush
         assert early == 0
@@ -146,18 +153,18 @@ def test_groups_are_crossed_once_a_step_and_buckets_overlap(ranks: Any) -> None:
 
 
 def collectives_case() -> tuple[int, ...]:
-    """NIG: reductions inside the group and between groups in a step; of these before the last micro-batch's backward,
-    and before the flush; transfers left open."""
+    """Train with NIG; return reductions inside the group and between groups in a step, reductions between groups
+    before the last micro-batch's backward and before the flush, and open transfers."""
     pipe = pipelines.Pipe(zero={"reduce_bucket_size": 300, "overlap_comm": True})
     engine = pipelines.make_pipeline(pipe, {"paro_strategy": "NIG", "paro_group_size": 2})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)
     open_transfers, early = [], []
     backward = engine._INSTRUCTION_MAP[schedule.BackwardPass]
-    with exchanges() as seen:
+    with exchanges() as messages:
 
         def count() -> int:
-            return [operation for operation, _ in seen].count("inter_reduce_scatter")
+            return [operation for operation, _ in messages].count("inter_reduce_scatter")
 
         def run(engine: Any, buffer_id: int) -> None:
             early.append(count())
@@ -167,13 +174,13 @@ def collectives_case() -> tuple[int, ...]:
             gradients = engine.optimizer.gradients["dense"]
             left_open = len(gradients._queue._completed)
             gradients.drain()  # its threads may not have caught up
-            gradients._crosses.drain()
+            gradients._inter_queue.drain()
             open_transfers.append((count(), left_open))
 
         changed = {schedule.ReduceTiedGrads: note, schedule.BackwardPass: run}
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, **changed}
         engine.train_batch(data)
     engine.destroy()
-    names = [operation for operation, _ in seen]
+    names = [operation for operation, _ in messages]
     inside, between = (names.count(f"{hop}_reduce_scatter") for hop in ("intra", "inter"))
     return inside, between, max(early), *open_transfers[-1]

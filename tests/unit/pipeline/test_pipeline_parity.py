@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines with each strategy train what they train with ZeRO-1, and what plain torch trains without a pipeline."""
+"""Parity of pipelines with each strategy with ZeRO-1, and with plain torch without a pipeline."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def run(
     norms: float = 1e-6,
     **pipe: Any,
 ) -> None:
-    """Compare, and check against bounds that fp32 rounding stays below; no gradient may be missing."""
+    """Compare, and check bounds that fp32 rounding does not reach; no gradient may be missing."""
     for rows in ranks(world).run(pipeline_case, names, group, oracles, pipe):
         for row in rows:
             assert row.same, row
@@ -33,14 +33,14 @@ def run(
 
 
 def pipeline_case(names: tuple[str, ...], group: int, oracles: tuple[str, ...], pipe: dict[str, Any]) -> list[Any]:
-    """How far each strategy is from each oracle."""
+    """Return the distance of each strategy from each oracle."""
     pipe = {"zero": SMALL, "steps": 2, "micro_batches": 2, **pipe}
     return pipelines.compare_pipelines(pipelines.Pipe(**pipe), names, group, oracles)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("names", [("NNN",), ("GGG",), *deep((REPLICATED,), (PARTITIONED,))])
-def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
+def test_every_strategy_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> None:
     run(ranks, names, oracles=("torch", "1"), micro_batches=3)
 
 
@@ -48,14 +48,14 @@ def test_every_strategy(ranks: Any, names: tuple[str, ...]) -> None:
     "world, stages, group, names",
     [(6, 3, 1, SOME), *deep((8, 2, 2, ("NIG", "III")), (4, 2, 2, ("NIG", "III")), (8, 2, 2, ("NNG", "IIG")))],
 )
-def test_stages_and_groups_of_other_sizes(
+def test_stages_and_groups_of_other_sizes_match_zero_1(
     ranks: Any, world: int, stages: int, group: int, names: tuple[str, ...]
 ) -> None:
     run(ranks, names, world, group, stages=stages)
 
 
 @pytest.mark.parametrize("micro_batches", [1, *deep(2, 8)])
-def test_any_number_of_micro_batches(ranks: Any, micro_batches: int) -> None:
+def test_any_number_of_micro_batches_matches_zero_1(ranks: Any, micro_batches: int) -> None:
     run(ranks, SOME, micro_batches=micro_batches)
 
 
@@ -74,7 +74,7 @@ def test_plain_stages_2_and_3_are_the_strategies_that_they_mean(ranks: Any) -> N
     ],
     ids=lambda pipe: " ".join([*pipe, *pipe.get("zero", ())]),
 )
-def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
+def test_other_options_match_zero_1(ranks: Any, pipe: dict[str, Any]) -> None:
     run(ranks, ("NNG", *SOME) if "overlap_comm" in pipe.get("zero", ()) else SOME, **pipe)
 
 
@@ -82,7 +82,9 @@ def test_what_else_is_configured(ranks: Any, pipe: dict[str, Any]) -> None:
     "experts, world, group, names",
     [(2, 4, 1, ("NIG", "2")), *deep((1, 4, 2, REPLICATED), (2, 8, 2, REPLICATED))],
 )
-def test_mixtures_of_experts(ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]) -> None:
+def test_mixtures_of_experts_match_zero_1(
+    ranks: Any, experts: int, world: int, group: int, names: tuple[str, ...]
+) -> None:
     run(ranks, names, world, group, oracles=("1",), experts=experts)
 
 
@@ -91,24 +93,26 @@ def test_mixtures_of_experts(ranks: Any, experts: int, world: int, group: int, n
     [(2, (3, 4, 5), 2), *deep((2, (0, 1, 2), 1), (4, (2, 3), 1))],
     ids=["last", "first", "middle"],
 )
-def test_a_stage_that_has_nothing_to_train(ranks: Any, stages: int, frozen: tuple[int, ...], groups: int) -> None:
-    # DeepSpeed's own fails there.
+def test_a_stage_with_nothing_to_train_matches_zero_1(
+    ranks: Any, stages: int, frozen: tuple[int, ...], groups: int
+) -> None:
+    # DeepSpeed's own pipelines fail here.
     run(ranks, SOME, stages=stages, tied=False, frozen=frozen, groups=groups)
 
 
-def test_units_of_parameters(ranks: Any) -> None:
+def test_leaf_units_match_zero_1(ranks: Any) -> None:
     run(ranks, ("IIG", "GGG"), zero={**SMALL, "stage3_leaf_bytes": True})
 
 
-def test_optimizer_offload(ranks: Any) -> None:
+def test_optimizer_offload_matches_zero_1(ranks: Any) -> None:
     zero = {**SMALL, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_force_ds_cpu_optimizer": False}
     run(ranks, SOME, optimizer="Adam", zero=zero, config=config)
 
 
 @pytest.mark.parametrize("names", [SOME, *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
-def test_muon(ranks: Any, names: tuple[str, ...]) -> None:
-    # The table is tied, and Adam's. Muon's iterations make more of what rounding leaves.
+def test_muon_matches_zero_1(ranks: Any, names: tuple[str, ...]) -> None:
+    # The embedding is tied, and trained by Adam. Muon's iterations amplify rounding errors.
     muon: dict[str, Any] = {"oracles": ("1",), "optimizer": "Muon", "bound": 1e-5, "norms": 1e-5}
     run(ranks, names[1:], **muon)
     run(ranks, names[:2], tied=False, groups=2, clipping=0.0, frozen=(3,), **muon)
@@ -122,12 +126,12 @@ def test_bf16_with_gradients_accumulated_in(ranks: Any, config: dict[str, Any]) 
 
 @pytest.mark.quick
 def test_an_overflow_on_one_rank_skips_the_step_of_all_stages(ranks: Any) -> None:
-    for found in ranks(4).run(overflow_case):
-        assert found == [("NIG", True), ("IIG", True)]
+    for rows in ranks(4).run(overflow_case):
+        assert rows == [("NIG", True), ("IIG", True)]
 
 
 def overflow_case() -> list[tuple[str, bool]]:
-    """Strategies, and whether they took the decisions of ZeRO-1 and its weights."""
+    """Return strategies, and whether they took the decisions of ZeRO-1 and have its weights."""
     pipe = pipelines.Pipe(dtype="fp16", overflow=[(1, 3)], micro_batches=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1})
     assert stock.applied == [True, False, True]
@@ -139,14 +143,14 @@ def overflow_case() -> list[tuple[str, bool]]:
     return rows
 
 
-def test_compression_leaves_tied_weights_equal_on_all_stages(ranks: Any, kernels: bool) -> None:
-    for found in ranks(4).run(loco_case):
-        for name, same, weights in found:
-            assert same and weights < 0.05, (name, same, weights)
+def test_compression_keeps_tied_weights_equal_on_all_stages(ranks: Any, kernels: bool) -> None:
+    for rows in ranks(4).run(loco_case):
+        for name, equal, weights in rows:
+            assert equal and weights < 0.05, (name, equal, weights)
 
 
 def loco_case() -> list[tuple[str, bool, float]]:
-    """Strategies, whether all copies of all weights are the same bits, and how far they are from ZeRO-1's."""
+    """Return strategies, whether all copies of weights are bitwise equal, and their distance from ZeRO-1's."""
     rows, both = [], {"zeropp_loco_param": {}, "paro_quantized_updates": {}}
     pipes = {tied: pipelines.Pipe(micro_batches=2, tied=tied) for tied in (True, False)}
     stock = {tied: pipelines.train_pipeline(pipe, {"stage": 1}) for tied, pipe in pipes.items()}
@@ -160,16 +164,16 @@ def loco_case() -> list[tuple[str, bool, float]]:
     return rows
 
 
-def test_beside_tensor_parallelism(ranks: Any) -> None:
+def test_tensor_parallel_pipelines_match_zero_1(ranks: Any) -> None:
     for rows in ranks(8).run(tensor_parallel_case):
         for row in rows:
             assert row.same and max(row.weights, row.losses, row.norms) < 1e-6, row
 
 
 def tensor_parallel_case() -> list[Any]:
-    """How far strategies are from ZeRO-1 with 2 stages, 2 data-parallel and 2 tensor-parallel ranks of each.
+    """Return the distance from ZeRO-1 with 2 stages of 2 data-parallel and 2 tensor-parallel ranks each.
 
-    The layers are not really cut; activations between stages are, as DeepSpeed does it.
+    Layers are not sharded; activations between stages are, as in DeepSpeed.
     """
     pipe, topology = pipelines.Pipe(2, 2, 2, zero=SMALL), PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2)
     stock = pipelines.train_pipeline(pipe, {"stage": 1}, topology=topology)
@@ -181,19 +185,19 @@ def tensor_parallel_case() -> list[Any]:
 
 
 def test_evaluation_between_steps(ranks: Any) -> None:
-    for found in ranks(4).run(evaluation_case):
-        assert found["NIG"] == found["1"] and found["IIG"] == found["1"], found
+    for losses in ranks(4).run(evaluation_case):
+        assert losses["NIG"] == losses["1"] and losses["IIG"] == losses["1"], losses
 
 
 def evaluation_case() -> dict[str, list[float]]:
-    """Losses of training and evaluation in turns."""
-    found = {}
+    """Return losses of alternating training and evaluation."""
+    losses_by_engine = {}
     for name in ("1", "NIG", "IIG"):
         keys = {"stage": 1} if name == "1" else {"paro_strategy": name, "paro_group_size": 1}
         engine = pipelines.make_pipeline(pipelines.Pipe(), keys)
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
-        found[name] = []
+        losses_by_engine[name] = []
         for _ in range(2):
-            found[name] += [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch)]
+            losses_by_engine[name] += [round(float(run(data)), 5) for run in (engine.train_batch, engine.eval_batch)]
         engine.destroy()
-    return found
+    return losses_by_engine

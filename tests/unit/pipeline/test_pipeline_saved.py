@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of pipelines: to resume from, for DeepSpeed's own ZeRO-1, and for another number of stages."""
+"""Checkpoints of pipelines: for resuming, for DeepSpeed's ZeRO-1, and for another number of stages."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ SOME, OTHERS = ("NIG", "IIG"), ("NNG", "III")
     "tied, experts, names",
     [(True, 0, SOME), (True, 2, ("NIG",)), *deep((True, 0, OTHERS), (True, 2, ("NNI",)), (False, 0, SOME + OTHERS))],
 )
-def test_a_resumed_pipeline_is_the_uninterrupted_one(
+def test_a_resumed_pipeline_matches_an_uninterrupted_run(
     ranks: Any, tmp_path: Path, tied: bool, experts: int, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), tied, experts, names):
@@ -32,7 +32,7 @@ def test_a_resumed_pipeline_is_the_uninterrupted_one(
 
 
 def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -> list[tuple[str, bool, bool]]:
-    """Strategies, and whether weights and losses after a load are to the bit those of the run that was saved."""
+    """Return strategies, and whether weights and losses after a load are bitwise equal to the saved run's."""
     pipe = pipelines.Pipe(2, 2, optimizer="Adam", tied=tied, zero=SMALL, frozen=(2,), groups=2, experts=experts)
     rows = []
     for name in names:
@@ -53,21 +53,21 @@ def resume_case(folder: str, tied: bool, experts: int, names: tuple[str, ...]) -
         path, client_state = engine.load_checkpoint(f"{folder}/{name}")
         assert path and client_state["epoch"] == 5
         again = [float(engine.train_batch(data)) for _ in range(2)]
-        resumed, same = pipelines.everybodys_weights(engine.module)
-        equal = same and all(torch.equal(resumed[key], value) for key, value in weights.items())
+        resumed, equal = pipelines.everybodys_weights(engine.module)
+        equal = equal and all(torch.equal(resumed[key], value) for key, value in weights.items())
         rows.append((name, equal, again == losses))
         engine.destroy()
     return rows
 
 
 def keys_of(name: str) -> dict[str, Any]:
-    """Keys of a strategy or a stage."""
+    """Return the keys of a strategy or a stage."""
     return {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": 1}
 
 
 @pytest.mark.parametrize("saved, loaded", [("NIG", "1"), ("IIG", "GGG"), *deep(("1", "NIG"), ("NIG", "NNG"))])
-def test_what_cuts_alike_loads_without_conversion(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
-    for differing, losses in ranks(4).run(crossing_case, str(tmp_path), saved, loaded):
+def test_equal_sharding_loads_without_conversion(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
+    for differing, losses in ranks(4).run(other_stages_case, str(tmp_path), saved, loaded):
         assert differing == {} and abs(losses[0] - losses[1]) < 1e-6, (differing, losses)
 
 
@@ -79,16 +79,16 @@ def test_what_cuts_alike_loads_without_conversion(ranks: Any, tmp_path: Path, sa
         *deep(("NIG", "IIG", 1), ("NNI", "NIG", 4), ("1", "NIG", 1), ("NIG", "1", 4)),
     ],
 )
-def test_another_number_of_stages_through_a_universal_checkpoint(
+def test_universal_checkpoints_load_on_other_stages(
     ranks: Any, tmp_path: Path, saved: str, loaded: str, stages: int
 ) -> None:
-    for differing, _ in ranks(4).run(crossing_case, str(tmp_path), saved, loaded, stages):
+    for differing, _ in ranks(4).run(other_stages_case, str(tmp_path), saved, loaded, stages):
         assert differing == {}
 
 
-def crossing_case(folder: str, saved: str, loaded: str, stages: int = 0) -> tuple[dict[str, float], list[float]]:
-    """What differs after a load, and the next losses: in a pipeline of as many stages the weights, in one of other
-    stages, from a universal checkpoint, also the moments."""
+def other_stages_case(folder: str, saved: str, loaded: str, stages: int = 0) -> tuple[dict[str, float], list[float]]:
+    """Return what differs after a load, and the next losses: the weights with the same number of stages; with another
+    one, from a universal checkpoint, also the moments."""
     pipes = [pipelines.Pipe(optimizer="Adam", micro_batches=2, tied=not stages)] * 2
     if stages:
         config = {"checkpoint": {"load_universal": True}}
@@ -101,7 +101,7 @@ def crossing_case(folder: str, saved: str, loaded: str, stages: int = 0) -> tupl
             engine.load_checkpoint(folder)
         else:
             engine.save_checkpoint(folder)
-        states.append(whole_states(engine) if stages else pipelines.everybodys_weights(engine.module)[0])
+        states.append(full_states(engine) if stages else pipelines.everybodys_weights(engine.module)[0])
         losses.append(float(engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))))
         engine.destroy()
         if stages and len(states) == 1:
@@ -109,20 +109,20 @@ def crossing_case(folder: str, saved: str, loaded: str, stages: int = 0) -> tupl
     return snapshots.difference(*states), losses
 
 
-def whole_states(engine: Any) -> dict[str, Any]:
-    """Weights and moments of all stages, in fp32, by name."""
-    mine = {}
+def full_states(engine: Any) -> dict[str, Any]:
+    """Return weights and moments of all stages, in fp32, by name."""
+    own_states = {}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            mine[f"{name} fp32"] = safe_get_full_fp32_param(param).clone()
+            own_states[f"{name} fp32"] = safe_get_full_fp32_param(param).clone()
             for moment in ("exp_avg", "exp_avg_sq"):
-                mine[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone()
+                own_states[f"{name} {moment}"] = safe_get_full_optimizer_state(param, moment).clone()
     everybody: list[dict[str, Any]] = [{}] * dist.get_world_size()
-    torch.distributed.all_gather_object(everybody, mine)
-    return {name: value for one in everybody for name, value in one.items()}
+    torch.distributed.all_gather_object(everybody, own_states)
+    return {name: value for states in everybody for name, value in states.items()}
 
 
-def test_weights_alone(ranks: Any, tmp_path: Path) -> None:
+def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(4).run(weights_case, str(tmp_path)):
         for name, loaded, trained in rows:
             assert loaded == 0.0, name
@@ -130,8 +130,8 @@ def test_weights_alone(ranks: Any, tmp_path: Path) -> None:
 
 
 def weights_case(folder: str) -> list[tuple[str, float, float]]:
-    """Strategies, and how far weights are from those saved, and after a step from those of NIG; for two ways to load
-    no states of the optimizer."""
+    """Return strategies, and the distance of weights from the saved ones, and after a step from NIG's, for two ways to
+    load no optimizer states."""
     pipe, rows, stepped = pipelines.Pipe(clipping=0.0, optimizer="Adam", micro_batches=2), [], {}
     for name in ("NIG", "IIG"):
         keys = {"paro_strategy": name, "paro_group_size": 1}
@@ -143,8 +143,8 @@ def weights_case(folder: str) -> list[tuple[str, float, float]]:
         engine = pipelines.make_pipeline(pipe, keys)
         for part in ("load_module_only", "load_optimizer_states"):
             engine.load_checkpoint(f"{folder}/{name}", **{part: part == "load_module_only"})
-            loaded, same = pipelines.everybodys_weights(engine.module)
-            assert same
+            loaded, equal = pipelines.everybodys_weights(engine.module)
+            assert equal
             engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
             stepped[name, part], _ = pipelines.everybodys_weights(engine.module)
             gap = max(float((loaded[key] - saved[key]).abs().max()) for key in saved)
@@ -161,7 +161,7 @@ def test_a_missing_layer_is_named_before_anything_changes(ranks: Any, tmp_path: 
 
 
 def missing_case(folder: str) -> tuple[str, bool]:
-    """The error of a load without one layer's file, and whether it has changed anything."""
+    """Return the error of a load without one layer's file, and whether it has changed anything."""
     engine = pipelines.make_pipeline(pipelines.Pipe(), {"paro_strategy": "IIG", "paro_group_size": 1})
     data = pipelines.batches(engine.grid.get_data_parallel_rank())
     engine.train_batch(data)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Options that a pipeline does not support are refused on all ranks, before any rank waits for another."""
+"""Unsupported options of a pipeline are refused on all ranks, before any rank waits for another."""
 
 import os
 from typing import Any
@@ -33,13 +33,16 @@ DIFFERENT: dict[str, tuple[dict[str, Any], int]] = {
 
 def test_stages_with_different_configurations_are_refused(ranks: Any) -> None:
     for messages in ranks(4).run(different_case):
-        for what, message in zip(DIFFERENT, messages, strict=True):
-            assert "All stages of a pipeline must have the same configuration" in message, (what, message)
-            assert what in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, (what, message)
+        for difference, message in zip(DIFFERENT, messages, strict=True):
+            assert "All stages of a pipeline must have the same configuration" in message, (difference, message)
+            assert difference in message and "on ranks [0, 1]" in message and "on ranks [2, 3]" in message, (
+                difference,
+                message,
+            )
 
 
 def different_case() -> list[str]:
-    """Errors of pipelines whose second stage has another section or another number of micro-batches."""
+    """Return errors of pipelines whose second stage has another section or another number of micro-batches."""
     return [
         error_of(
             pipelines.make_pipeline,
@@ -61,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "paro_quantized_updates cannot be combined with tied layers (embedding)",
     ),
     ({"stage": 3}, "cannot be built under deepspeed.zero.Init"),
-    ({"stage": 2}, "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B"),
+    ({"stage": 2}, "NGG is not supported here: DualPipeVEngine does not run the 1F1B schedule"),
 ]
 
 
@@ -73,7 +76,7 @@ def test_options_of_pipelines_are_refused_on_all_ranks(ranks: Any) -> None:
 
 
 def refused_case() -> list[str]:
-    """Errors of pipelines: the last two under zero.Init, and with another schedule."""
+    """Return errors of pipelines; the last two are under zero.Init, and with another schedule."""
     errors = [error_of(pipelines.make_pipeline, pipelines.Pipe(), zero) for zero, _ in REFUSED[:2]]
     with deepspeed.zero.Init():
         errors.append(error_of(pipelines.make_pipeline, pipelines.Pipe(), {"stage": 3}))
@@ -97,7 +100,7 @@ def test_unsupported_optimizers_at_plain_stages_get_advice(ranks: Any) -> None:
 
 
 def muon_case(kind: str) -> str:
-    """The error of a pipeline at stage 2 with a Muon, which only the optimizer object tells; empty if none."""
+    """Return the error of a pipeline at stage 2 with a Muon that only the optimizer object shows; empty if none."""
     pipe = pipelines.Pipe(tied=False)
     module = PipelineModule(pipelines.layers_of(pipe), num_stages=pipe.stages, loss_fn=pipelines.loss_of)
     config = pipelines.configuration(pipe, {"stage": 2})
@@ -110,7 +113,7 @@ def muon_case(kind: str) -> str:
 
 
 def experts_case(stage: int, mixtures: int = 2) -> str:
-    """The error of a pipeline at a plain stage with MoE layers, on so many of its stages; empty if none."""
+    """Return the error of a pipeline at a plain stage with MoE layers on this number of stages; empty if none."""
     layers = [LayerSpec(MoE, 4, torch.nn.Linear(4, 4), num_experts=2) for _ in range(mixtures)]
     layers += [LayerSpec(torch.nn.Linear, 4, 4) for _ in range(2 - mixtures)]
     module = PipelineModule(layers, num_stages=2, loss_fn=pipelines.loss_of)
@@ -126,7 +129,7 @@ def test_without_a_strategy_the_engine_is_deepspeeds(ranks: Any, zero: dict[str,
 
 
 def stock_case(zero: dict[str, Any]) -> str:
-    """Class of the engine."""
+    """Return the class of the engine."""
     engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
     engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
     name = type(engine).__name__
@@ -134,32 +137,36 @@ def stock_case(zero: dict[str, Any]) -> str:
     return name
 
 
-def test_destroyed_engines_leave_as_many_groups_as_deepspeeds(ranks: Any) -> None:
-    for stock, ours in ranks(4).run(left_case):
+def test_destroyed_engines_keep_no_more_groups_than_stock(ranks: Any) -> None:
+    for stock, ours in ranks(4).run(remaining_groups_case):
         assert ours == stock > 0
 
 
-def left_case() -> list[int]:
-    """Return how many process groups are left of a destroyed engine, of DeepSpeed's and of one with a strategy."""
-    left = []
+def remaining_groups_case() -> list[int]:
+    """Return the number of process groups that remain after an engine is destroyed: DeepSpeed's, and a strategy's."""
+    numbers_of_groups = []
     for zero in ({"stage": 1}, {"paro_strategy": "NII", "paro_group_size": 1}):
         before = len(distributed_c10d._world.pg_map)
         engine = pipelines.make_pipeline(pipelines.Pipe(), zero)
         engine.train_batch(pipelines.batches(engine.grid.get_data_parallel_rank()))
         engine.destroy()
-        left.append(len(distributed_c10d._world.pg_map) - before)
-    return left
+        numbers_of_groups.append(len(distributed_c10d._world.pg_map) - before)
+    return numbers_of_groups
 
 
-def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
+def test_the_log_explains_one_data_parallel_rank_per_node(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
-    found = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
-    assert len(found) == 1, lines
-    assert "ranks [0, 2]" in found[0] and "NIG is ZeRO-1 here" in found[0] and "PipeDataParallelTopology" in found[0]
+    warnings = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
+    assert len(warnings) == 1, lines
+    assert (
+        "ranks [0, 2]" in warnings[0]
+        and "NIG is ZeRO-1 here" in warnings[0]
+        and "PipeDataParallelTopology" in warnings[0]
+    )
 
 
 def layout_case() -> list[tuple[str, str]]:
-    """The log where the stages of a pipeline fill the nodes."""
+    """Return the log if the stages of a pipeline fill the nodes."""
     topology = ProcessTopology(axes=["data", "pipe"], dims=[2, 2])
     with logged() as lines, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         pipelines.train_pipeline(pipelines.Pipe(), {"paro_strategy": "NIG"}, topology=topology)

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which buckets of gradients are sent between groups. It does not depend on which one is complete first.
+"""The order in which buckets of gradients are sent between groups: the same on all ranks, in any order of completion.
 
-See Note [Pieces].
+See Note [Pending gradients].
 """
 
 import itertools
@@ -19,7 +19,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from deepspeed_ext.zero.boundary import Boundary
-from deepspeed_ext.zero.sharded.gradients import Pieces, boundary_buckets
+from deepspeed_ext.zero.sharded.gradients import PendingGradients, boundary_buckets
 
 pytestmark = pytest.mark.quick
 
@@ -31,97 +31,99 @@ def test_buckets_are_sent_in_one_order() -> None:
     buckets = ["ab", "b", "cd", "", "e"]
     for used in (members for count in range(6) for members in itertools.permutations("abcde", count)):
         boundary = Boundary(buckets, str, early=True)
-        left: list[str] = []
+        sent: list[str] = []
         for number, member in enumerate(used):
-            left += boundary.ready([member])
+            sent += boundary.mark_ready([member])
             complete = [set(bucket) <= set(used[: number + 1]) for bucket in buckets]
-            assert left == buckets[: complete.index(False) if False in complete else len(buckets)]
-            assert boundary.begun == bool(left)
-        assert left + boundary.rest() == buckets
-        assert boundary.ready("a") == []  # a new step
+            assert sent == buckets[: complete.index(False) if False in complete else len(buckets)]
+            assert boundary.has_sent == bool(sent)
+        assert sent + boundary.pop_remaining() == buckets
+        assert boundary.mark_ready("a") == []  # a new step
 
 
 def test_a_member_that_is_complete_twice_counts_once() -> None:
     boundary = Boundary(["ab", "c"], str, early=True)
-    assert [boundary.ready("a"), boundary.ready("a"), boundary.ready("x")] == [[], [], []]
-    assert boundary.ready("b") == ["ab"]
-    assert boundary.ready("b") == []
+    assert [boundary.mark_ready("a"), boundary.mark_ready("a"), boundary.mark_ready("x")] == [[], [], []]
+    assert boundary.mark_ready("b") == ["ab"]
+    assert boundary.mark_ready("b") == []
     boundary.clear()
-    assert not boundary.begun
-    assert boundary.ready("a") == [] and boundary.rest() == ["ab", "c"]
+    assert not boundary.has_sent
+    assert boundary.mark_ready("a") == [] and boundary.pop_remaining() == ["ab", "c"]
 
 
-def test_without_early_all_buckets_wait_for_the_boundary() -> None:
+def test_buckets_wait_for_the_boundary_if_early_is_false() -> None:
     boundary = Boundary(["ab", "c"], str, early=False)
-    assert boundary.ready("abc") == [] and not boundary.begun
-    boundary.learn(lambda used: pytest.fail("ranks need not agree"))
-    assert boundary.rest() == ["ab", "c"]
+    assert boundary.mark_ready("abc") == [] and not boundary.has_sent
+    boundary.learn_usage(lambda used: pytest.fail("ranks need not agree"))
+    assert boundary.pop_remaining() == ["ab", "c"]
 
 
 def parameters(numels: list[int], dtypes: list[torch.dtype]) -> list[Any]:
-    """Parameters with so many elements in each of the rows."""
+    """Return parameters with these numbers of elements in each row."""
     return [
         SimpleNamespace(ds_id=n, ds_numel=ROWS * numel, ds_tensor=SimpleNamespace(ds_numel=numel), dtype=dtype)
         for n, (numel, dtype) in enumerate(zip(numels, dtypes, strict=True))
     ]
 
 
-def numbered(buckets: list[Any]) -> list[list[int]]:
-    """The numbers of the parameters of buckets."""
+def ds_ids_of(buckets: list[Any]) -> list[list[int]]:
+    """Return the ds_ids of the parameters of buckets."""
     return [[param.ds_id for param in bucket] for bucket in buckets]
 
 
 def test_buckets_have_one_dtype_and_begin_with_the_last_layer() -> None:
     params = parameters([5, 3, 9, 4, 2, 4, 0, 20], [*DTYPES] * 4)
     shuffled = [params[at] for at in (1, 0, 6, 3, 5, 4, 2, 7)]
-    same = numbered(boundary_buckets(shuffled, 20, lambda param: torch.float32))
-    assert same == [[7], [6, 3, 5, 4], [2], [1, 0]]
-    assert numbered(boundary_buckets(shuffled, 20, lambda param: param.dtype)) == [[7], [6, 4], [3, 5], [2], [1], [0]]
+    of_one_dtype = ds_ids_of(boundary_buckets(shuffled, 20, lambda param: torch.float32))
+    assert of_one_dtype == [[7], [6, 3, 5, 4], [2], [1, 0]]
+    assert ds_ids_of(boundary_buckets(shuffled, 20, lambda param: param.dtype)) == [[7], [6, 4], [3, 5], [2], [1], [0]]
 
 
 def test_only_parameters_with_one_gradient_are_sent_early() -> None:
     buckets = [[4], [3], [2], [1], [0]]
-    boundary = Boundary(buckets, list, early=True, once=False, name=lambda member: f"layer.{member}")
+    boundary = Boundary(buckets, list, early=True, single_gradient=False, name=lambda member: f"layer.{member}")
     for member in (3, 2, 1, 1, 0):  # 4 is not used, and must not block the others
-        assert boundary.ready([member]) == []
-    assert boundary.rest() == buckets
-    boundary.learn(lambda used: used)
-    assert boundary.ready([2, 3]) == [[3], [2]]
-    assert boundary.ready([1]) == boundary.ready([0]) == []
+        assert boundary.mark_ready([member]) == []
+    assert boundary.pop_remaining() == buckets
+    boundary.learn_usage(lambda used: used)
+    assert boundary.mark_ready([2, 3]) == [[3], [2]]
+    assert boundary.mark_ready([1]) == boundary.mark_ready([0]) == []
     with pytest.raises(RuntimeError, match=r"layer\.3 got another gradient .*overlap_comm to false"):
-        boundary.ready([3])
-    assert boundary.rest() == [[1], [0], [4]]
-    boundary.learn(lambda used: pytest.fail("ranks agree once"))
+        boundary.mark_ready([3])
+    assert boundary.pop_remaining() == [[1], [0], [4]]
+    boundary.learn_usage(lambda used: pytest.fail("ranks agree once"))
 
 
-def test_late_gradients_after_the_first_step() -> None:
-    first = Boundary(["a", "b"], str, early=True, once=False, again="in the first step")
-    always = Boundary(["a", "b"], str, early=True, once=False, again="always")
+def test_late_gradients_raise_or_resend_their_bucket() -> None:
+    first = Boundary(["a", "b"], str, early=True, single_gradient=False, resend="in the first step")
+    always = Boundary(["a", "b"], str, early=True, single_gradient=False, resend="always")
     for boundary in (first, always):
-        assert boundary.ready("ab") == ["a", "b"]
-        assert boundary.rest() == boundary.again(lambda late: late) == []
-        boundary.learn(lambda used: used)
-        assert boundary.ready("ab") == ["a", "b"]
-    assert always.ready("a") == always.rest() == [] and always.again(lambda late: late) == ["a"]
+        assert boundary.mark_ready("ab") == ["a", "b"]
+        assert boundary.pop_remaining() == boundary.buckets_to_resend(lambda late: late) == []
+        boundary.learn_usage(lambda used: used)
+        assert boundary.mark_ready("ab") == ["a", "b"]
+    assert always.mark_ready("a") == always.pop_remaining() == [] and always.buckets_to_resend(lambda late: late) == [
+        "a"
+    ]
     with pytest.raises(RuntimeError, match=r"a got another gradient"):
-        first.ready("a")
-    assert first.rest() == first.again(lambda late: pytest.fail("nothing is sent again")) == []
+        first.mark_ready("a")
+    assert first.pop_remaining() == first.buckets_to_resend(lambda late: pytest.fail("nothing is sent again")) == []
 
 
 class Group:
-    """A group of ranks that sends the gradients it gets, which are ones, to other groups."""
+    """A group of ranks that sends its gradients, which are ones, to other groups."""
 
     def __init__(self, params: list[Any], limit: int) -> None:
-        self.pieces = Pieces(ROWS)
+        self.pieces = PendingGradients(ROWS)
         buckets = boundary_buckets(params, limit, lambda param: param.dtype)
         self.boundary: Boundary[list[Any]] = Boundary(
-            buckets, lambda bucket: numbered([bucket])[0], early=True, once=False, again="always"
+            buckets, lambda bucket: ds_ids_of([bucket])[0], early=True, single_gradient=False, resend="always"
         )
         self.crossed: list[list[int]] = []
         self.sums = {param.ds_id: 0 for param in params}
 
     def backward(self, used: list[Any], cuts: set[int]) -> None:
-        """Parameters get gradients in this order, in buckets that end at ``cuts``."""
+        """Give parameters gradients in this order, in buckets that end at ``cuts``."""
         bucket: list[Any] = []
         for number, param in enumerate(used):
             if bucket and (number in cuts or bucket[0].dtype != param.dtype or param in bucket):
@@ -132,29 +134,29 @@ class Group:
             self.arrive(bucket)
 
     def arrive(self, bucket: list[Any]) -> None:
-        """A bucket is reduced, sorted as by DeepSpeed, and with padding."""
+        """Add a reduced bucket, sorted as DeepSpeed sorts it, and with padding."""
         bucket.sort(key=lambda param: param.ds_id)
         width = sum(param.ds_tensor.ds_numel for param in bucket)
         self.pieces.add(bucket, torch.ones(ROWS, width + 1, dtype=bucket[0].dtype).view(-1))
-        self.cross(self.boundary.ready(param.ds_id for param in bucket))
+        self.cross(self.boundary.mark_ready(param.ds_id for param in bucket))
 
     def cross(self, buckets: list[list[Any]]) -> None:
-        """Take the pieces of buckets that are sent."""
+        """Pop the pieces of buckets that are sent."""
         for bucket in buckets:
-            self.crossed += numbered([bucket])
-            message = torch.cat(self.pieces.take(bucket), dim=1)
+            self.crossed += ds_ids_of([bucket])
+            message = torch.cat(self.pieces.pop(bucket), dim=1)
             columns = message.split([param.ds_tensor.ds_numel for param in bucket], dim=1)
             for param, part in zip(bucket, columns, strict=True):
                 assert part.min() == part.max()
                 self.sums[param.ds_id] += int(part[0, 0])
 
 
-def together(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tensor]], None]) -> None:
-    """Have groups do what asks for the largest of their values once."""
+def run_with_all_reduce(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tensor]], None]) -> None:
+    """Run an action of all groups, each of which calls an elementwise maximum over all groups once."""
     everybody, all_asked = [], threading.Barrier(len(groups), timeout=60)
 
-    def largest(mine: Tensor) -> Tensor:
-        everybody.append(mine)
+    def largest(values: Tensor) -> Tensor:
+        everybody.append(values)
         all_asked.wait()
         return torch.stack(everybody).amax(0)
 
@@ -165,7 +167,8 @@ def together(groups: list[Group], act: Callable[[Group, Callable[[Tensor], Tenso
 @settings(max_examples=80, deadline=None)
 @given(data=some.data(), widths=some.lists(some.integers(1, 12), min_size=1, max_size=8), limit=some.integers(1, 60))
 def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit: int) -> None:
-    """In any order, some several times: the same buckets cross in the same order, and each gradient once."""
+    """Gradients come in any order, some repeatedly: groups send the same buckets in one order, and each gradient
+    once."""
     params = parameters(widths, [data.draw(some.sampled_from(DTYPES)) for _ in widths])
     groups = [Group(params, limit) for _ in range(2)]
     for step in range(3):
@@ -175,19 +178,19 @@ def test_groups_may_use_different_parameters(data: Any, widths: list[int], limit
         for group, used in zip(groups, uses, strict=True):
             group.backward(used, data.draw(some.sets(some.integers(1, 11))))
         for group in groups:
-            group.cross(group.boundary.rest())
-        together(groups, lambda group, largest: group.cross(group.boundary.again(largest)))
+            group.cross(group.boundary.pop_remaining())
+        run_with_all_reduce(groups, lambda group, largest: group.cross(group.boundary.buckets_to_resend(largest)))
         assert groups[0].crossed == groups[1].crossed
         for group, used in zip(groups, uses, strict=True):
             assert group.sums == {param.ds_id: used.count(param) for param in params}
-            assert not group.pieces._held
+            assert not group.pieces._pending
         if step == 1:
-            together(groups, lambda group, largest: group.boundary.learn(largest))
+            run_with_all_reduce(groups, lambda group, largest: group.boundary.learn_usage(largest))
 
 
-def test_neighbors_cross_without_a_copy() -> None:
+def test_neighboring_pieces_are_sent_without_a_copy() -> None:
     params = parameters([3, 2, 4], [torch.float32] * 3)
-    pieces, arrived = Pieces(ROWS), torch.rand(ROWS, 9)
+    pieces, arrived = PendingGradients(ROWS), torch.rand(ROWS, 9)
     pieces.add(params, arrived)
-    (piece,) = pieces.take(params)
+    (piece,) = pieces.pop(params)
     assert piece.data_ptr() == arrived.data_ptr() and torch.equal(piece, arrived)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between ranks, counted by the kernel at their sockets, against the formulas of the strategy table."""
+"""Bytes between ranks, counted by the kernel at their sockets, compared with the formulas of the strategy table."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +21,17 @@ from tests.harness import experts, networks, training
 from tests.harness.tiers import by_strategies, deep
 from tests.harness.training import PARTITIONED, REPLICATED, placed
 
-SIZES = (256, 511, 512, 300)  # 546,000 parameters: the frames of messages and the norms disappear beside them
-LARGER = (512, 1023, 1024, 600)  # 2.2 million, for what is in 4 bits
+SIZES = (256, 511, 512, 300)  # 546,000 parameters, so that message headers and norms are negligible
+LARGER = (512, 1023, 1024, 600)  # 2.2 million parameters, for 4-bit messages
 BUCKETS = {"reduce_bucket_size": 200_000, "allgather_bucket_size": 200_000}
-MATRICES, SIDE = 6, 300  # as many and as large, so that owners have as much to do
+MATRICES, SIDE = 6, 300  # of equal number and size, so that owners have equal work
 MUON = {"sizes": (SIDE,) * (MATRICES + 1), "optimizer": "Muon"}
 LARGER_BUCKETS = {"reduce_bucket_size": 800_000, "allgather_bucket_size": 800_000}
 WIDTH = 4  # bytes of an element
-RELATIVE, ABSOLUTE = 0.01, 1000  # of what is due; bytes where nothing is (barriers, norms, ZeRO-3's compared records)
+RELATIVE, ABSOLUTE = (
+    0.01,
+    1000,
+)  # relative to the expected bytes; bytes if none are expected (barriers, norms, ZeRO-3's compared records)
 # The formula gathers each parameter twice in a micro-step. DeepSpeed gathers it less often if it keeps it from one use
 # to the next: because it is small, prefetched, or soon used again, as the last layer, with which backward begins. With
 # these keys it releases each when the module that owns it has run.
@@ -48,12 +51,12 @@ def check(
     sent: Compression = AS_IT_IS,
     exchange: Callable[[Strategy], Volume] = lambda strategy: Volume(),
 ) -> None:
-    """Compare each micro-step with the formula, so that what is due once a step comes at the boundary, not before.
+    """Compare each micro-step with the formula: traffic that is due once per step must be sent at the boundary.
 
     Args:
-        rows: what was counted.
-        cluster, states, accumulation, sent: what the formula is of.
-        exchange: what a step moves besides.
+        rows: counted bytes.
+        cluster, states, accumulation, sent: arguments of the formula.
+        exchange: further traffic of a step.
     """
     for name, counted in rows:
         micro_step, rest = Volume(), exchange(STRATEGIES[name])
@@ -61,18 +64,18 @@ def check(
             volume = sent.volume(phase, WIDTH, WIDTH)
             micro_step += volume * phase.each_micro_step
             rest += Volume() if phase.each_micro_step else volume
-        due = [micro_step] * (accumulation - 1) + [micro_step + rest]
-        for number, (have, want) in enumerate(zip(counted, due, strict=True)):
+        expected = [micro_step] * (accumulation - 1) + [micro_step + rest]
+        for number, (have, want) in enumerate(zip(counted, expected, strict=True)):
             assert have == pytest.approx((want.intra, want.inter), rel=RELATIVE, abs=ABSOLUTE), (name, number)
-        whole = micro_step * accumulation + rest
+        volume = micro_step * accumulation + rest
         total = tuple(map(sum, zip(*counted, strict=True)))
-        assert total == pytest.approx((whole.intra, whole.inter), rel=RELATIVE), name
+        assert total == pytest.approx((volume.intra, volume.inter), rel=RELATIVE), name
 
 
 def states_of(params: list[Parameter]) -> ModelStates:
-    """The model states of parameters, all in fp32."""
+    """Return the model states of parameters, all in fp32."""
     trained = sum(numel for numel, trained, *_ in params if trained)
-    return ModelStates.of(sum(one[0] for one in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
+    return ModelStates.of(sum(param[0] for param in params), trained, parameter_bytes=WIDTH, gradient_bytes=WIDTH)
 
 
 ONE_BUCKET = {"reduce_bucket_size": 10**8, "allgather_bucket_size": 10**8}
@@ -118,7 +121,7 @@ def test_bytes_within_and_between_groups(
         *deep((6, 1, None, {"bits": 8, "block_size": 64}, HELD)),
     ],
 )
-def test_gradients_and_updates_in_few_bits(
+def test_bytes_of_quantized_gradients_and_updates(
     ranks: Any,
     kernels: bool,
     world: int,
@@ -147,7 +150,7 @@ def test_gradients_and_updates_in_few_bits(
 def test_muon_exchanges_parts_of_matrices_once_a_step(
     ranks: Any, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
-    # Of stripes of one matrix each, all ranks have a part.
+    # All ranks have a part of each stripe, which is one matrix.
     zero = {**BUCKETS, "reduce_bucket_size": SIDE**2}
     params, rows = ranks(world).run(bytes_case, names, group, accumulation, zero, **MUON)[0]
     cluster, matrices = GroupSizes(world, group), MATRICES * SIDE**2 * WIDTH
@@ -162,28 +165,28 @@ def test_muon_exchanges_parts_of_matrices_once_a_step(
 
 
 def test_without_stripes_only_divided_matrices_are_exchanged(ranks: Any) -> None:
-    # Of the four partitions two end within a matrix, and the other half is with the other rank of the group.
+    # Two of the four partitions end within a matrix, whose other half is on the other rank of the group.
     halves = Volume(2 * 2 * SIDE**2 / 2 * WIDTH / 4, 0)
     zero = {**BUCKETS, "round_robin_gradients": True}
     params, rows = ranks(4).run(bytes_case, ("NII", "NIG"), 2, 1, zero, **MUON)[0]
     exchange = {Placement.G: halves}
-    check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda one: exchange.get(one.os, Volume()))
+    check(rows, GroupSizes(4, 2), states_of(params), 1, exchange=lambda strategy: exchange.get(strategy.os, Volume()))
 
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((("NNN", "NGG", "III", "IGG"),))], ids=by_strategies)
 def test_a_skipped_step_sends_no_updates(ranks: Any, kernels: bool, names: tuple[str, ...]) -> None:
-    """A whole update that is due then is sent with the next step."""
+    """A full update that is due in the skipped step is sent with the next one."""
     zero = {**LARGER_BUCKETS, "paro_quantized_updates": {"resync_T": 3}}
     job = {"steps": 4, "dtype": "fp16", "overflow": ((2, 1),), "sizes": LARGER}
     params, rows = ranks(4).run(bytes_case, names, 2, 1, zero, **job)[0]
-    states, width = ModelStates.of(sum(one[0] for one in params)), 2
+    states, width = ModelStates.of(sum(param[0] for param in params)), 2
     coded = Compression(updates=UpdateSettings())
     for name, counted in rows:
         phases = STRATEGIES[name].phases(GroupSizes(4, 2), states)
         *before, update = (coded.volume(phase, width, width).inter for phase in phases)
-        # A step goes before those that are counted: the third one would be whole, but is skipped.
-        for number, due in enumerate((update, 0, phases[-1].volume.inter, update)):
-            assert counted[number][1] == pytest.approx(sum(before) + due, rel=RELATIVE), (name, number)
+        # A step precedes the counted steps: the third one would be sent in full, but is skipped.
+        for number, expected in enumerate((update, 0, phases[-1].volume.inter, update)):
+            assert counted[number][1] == pytest.approx(sum(before) + expected, rel=RELATIVE), (name, number)
 
 
 def bytes_case(
@@ -194,9 +197,9 @@ def bytes_case(
     steps: int = 1,
     **details: Any,
 ) -> tuple[list[Parameter], list[Row]]:
-    """Parameters of this rank, and for each strategy the mean bytes a rank of the micro-steps of some steps.
+    """Return this rank's parameters, and for each strategy the mean bytes per rank of the micro-steps of some steps.
 
-    Muon does not iterate, which sends nothing and is slow.
+    Muon does not iterate here: the iteration sends nothing and is slow.
     """
     job = training.Job(
         **{"sizes": SIZES, "empty": False, "accumulation": accumulation, "zero": zero, "steps": steps + 1, **details}
@@ -206,7 +209,7 @@ def bytes_case(
         engine, model = training.make_engine(job, placed(name, group, **TWICE))
         data = training.batches(job)
         meters = [TrafficMeter() for _ in range(steps * accumulation)]
-        # A step of one micro-step goes before: it records the order of the modules, which ranks compare once.
+        # A step of one micro-step precedes: it records the order of the modules, which ranks compare once.
         for number, meter in enumerate([TrafficMeter(), *meters]):
             engine.set_gradient_accumulation_boundary(number % accumulation == 0)
             dist.barrier()
@@ -230,8 +233,8 @@ def bytes_case(
     return params, rows
 
 
-class ExpertsAlone(networks.RoutedOverTwo):
-    """Nothing but the experts is trained."""
+class OnlyExperts(networks.RoutedOverTwo):
+    """A network that trains only its experts."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -240,24 +243,24 @@ class ExpertsAlone(networks.RoutedOverTwo):
 
 
 @pytest.mark.parametrize("world, group, names", [(4, 2, ("NIG",)), *deep((4, 2, REPLICATED), (8, 4, REPLICATED))])
-def test_experts_move_among_the_ranks_that_have_them(ranks: Any, world: int, group: int, names: Any) -> None:
+def test_experts_are_sent_among_the_ranks_that_have_them(ranks: Any, world: int, group: int, names: Any) -> None:
     alone, both = (
         ranks(world).run(bytes_case, names, group, 1, network=network)[0]
-        for network in (ExpertsAlone, networks.RoutedOverTwo)
+        for network in (OnlyExperts, networks.RoutedOverTwo)
     )
-    dense, of_experts = (states_of([one for one in both[0] if one[2] == expert]) for expert in (False, True))
+    dense, of_experts = (states_of([param for param in both[0] if param[2] == expert]) for expert in (False, True))
     for number, name in enumerate(names):
         of_dense = STRATEGIES[name].volume(GroupSizes(world, group), dense)
-        due = STRATEGIES[name].volume(GroupSizes(world // 2, group // 2), of_experts)
-        ((_, (counted,)), (_, (whole,))) = alone[1][number], both[1][number]
-        assert counted[1] == pytest.approx(due.inter, rel=RELATIVE), name
+        volume = STRATEGIES[name].volume(GroupSizes(world // 2, group // 2), of_experts)
+        ((_, (counted,)), (_, (total,))) = alone[1][number], both[1][number]
+        assert counted[1] == pytest.approx(volume.inter, rel=RELATIVE), name
         for kind, want in enumerate((of_dense.intra, of_dense.inter)):
-            # Tokens, which move inside groups, are not counted in what is more.
-            assert whole[kind] - counted[kind] == pytest.approx(want, rel=RELATIVE), name
+            # Tokens, which are sent inside groups, are not counted in the difference.
+            assert total[kind] - counted[kind] == pytest.approx(want, rel=RELATIVE), name
 
 
 class Wide(experts.SmallMixtral):
-    """So wide that tokens are few bytes beside parameters."""
+    """A model so wide that tokens are few bytes in comparison with parameters."""
 
     width, inner = 160, 320
 
@@ -267,23 +270,23 @@ class Wide(experts.SmallMixtral):
     [(("IIG",), "Muon"), *deep((("III", "ING", "IIG", "IGG", "GGG"), "SGD"), (("III", "IGG"), "Muon"))],
     ids=by_strategies,
 )
-def test_sharded_experts_are_gathered_where_they_are_held(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:
+def test_sharded_experts_are_gathered_among_their_ranks(ranks: Any, names: tuple[str, ...], optimizer: str) -> None:
     job = {"sizes": (256, 511, 300), "network": Wide, "optimizer": optimizer, "config": experts.autoep(2)}
     params, rows = ranks(4).run(bytes_case, names, 2, 1, BUCKETS, 2, **job)[0]
-    families = [[one for one in params if one[2] == expert] for expert in (False, True)]
+    families = [[param for param in params if param[2] == expert] for expert in (False, True)]
     clusters = [GroupSizes(4, 2), GroupSizes(2, 1)]
     for name, (*_, (intra, inter)) in rows:  # the record of modules is compared in the second forward
-        due = [STRATEGIES[name].volume(*each) for each in zip(clusters, map(states_of, families), strict=True)]
+        volumes = [STRATEGIES[name].volume(*each) for each in zip(clusters, map(states_of, families), strict=True)]
         for cluster, family in zip(clusters, families, strict=True):
             matrices = sum(numel for numel, *_, of_muon in family if of_muon)
-            due.append(STRATEGIES[name].exchange(cluster, matrices * WIDTH))
-        assert inter == pytest.approx(sum(volume.inter for volume in due), rel=RELATIVE), name
+            volumes.append(STRATEGIES[name].exchange(cluster, matrices * WIDTH))
+        assert inter == pytest.approx(sum(volume.inter for volume in volumes), rel=RELATIVE), name
         tokens = 150_000  # to experts and back, in forward and backward
-        assert intra == pytest.approx(sum(volume.intra for volume in due), rel=RELATIVE, abs=tokens), name
+        assert intra == pytest.approx(sum(volume.intra for volume in volumes), rel=RELATIVE, abs=tokens), name
 
 
 @pytest.mark.quick
-def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
+def test_records_and_traces_name_each_hop(ranks: Any) -> None:
     for records, labels in ranks(4).run(logger_case):
         hops = {"intra_reduce_scatter", "inter_reduce_scatter", "inter_all_gather", "intra_all_gather"}
         assert hops <= records
@@ -291,7 +294,8 @@ def test_records_and_traces_tell_the_hops_apart(ranks: Any) -> None:
 
 
 def logger_case() -> tuple[set[str], set[str]]:
-    """What a step of NIG with collectives leaves: records in DeepSpeed's comms logger, and labels in a trace."""
+    """Train a step of NIG with collectives; return the records in DeepSpeed's comms logger and the labels in a
+    trace."""
     job = training.Job(steps=1, config={"comms_logger": {"enabled": True, "prof_all": True}})
     with mock.patch.object(collectives, "backend_of", lambda group: "nccl"), torch.profiler.profile() as profile:
         training.train(job, {"paro_strategy": "NIG", "paro_group_size": 2})

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks that a strategy shards and reduces over beside tensor and sequence parallelism: as stock, or refused."""
+"""The ranks over which strategies shard and reduce with tensor and sequence parallelism: as with stock, or refused."""
 
 import contextlib
 from typing import Any
@@ -25,10 +25,10 @@ CONFIG = {
 ON_MESH = {"data_parallel_size": 2, "sequence_parallel_size": 2}
 
 
-def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
-    """An engine over a small network, from a fixed seed."""
+def make_engine(zero: dict[str, Any], more_config: dict[str, Any], zero_init: bool = False, **arguments: Any) -> Any:
+    """Return an engine over a small network, from a fixed seed."""
     get_accelerator().is_fp16_supported = lambda: True  # or zero.Init makes bf16 on a CPU
-    config = {**CONFIG, **beside, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
+    config = {**CONFIG, **more_config, "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero}}
     torch.manual_seed(3)
     sharded = zero_init and (zero.get("stage") == 3 or zero.get("paro_strategy", "N")[0] != "N")
     with deepspeed.zero.Init(config_dict_or_path=config) if sharded else contextlib.nullcontext():
@@ -36,8 +36,8 @@ def make(zero: dict[str, Any], beside: dict[str, Any], zero_init: bool = False, 
     return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config, **arguments)[0]
 
 
-def trained(engine: Any, steps: int = 2) -> Any:
-    """The weights after some steps on data of this rank's own, 1D."""
+def train(engine: Any, steps: int = 2) -> Any:
+    """Return the weights after some steps on different data on each rank, 1D."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2 * steps):
         engine.backward(engine(torch.randn(2, 5, generator=generator)).square().sum())
@@ -48,9 +48,9 @@ def trained(engine: Any, steps: int = 2) -> Any:
 
 
 def differences(strategy: str, **how: Any) -> tuple[float, float]:
-    """How far the weights are from those of stock's stage, and from those of the first rank."""
-    stock = trained(make({"stage": STRATEGIES[strategy].stage}, **how))
-    ours = trained(make({"paro_strategy": strategy, "paro_group_size": 2}, **how))
+    """Return the distance of weights from the weights of stock's stage, and from the first rank's weights."""
+    stock = train(make_engine({"stage": STRATEGIES[strategy].stage}, **how))
+    ours = train(make_engine({"paro_strategy": strategy, "paro_group_size": 2}, **how))
     first = ours.clone()
     dist.broadcast(first, 0)
     return (ours - stock).abs().max().item(), (ours - first).abs().max().item()
@@ -60,19 +60,19 @@ def differences(strategy: str, **how: Any) -> tuple[float, float]:
     "strategy, beside",
     [("NIG", "mpu"), ("III", "mpu"), ("IIG", "size alone"), ("IIG", "mesh of one axis")],
 )
-def test_sequence_parallel_ranks_are_of_one_replica(ranks: Any, strategy: str, beside: str) -> None:
+def test_sequence_parallel_ranks_form_one_replica(ranks: Any, strategy: str, beside: str) -> None:
     for from_stock, from_first in ranks(4).run(sequence_parallel_case, strategy, beside):
         assert from_stock < 1e-6 and from_first == 0
 
 
-def sequence_parallel_case(strategy: str, beside: str) -> tuple[float, float]:
-    """See ``differences``; ranks 0 and 1 share a sequence, and so do 2 and 3, or none, or all do."""
-    if beside == "mpu":
+def sequence_parallel_case(strategy: str, parallelism: str) -> tuple[float, float]:
+    """See ``differences``. Sequences are shared by ranks 0 and 1 and by ranks 2 and 3, by all ranks, or by none."""
+    if parallelism == "mpu":
         parallel_state_sp.initialize_sequence_parallel(2)
-        return differences(strategy, beside={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
-    if beside == "size alone":  # as HF Trainer writes it; its model is made before there is an mpu
-        return differences(strategy, beside={"sequence_parallel_size": 4}, zero_init=True)
-    return differences(strategy, beside={"data_parallel_size": 4, "sequence_parallel_size": 1})
+        return differences(strategy, more_config={"sequence_parallel_size": 2}, mpu=parallel_state_sp, zero_init=True)
+    if parallelism == "size alone":  # as HF Trainer writes it; its model is made before there is an mpu
+        return differences(strategy, more_config={"sequence_parallel_size": 4}, zero_init=True)
+    return differences(strategy, more_config={"data_parallel_size": 4, "sequence_parallel_size": 1})
 
 
 IIG = {"paro_strategy": "IIG", "paro_group_size": 2}
@@ -101,41 +101,43 @@ def test_a_mesh_with_sequence_parallelism_is_refused(ranks: Any, given: str, zer
         assert error.message.endswith(f"or remove {keys}.")
 
 
-def mesh_case(zero: dict[str, Any], given: str) -> None:
-    """Make an engine with two data-parallel ranks of two sequence-parallel ones, or after one that had them."""
-    if given == "by an earlier engine":
-        make({"stage": 3}, ON_MESH).destroy()
-    mesh: dict[str, Any] = {"mesh_param": (2, 2)} if given == "mesh_param" else {}
-    make(zero, ON_MESH if given == "config" else {}, **mesh)
+def mesh_case(zero: dict[str, Any], source: str) -> None:
+    """Create an engine with two data-parallel ranks of two sequence-parallel ranks each, or after one that had
+    them."""
+    if source == "by an earlier engine":
+        make_engine({"stage": 3}, ON_MESH).destroy()
+    mesh: dict[str, Any] = {"mesh_param": (2, 2)} if source == "mesh_param" else {}
+    make_engine(zero, ON_MESH if source == "config" else {}, **mesh)
 
 
-def test_an_mpu_that_names_the_group_goes_before_the_mesh(ranks: Any) -> None:
+def test_an_mpu_with_the_group_overrides_the_mesh(ranks: Any) -> None:
     for from_stock, from_first in ranks(4).run(mesh_and_mpu_case):
         assert from_stock < 1e-6 and from_first == 0
 
 
 def mesh_and_mpu_case() -> tuple[float, float]:
-    """See ``differences``: an mpu that names the group over both axes, beside the mesh."""
+    """See ``differences``: with a mesh, and an mpu that returns the group over both axes."""
     parallel_state_sp.initialize_sequence_parallel(2)
-    return differences("IIG", beside=ON_MESH, mpu=parallel_state_sp)
+    return differences("IIG", more_config=ON_MESH, mpu=parallel_state_sp)
 
 
-def test_a_stock_engine_takes_over_what_was_cut_inside_groups(ranks: Any) -> None:
-    """It reduces over the ranks of the mesh, as stock does, though its own group is one axis."""
+def test_a_stock_engine_reshards_a_model_of_ours(ranks: Any) -> None:
+    """It reduces over the ranks of the mesh, as stock does, although its own group is one axis."""
     answers = ranks(4).run(takeover_case)
     assert answers == [answers[0]] * 4 and answers[0] < 1e-6
 
 
 def takeover_case() -> float:
-    """How far a stock engine on a mesh, over the model of an engine of ours, is from one over a new model."""
-    expected = trained(make({"stage": 3}, ON_MESH))
+    """Return the distance of a stock engine on a mesh, over the model of one of our engines, from one over a new
+    model."""
+    expected = train(make_engine({"stage": 3}, ON_MESH))
     deepspeed.utils.groups.mesh_device = None  # which DeepSpeed keeps
-    engine = make({"paro_strategy": "INI", "paro_group_size": 2}, {})
+    engine = make_engine({"paro_strategy": "INI", "paro_group_size": 2}, {})
     model = engine.module
     engine.destroy()
     config = {**CONFIG, **ON_MESH, "zero_optimization": {"stage": 3}}
     stock, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return float((trained(stock) - expected).abs().max())
+    return float((train(stock) - expected).abs().max())
 
 
 def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
@@ -145,6 +147,6 @@ def test_group_sizes_count_data_parallel_ranks(ranks: Any) -> None:
 
 
 def tensor_parallel_case() -> None:
-    """Two data-parallel ranks of two tensor-parallel ones, as AutoTP makes them."""
+    """Create two data-parallel ranks of two tensor-parallel ranks each, as AutoTP does."""
     with mock.patch.object(dist, "new_group", side_effect=AssertionError("something was communicated")):
-        make({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})
+        make_engine({"paro_strategy": "IIG", "paro_group_size": 4}, {"tensor_parallel": {"autotp_size": 2}})

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepCompile's passes that leave the reduction of gradients to ZeRO: trained with them, against stock and its passes.
+"""DeepCompile's passes that do not reduce gradients: training with them, compared with stock and its passes.
 
-Inductor is left out of the compiler, since on a CPU it takes a minute: graphs run as the passes have rewritten them.
+The compiler runs without Inductor, which needs a minute on a CPU: graphs run as the passes have rewritten them.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ CASES = [("autotp", ("NIG",)), *deep(("autosp", ("NNI",)), ("autotp", ("NGG",)),
 
 
 @pytest.mark.parametrize("compiled, names", CASES)
-def test_passes_that_leave_gradients_alone(ranks: Any, compiled: str, names: tuple[str, ...]) -> None:
+def test_passes_that_reduce_no_gradients_match_stock(ranks: Any, compiled: str, names: tuple[str, ...]) -> None:
     operators = {
         "autotp": {"autotp.copy_to_tp_region", "autotp.reduce_from_tp_region"},
         "autosp": {"autosp.all_to_all"},
@@ -34,7 +34,7 @@ def test_passes_that_leave_gradients_alone(ranks: Any, compiled: str, names: tup
     try:
         by_rank = ranks(4).run(compiled_case, compiled, names)
     finally:
-        ranks.close()  # it changes torch's compiler for good: what a later case compiles would fail
+        ranks.close()  # it changes torch's compiler permanently, so a later compilation would fail
     for stock, *ours in by_rank:
         assert stock.active and stock.operators == operators[compiled] and len(set(stock.losses)) > 1, stock
         for run in ours:
@@ -43,25 +43,25 @@ def test_passes_that_leave_gradients_alone(ranks: Any, compiled: str, names: tup
 
 
 def compiled_case(compiled: str, names: tuple[str, ...]) -> list[Run]:
-    """Stock's stage 1 and strategies with this pass."""
+    """Train stock's stage 1 and strategies with this pass."""
     from deepspeed.compile import init_sp
     from deepspeed.compile.custom_ops import sp_dp_registry
 
     from tests.harness import training
 
-    sp_dp_registry.GROUP_REGISTRY.clear()  # of an earlier case
+    sp_dp_registry.GROUP_REGISTRY.clear()  # from an earlier case
     runs, weights = [], []
     for name in ("1", *names):
-        # That changes Inductor's code, which it can do only once in a process.
+        # It changes Inductor's code, which is possible only once in a process.
         with mock.patch.object(init_sp, "register_long_context_checkpointing"):
-            run, found = trained(name, compiled, training.placed(name, 2 if compiled == "autosp" else 1))
-        weights.append(found)
-        runs.append(run._replace(apart=float((found - weights[0]).abs().max() / weights[0].abs().max())))
+            run, own_weights = train(name, compiled, training.placed(name, 2 if compiled == "autosp" else 1))
+        weights.append(own_weights)
+        runs.append(run._replace(apart=float((own_weights - weights[0]).abs().max() / weights[0].abs().max())))
     return runs
 
 
-def trained(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
-    """Two steps of two micro-steps, and the weights after them."""
+def train(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
+    """Train two steps of two micro-steps; return the run and the weights."""
     import deepspeed
     import torch
 
@@ -97,14 +97,16 @@ def trained(name: str, compiled: str, zero: dict[str, Any]) -> tuple[Run, Any]:
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
-    active, found = engine.is_deepcompile_active(), training.whole_weights(model)
+    active, weights = engine.is_deepcompile_active(), training.whole_weights(model)
     engine.destroy()
     called = {str(node.target).removesuffix(".default") for graph in graphs for node in graph.graph.nodes}
-    return Run(name, active, {one for one in called if one.startswith(compiled)}, losses, 0.0), found
+    return Run(
+        name, active, {pass_name for pass_name in called if pass_name.startswith(compiled)}, losses, 0.0
+    ), weights
 
 
 def make_model() -> Any:
-    """Attention and a perceptron; returns the loss."""
+    """Return a model of attention and a perceptron, whose output is the loss."""
     import torch
     from torch import nn
     from torch.nn import functional
@@ -130,7 +132,7 @@ def make_model() -> Any:
 
 
 def batches(compiled: str) -> Iterator[tuple[Any, Any]]:
-    """Of the ranks that share a sequence or a model the same."""
+    """Yield batches, the same on ranks that share a sequence or a model."""
     import torch
     from deepspeed import comm as dist
     from deepspeed.compile.passes.sp_compile import prepare_autosp_inputs

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On a device with streams: where the host waits, what overlaps by default, and which updates are sent first."""
+"""Devices with streams: waits of the host, defaults of overlap, and the order in which updates are sent."""
 
 import gc
 from collections import Counter
@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.strategy import STRATEGIES
-from deepspeed_ext.zero.factory import use_streams
+from deepspeed_ext.zero.factory import use_overlap_defaults
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import training
 from tests.harness.logs import logged
@@ -30,17 +30,17 @@ OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
 
 def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
-    """How often the host has waited in micro-steps 5 to 8, two of which make a step, for each strategy or stage.
+    """Return how often the host waits in micro-steps 5 to 8, which are two steps, for each strategy or stage.
 
-    Kinds are "device", "stream", "event" and "answer", that is for a value, in ``engine.step()`` or outside of it. The
-    events are those of DeepSpeed's brakes: the host must not be far ahead of gathers and reductions.
+    Kinds are "device", "stream", "event", and "answer" (a value), in ``engine.step()`` or outside of it. The events
+    are DeepSpeed's limits on how far the host may be ahead of gathers and reductions.
     """
     job = Job(sizes=SQUARE, accumulation=2, empty=False, zero=SMALL, dtype=dtype, config=config)
     waits: dict[str, Counter[str]] = {name: Counter() for name in names}
 
     def count(name: str, waited: Counter[Any], where: str) -> None:
-        for one, number in waited.items():
-            kind = one.what if one.what in ("device", "stream", "event") else "answer"
+        for wait, number in waited.items():
+            kind = wait.what if wait.what in ("device", "stream", "event") else "answer"
             waits[name][f"{kind} {where}"] += number
 
     for name in names:
@@ -74,11 +74,11 @@ def host_waits_case(names: Sequence[str], dtype: str, config: dict[str, Any], ze
     ],
     ids=by_strategies,
 )
-def test_the_host_waits_only_where_a_step_is_decided(
+def test_the_host_waits_only_to_decide_a_step(
     ranks: Any, kernels: bool, dtype: str, config: dict[str, Any], zero: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     ours = ranks(4).run(host_waits_case, names, dtype, config, zero | BY_PARAMETER)[0]
-    # DeepSpeed asks once for each sub-group: of one parameter each, they are as many with and without strategies.
+    # DeepSpeed waits once for each sub-group: with one parameter each, their number is the same with strategies.
     stages = sorted({"2" if name.startswith("N") else "3" for name in names})
     stocks = ranks(4).run(host_waits_case, stages, dtype, config, BY_PARAMETER)[0]
     assert all(waits["device outside"] >= 4 <= waits["device in step"] for waits in stocks.values())
@@ -89,14 +89,14 @@ def test_the_host_waits_only_where_a_step_is_decided(
         assert waits["answer in step"] <= stock["answer in step"] + scales, (name, waits, stock)
 
 
-def test_four_bits_know_the_scale_of_this_step(ranks: Any, kernels: bool) -> None:
+def test_four_bit_messages_use_the_scale_of_their_step(ranks: Any, kernels: bool) -> None:
     for scales in ranks(4).run(scales_case):
         assert len({scale for scale, _ in scales}) > 1
-        assert all(known == scale for scale, known in scales)
+        assert all(used_scale == scale for scale, used_scale in scales)
 
 
 def scales_case() -> list[tuple[float, float]]:
-    """The scale of torch's scaler after each step, in which it grows, and what messages in four bits take it for."""
+    """Return the scale of torch's scaler after each step, in which it grows, and the scale that 4-bit messages use."""
     job = Job(
         sizes=SQUARE,
         empty=False,
@@ -117,7 +117,7 @@ def scales_case() -> list[tuple[float, float]]:
 
 
 def settings(synchronized: bool | None, overlap: bool | None, managed: bool = True) -> Any:
-    """What ``use_streams`` looks at of a parsed configuration."""
+    """Return the part of a parsed configuration that ``use_overlap_defaults`` reads."""
     section = {} if overlap is None else {"overlap_comm": overlap}
     return SimpleNamespace(
         _param_dict={"zero_optimization": section},
@@ -131,9 +131,9 @@ def settings(synchronized: bool | None, overlap: bool | None, managed: bool = Tr
 
 
 @pytest.mark.quick
-def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
+def test_overlap_is_the_default_only_with_streams() -> None:
     def used(name: str, config: Any) -> tuple[bool, bool, int]:
-        changed = use_streams(config, STRATEGIES[name])
+        changed = use_overlap_defaults(config, STRATEGIES[name])
         return config.timers_config.synchronized, config.zero_config.overlap_comm, len(changed)
 
     assert used("NIG", settings(None, None)) == (True, False, 0)  # the CPU
@@ -143,22 +143,22 @@ def test_overlap_is_the_default_on_devices_with_streams_alone() -> None:
         assert used("NIG", settings(True, None)) == (True, True, 1)
         assert used("NIG", settings(None, False)) == (False, False, 1)
         assert used("NIG", settings(False, True)) == (False, True, 0)
-        # DeepSpeed refuses overlap at stage 1 where the caller manages accumulation.
+        # DeepSpeed rejects overlap at stage 1 if the caller manages accumulation.
         assert used("NNG", settings(None, None, managed=False)) == (False, False, 1)
         assert used("NIG", settings(None, None, managed=False)) == (False, True, 2)
 
 
-def test_what_was_set_by_default_is_used_and_said(ranks: Any) -> None:
+def test_changed_defaults_are_used_and_logged(ranks: Any) -> None:
     for lines, overlaps in ranks(2).run(defaults_case):
         assert overlaps == [True, False]
-        assert not lines or [line.partition("(by default here: ")[2] for line in lines] == [
+        assert not lines or [line.partition("(defaults changed: ")[2] for line in lines] == [
             "timers.throughput.synchronized false, zero_optimization.overlap_comm true)",
             "timers.throughput.synchronized false)",
         ]
 
 
 def defaults_case() -> tuple[list[str], list[bool]]:
-    """Lines of the log about two engines, and whether their optimizers overlap: by default, and where that is off."""
+    """Return log lines about two engines, and whether their optimizers overlap: by default, and with overlap off."""
     overlaps = []
     with device_with_streams(), logged() as lines:
         for zero in ({}, {"overlap_comm": False}):
@@ -169,7 +169,7 @@ def defaults_case() -> tuple[list[str], list[bool]]:
 
 
 def test_updates_are_sent_in_the_order_of_the_model(ranks: Any) -> None:
-    """Not in that of parameter groups, of which the second one has every other layer."""
+    """The order is not that of parameter groups, of which the second one has every other layer."""
     for sent in ranks(4).run(updates_case):
         assert len(sent) > 2 and sent == sorted(sent)
 
@@ -194,13 +194,13 @@ def updates_case() -> list[int]:
     return sent
 
 
-def test_buffers_of_buckets_are_given_back_with_their_micro_step(ranks: Any) -> None:
+def test_bucket_buffers_are_reusable_after_a_micro_step(ranks: Any) -> None:
     assert ranks(2).run(buffers_case) == [(True, False)] * 2
 
 
 def buffers_case() -> tuple[bool, bool]:
-    """Whether something was recorded on another stream than its own, and whether a buffer of DeepSpeed's was: it would
-    stay until that stream gets there, and the host is ahead of it by some micro-steps."""
+    """Return whether any tensor was recorded on another stream than its own, and whether one of DeepSpeed's buffers
+    was: its memory would be reusable only when that stream gets there, and the host is some micro-steps ahead."""
     recorded: set[int] = set()
     buffers: set[int] = set()
     with device_with_streams() as order:
@@ -209,7 +209,7 @@ def buffers_case() -> tuple[bool, bool]:
 
         def record(tensor: torch.Tensor, stream: Any) -> None:
             recorded.add(tensor.untyped_storage().data_ptr())
-            buffers.update(b.untyped_storage().data_ptr() for one in buckets() for b in one.buffer)
+            buffers.update(b.untyped_storage().data_ptr() for bucket in buckets() for b in bucket.buffer)
             plain(tensor, stream)
 
         def buckets() -> Any:
@@ -222,14 +222,14 @@ def buffers_case() -> tuple[bool, bool]:
     return bool(recorded), bool(recorded & buffers)
 
 
-def test_updates_of_an_offloaded_optimizer_are_sent_at_once(ranks: Any) -> None:
+def test_offloaded_optimizers_send_updates_during_the_step(ranks: Any) -> None:
     for log in ranks(4).run(early_case):
         assert log.count("step") > 2
         assert [kind for kind, _ in groupby(log)] == ["step", "send"] * log.count("step")
 
 
 def early_case() -> list[str]:
-    """Steps of sub-groups and gathers of windows, in their order."""
+    """Return steps of sub-groups and gathers of windows, in order."""
     log: list[str] = []
     step, gather_g_to_i_in_place = Stage3Optimizer._optimizer_step, ParameterRedistribution.gather_g_to_i_in_place
 
@@ -252,13 +252,13 @@ def early_case() -> list[str]:
     return log
 
 
-def test_a_step_waits_for_no_copy_to_pageable_memory(ranks: Any) -> None:
+def test_a_step_does_not_wait_for_pageable_copies(ranks: Any) -> None:
     for pinned, pageable in ranks(4).run(windows_case):
         assert set(pinned) == {True} and set(pageable) == {False}, (pinned, pageable)
 
 
 def windows_case() -> list[list[bool]]:
-    """Whether each window of parameters on the host is with the device to its end when a step is over: with pinned
+    """Return whether the device has received all of each window of host parameters when a step ends: with pinned
     memory, and with pageable memory, for whose copies the host would wait."""
     job, complete = Job(sizes=SQUARE, empty=False, zero=SMALL), []
     for pinned in (True, False):
@@ -275,12 +275,12 @@ def windows_case() -> list[list[bool]]:
 
 @pytest.mark.parametrize("name", ["GNG", "ING"])
 def test_gradients_of_an_offloaded_optimizer_stay_in_place(ranks: Any, name: str) -> None:
-    for places in ranks(4).run(held_case, name):
+    for places in ranks(4).run(addresses_case, name):
         assert len(set(places)) == 1
 
 
-def held_case(name: str) -> list[int]:
-    """Addresses of the gradients of the optimizer's shard: when it is made, and at the boundary of three steps."""
+def addresses_case(name: str) -> list[int]:
+    """Return the addresses of the gradients of the optimizer's shard: when created, and at three boundaries."""
     job = Job(sizes=SQUARE, empty=False, accumulation=2, zero={**SMALL, **OFFLOADED})
     engine, _ = training.make_engine(job, placed(name))
     data = training.batches(job)

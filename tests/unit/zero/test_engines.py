@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Engines with p = I or G: how they shard and hold parameters, beside other engines and after them."""
+"""Engines with p = I or G: how they shard and store parameters, together with other engines and after them."""
 
 import gc
 import weakref
@@ -20,13 +20,13 @@ from tests.harness.training import PARTITIONED, SMALL, Job, check, placed
     "zero_init, names",
     [("plain", ("GGG",)), ("config", ("III",)), *deep(("plain", PARTITIONED), ("config", PARTITIONED))],
 )
-def test_models_built_under_zero_init_train_alike(ranks: Any, zero_init: str, names: tuple[str, ...]) -> None:
+def test_models_built_under_zero_init_match_stock(ranks: Any, zero_init: str, names: tuple[str, ...]) -> None:
     optimizer, bounds = ("Muon", {"weights": 1e-4, "losses": 1e-5}) if zero_init == "config" else ("SGD", {})
     check(ranks(4).run(zero_init_case, zero_init, names, optimizer)[0], **bounds)
 
 
 def zero_init_case(zero_init: str, names: tuple[str, ...], optimizer: str) -> list[training.Difference]:
-    """Models that zero.Init shards while they are built, against stock with one that was built whole."""
+    """Compare models that zero.Init shards while they are built with stock on a model that was built unsharded."""
     job = Job(optimizer=optimizer, groups=2, frozen=(1,), steps=2, empty=False, zero=SMALL)
     stock, sharded = training.train(job, {"stage": 2}), replace(job, zero_init=zero_init)
     return [training.beside(stock, name, sharded, placed(name)) for name in names]
@@ -34,42 +34,45 @@ def zero_init_case(zero_init: str, names: tuple[str, ...], optimizer: str) -> li
 
 @pytest.mark.parametrize("name", ["NIG", "IGG", "GGG"])
 def test_a_destroyed_engine_frees_everything(ranks: Any, name: str) -> None:
-    assert ranks(2).run(left_case, name) == [[]] * 2
+    assert ranks(2).run(destroyed_case, name) == [[]] * 2
 
 
-def left_case(name: str) -> list[str]:
-    """What is left of an engine that is destroyed within an accumulation, while another one goes on."""
+def destroyed_case(name: str) -> list[str]:
+    """Return what remains of an engine that is destroyed within an accumulation, while another one continues."""
     job = Job(empty=False, optimizer="Adam", accumulation=2, zero=SMALL)
-    one, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
+    destroyed, other = (training.make_engine(job, placed(name))[0] for _ in range(2))
     data = training.batches(job)
-    for number, engine in enumerate((one, other) * 3):
+    for number, engine in enumerate((destroyed, other) * 3):
         training.micro_step(engine, job, number, *next(data))
         engine.step()
-    left = {kind: weakref.ref(of) for kind, of in {"engine": one, "model": one.module, "os": one.optimizer}.items()}
-    gradients = one.optimizer.gradients["dense"]
-    begun = getattr(gradients, "begun", True)  # p = N has no such flag
-    one.destroy()
-    held = ["gradients"] if getattr(gradients, "begun", False) or not begun else []
-    del one, engine, gradients
+    references = {
+        kind: weakref.ref(of)
+        for kind, of in {"engine": destroyed, "model": destroyed.module, "os": destroyed.optimizer}.items()
+    }
+    gradients = destroyed.optimizer.gradients["dense"]
+    begun = getattr(gradients, "has_gradients", True)  # p = N has no such flag
+    destroyed.destroy()
+    alive = ["gradients"] if getattr(gradients, "has_gradients", False) or not begun else []
+    del destroyed, engine, gradients
     gc.collect()
     training.micro_step(other, job, 6, *next(data))
     other.step()
-    return held + [kind for kind, of in left.items() if of() is not None]
+    return alive + [kind for kind, of in references.items() if of() is not None]
 
 
-def test_one_strategy_after_the_other_on_one_model(ranks: Any) -> None:
-    for rank_rows in ranks(4).run(handover_case):
+def test_strategies_train_one_model_in_turn(ranks: Any) -> None:
+    for rank_rows in ranks(4).run(strategies_in_turn_case):
         for name, lost, difference, equal in rank_rows:
             assert lost == 0.0, f"{name} got other weights than the last one left"
             assert difference <= 1e-5 and equal, (name, difference, equal)
 
 
-def handover_case() -> list[tuple[str, float, float, bool]]:
-    """Train one model with every strategy in turn and with stock stage 3, each time against stock stage 2.
+def strategies_in_turn_case() -> list[tuple[str, float, float, bool]]:
+    """Train one model with every strategy in turn and with stock stage 3, each compared with stock stage 2.
 
     Returns:
-        For each the change of weights that initialization made, their distance to stock's afterwards, and whether
-        all ranks have the same.
+        For each the change of weights by initialization, their distance from stock's afterwards, and whether all ranks
+        have the same weights.
     """
     torch.manual_seed(7)
     job = Job(empty=False, frozen=(1,), accumulation=2, zero=SMALL)
@@ -101,23 +104,23 @@ def handover_case() -> list[tuple[str, float, float, bool]]:
     return rows
 
 
-def test_engines_side_by_side(ranks: Any) -> None:
-    assert ranks(4).run(side_by_side_case) == [[0.0, 0.0]] * 4
+def test_two_engines_do_not_affect_each_other(ranks: Any) -> None:
+    assert ranks(4).run(two_engines_case) == [[0.0, 0.0]] * 4
 
 
-def side_by_side_case() -> list[float]:
-    """What it changes for two engines that the other one trains as well, in turn."""
+def two_engines_case() -> list[float]:
+    """Return the difference that it makes for two engines if the other one trains alternately."""
     job = Job(accumulation=2, zero=SMALL)
 
     def run(names: list[str]) -> list[torch.Tensor]:
-        made = [(*training.make_engine(job, placed(name)), training.batches(job)) for name in names]
+        engines = [(*training.make_engine(job, placed(name)), training.batches(job)) for name in names]
         for number in range(4):
-            for engine, _, data in made:
+            for engine, _, data in engines:
                 training.micro_step(engine, job, number, *next(data))
-            for engine, *_ in made:
+            for engine, *_ in engines:
                 engine.step()
-        weights = [training.whole_weights(model) for _, model, _ in made]
-        for engine, *_ in made:
+        weights = [training.whole_weights(model) for _, model, _ in engines]
+        for engine, *_ in engines:
             engine.destroy()
         return weights
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's MoE layers and AutoEP's train under strategies what they train in its stages; see ``families.py``."""
+"""Parity of DeepSpeed's MoE layers and AutoEP under strategies with DeepSpeed's stages; see ``families.py``."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ ON_HOST = {"zero": {"offload_optimizer": {"device": "cpu"}}}
 
 
 def run(ranks: Any, ep: int, job: dict[str, Any], world: int = 4, group: int = 2, **kwargs: Any) -> list[Difference]:
-    """Rows of rank 0; all ranks must agree on what concerns replicas."""
+    """Return the rows of rank 0; all ranks must have the same results for replicas."""
     rows = ranks(world).run(routed_case, ep, job, group, **kwargs)
     assert all(row.replicas_equal for of in rows for row in of)
     return [max(of, key=lambda row: row.weights) for of in zip(*rows, strict=True)]
@@ -73,10 +73,10 @@ def test_parity_of_moe_layers(
     ],
     ids=by_strategies,
 )
-def test_moe_layers_with_parameters_sharded(
+def test_parity_of_moe_layers_with_sharded_parameters(
     ranks: Any, ep: int, group: int, job: dict[str, Any], names: tuple[str, ...]
 ) -> None:
-    """DeepSpeed's stage 3 refuses them, so the oracle is its stage 2."""
+    """DeepSpeed's stage 3 rejects MoE layers, so the oracle is its stage 2."""
     zero = {"stage3_param_persistence_threshold": 0, "sub_group_size": 400}
     rows = run(ranks, ep, {**job, "zero": zero}, 4, group, strategies=names, stage=2)
     check(rows)
@@ -110,7 +110,7 @@ def test_parity_of_experts_of_autoep(
     ],
     ids=by_strategies,
 )
-def test_experts_folded_into_tensor_parallel_ranks(
+def test_parity_of_experts_folded_into_tensor_parallelism(
     ranks: Any, ep: int, world: int, group: int, accumulation: int, names: tuple[str, ...]
 ) -> None:
     # Clipped as stock stage 3 does; the norms of its stages 1 and 2 lack experts of all tensor-parallel ranks but one.
@@ -123,15 +123,17 @@ def test_experts_folded_into_tensor_parallel_ranks(
     [("MoE", ("NIG",)), *deep(("MoE", ("NNN", "NII")), ("AutoEP", ("NIG", "III", "IGG")))],
     ids=by_strategies,
 )
-def test_few_bits(ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]) -> None:
-    """Eight bits are close to what is exact, and four bits of each family are its own."""
+def test_quantization_errors_of_families_are_separate(
+    ranks: Any, kernels: bool, kind: str, names: tuple[str, ...]
+) -> None:
+    """Eight bits are close to exact, and each family has its own four bits."""
     for rows in ranks(4).run(few_bits_case, kind, names):
         for row in rows:
             assert row.replicas_equal and row.weights < 2e-2 and 0 < row.losses < 2e-2, row
 
 
 @pytest.mark.parametrize("frozen", ["experts", *deep("others")])
-def test_a_family_without_anything_trained(ranks: Any, frozen: str) -> None:
+def test_a_family_without_trained_parameters(ranks: Any, frozen: str) -> None:
     for rows in ranks(4).run(frozen_case, frozen):
         check(rows)
 
@@ -143,8 +145,8 @@ def test_frozen_experts_are_loaded_by_the_ranks_that_have_them(ranks: Any, tmp_p
 
 
 def frozen_load_case(folder: str) -> tuple[list[str], str]:
-    """Names of parameters that a load does not bring back, and why the checkpoint is not converted; experts are
-    frozen, of one layer in part."""
+    """Return names of parameters that a load does not restore, and why the checkpoint cannot be converted; experts are
+    frozen, in one layer only in part."""
 
     class Network(experts.SmallMixtral):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -166,7 +168,7 @@ def frozen_load_case(folder: str) -> tuple[list[str], str]:
 
 
 def frozen_case(frozen: str) -> list[Difference]:
-    """Differences from stock where only one family is trained; stock's stage 2 does not take frozen experts."""
+    """Return differences from stock if only one family is trained; stock's stage 2 does not support frozen experts."""
 
     class Network(experts.SmallMixtral):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +181,7 @@ def frozen_case(frozen: str) -> list[Difference]:
     return training.compare(job, 2, ("ING", "IGG", "NIG"), stage=3)
 
 
-# Iterations make more of what rounding leaves in directions of small gradients.
+# Iterations amplify rounding errors in directions of small gradients.
 MUON = {"weights": 1e-4, "losses": 1e-5}
 
 
@@ -190,7 +192,9 @@ MUON = {"weights": 1e-4, "losses": 1e-5}
         *deep((8, 2, 4, REPLICATED, {"accumulation": 3}), (4, 2, 2, REPLICATED, ON_HOST)),
     ],
 )
-def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]) -> None:
+def test_muon_of_moe_layers_matches_stock(
+    ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
+) -> None:
     """Each matrix of an expert is orthogonalized by a rank that has it, as in DeepSpeed's stages 1 and 2."""
     rows = run(ranks, ep, {"optimizer": "Muon", **job}, world, group, strategies=names)
     check(rows, weights=1e-6, losses=1e-5, norms=1e-4)  # the gate has a weight of 100
@@ -204,16 +208,16 @@ def test_muon(ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...
         *deep((8, 2, 4, PARTITIONED + REPLICATED, {}), (4, 2, 2, PARTITIONED + REPLICATED, ON_HOST)),
     ],
 )
-def test_muon_of_autoep(
+def test_muon_of_autoep_matches_stock(
     ranks: Any, world: int, ep: int, group: int, names: tuple[str, ...], job: dict[str, Any]
 ) -> None:
-    """Packed experts, beside DeepSpeed's stage 3."""
+    """Packed experts are compared with DeepSpeed's stage 3."""
     for rows in ranks(world).run(muon_case, ep, job, group, names):
         check(rows, **MUON)
 
 
 def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path: Path) -> None:
-    """Those with os = G; what does not fit is refused before anything is changed."""
+    """This holds for os = G; other checkpoints are rejected before anything is changed."""
     for rows, refused in ranks(4).run(exchange_case, str(tmp_path)):
         assert len(rows) == 10 and all(rows.values()), rows
         assert "is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers (" in refused[0]
@@ -225,8 +229,9 @@ def test_stock_and_strategies_load_each_others_checkpoints(ranks: Any, tmp_path:
 
 
 def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
-    """Whether going on is the same from a checkpoint of one's own and from another's; errors of bad loads."""
-    found = {}
+    """Return whether training continues equally from its own and from the other's checkpoint, and errors of bad
+    loads."""
+    equal = {}
     routed = Job(sizes=SIZES, network=networks.RoutedOverTwo, optimizer="Adam")
     mixtral = Job(sizes=SIZES, network=experts.SmallMixtral, optimizer="Adam", config=experts.autoep(2))
     for job, *names in (
@@ -244,15 +249,15 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
                 snapshots.run(engine, job, snapshots.steps_of(job, 1), first=0)
             engine.save_checkpoint(f"{folder}/{name}")
             losses.append(snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=1)))
-            found[f"{job.optimizer}, {before} to {name}"] = losses[-1] == pytest.approx(losses[0], rel=0, abs=1e-6)
+            equal[f"{job.optimizer}, {before} to {name}"] = losses[-1] == pytest.approx(losses[0], rel=0, abs=1e-6)
             engine.destroy()
             dist.barrier()
 
     def refusal(job: Job, name: str, saver: str = "NIG", tag: str | None = None) -> str:
         engine, _ = training.make_engine(job, training.placed(name))
-        said = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saver}", tag=tag)
+        error = snapshots.error_of(engine.load_checkpoint, f"{folder}/{saver}", tag=tag)
         engine.destroy()
-        return said
+        return error
 
     universal = Job(sizes=SIZES, network=networks.RoutedOverTwo, config={"checkpoint": {"load_universal": True}})
     Path(folder, "NIG", "universal", "zero").mkdir(parents=True, exist_ok=True)
@@ -268,7 +273,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         for path in Path(folder, "NIG", "global_step1").glob("layer_0_expert_*"):
             path.unlink()
     dist.barrier()
-    return found, [*refused, refusal(routed, "NIG")]
+    return equal, [*refused, refusal(routed, "NIG")]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +285,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_matches_an_uninterrupted_run(
     ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is said and refused when the engine makes an optimizer of ours."""
+"""Log lines, warnings, and errors when the engine creates one of our optimizers."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,7 @@ CPU = {"device": "cpu"}
 
 
 def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: int, zero_init: bool) -> list[Any]:
-    """Our lines of the log of an initialization where the machine has so many bytes."""
+    """Return our log lines of an initialization on a machine with this number of bytes."""
     get_accelerator().total_memory = lambda device_index=None: memory
     with logged() as lines:
         make_engine(zero, config, zero_init).destroy()
@@ -34,13 +34,13 @@ def initialization_case(zero: dict[str, Any], config: dict[str, Any], memory: in
 
 
 def kilobytes(name: str, parameters: float, gradients: float, optimizer: float) -> float:
-    """Model states of a rank in kB, on 4 ranks in groups of 2; the three are those of the whole model."""
+    """Return a rank's model states in kB, on 4 ranks in groups of 2, for these states of the full model."""
     shards = {"N": 1, "I": 2, "G": 4}
     p, g, os = (shards[letter] for letter in name)
     return parameters / p + gradients / g + optimizer / os
 
 
-# Keys, what the whole model of make_engine has on the device in kB (p, g, os; with Adam), and the dtype's sections.
+# Keys, bytes on the device in kB of make_engine's full model (p, g, os; with Adam), and the dtype's sections.
 MODELS: dict[str, tuple[dict[str, Any], tuple[float, float, float], dict[str, Any]]] = {
     "fp32": ({}, (40, 24, 72), {}),
     "bf16": ({}, (20, 12, 72), {"bf16": {"enabled": True}}),
@@ -79,12 +79,12 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     too_large = " GB of model states"
     warnings = [[text for level, text in lines if level == "WARNING" and too_large in text] for lines in answers]
     assert [len(lines) for lines in warnings] == [1, 0, 0, 0], warnings
-    others = [row for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
+    fitting = [row for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
     assert warnings[0][0].removeprefix("[Rank 0] ") == (
         f"deepspeed_ext: zero_optimization.paro_strategy {name} needs {needed / 1e6:.3g} GB of model states on each "
         f"rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "
-        f"{g / 1e6:.3g} GB and optimizer states {os / 1e6:.3g} GB, over 4 ranks in groups of 2). Strategies that "
-        f"fit: {', '.join(others) or 'none'}."
+        f"{g / 1e6:.3g} GB, and optimizer states {os / 1e6:.3g} GB, over 4 ranks in groups of 2). Strategies that "
+        f"fit: {', '.join(fitting) or 'none'}."
     )
 
 
@@ -98,31 +98,31 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
         ("GNG", 1, "groups of one rank"),
     ],
 )
-def test_one_warning_says_what_runs(ranks: Any, name: str, group: int, meaning: str | None) -> None:
+def test_one_warning_names_the_strategy_and_groups(ranks: Any, name: str, group: int, meaning: str | None) -> None:
     p, g, os = name
     zero = {"stage": STRATEGIES[name].stage, "paro_strategy": name, "paro_group_size": group}
     answers = ranks(4).run(initialization_case, zero, {}, 10**9, False)
     assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
     (level, line), *_ = answers[0]
-    assert level == "WARNING"  # what DeepSpeed shows
-    what = f"{name} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
-    assert f"{what} {4 // group} group(s) of {group}" in line
+    assert level == "WARNING"  # levels that DeepSpeed shows
+    summary = f"{name} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
+    assert f"{summary} {4 // group} group(s) of {group}" in line
     assert line.endswith(f": {meaning} (zero_optimization.paro_group_size is {group})" if meaning else f"of {group}")
 
 
 @pytest.mark.parametrize("group", [2, 4])
-def test_locos_line_says_where_nothing_is_compressed(ranks: Any, kernels: bool, group: int) -> None:
+def test_the_log_says_if_loco_compresses_nothing(ranks: Any, kernels: bool, group: int) -> None:
     zero = {"stage": 2, "zeropp_loco_param": {}, "paro_strategy": "NIG", "paro_group_size": group}
-    lines, *others = ranks(4).run(initialization_case, zero, {}, 10**9, False)
+    lines, *other_ranks = ranks(4).run(initialization_case, zero, {}, 10**9, False)
     warnings = [line for level, line in lines if level == "WARNING"]
-    assert len(warnings) == 1 and not any(others)
-    assert ("nothing crosses between groups that could be compressed" in warnings[0]) == (group == 4)
+    assert len(warnings) == 1 and not any(other_ranks)
+    assert ("there are no messages between groups to compress" in warnings[0]) == (group == 4)
 
 
 NIG, IIG = ({"paro_strategy": name, "paro_group_size": 2} for name in ("NIG", "IIG"))
 
 
-# Ranks, what is made, keys, the message, and what works instead.
+# Ranks, the model or optimizer, keys, the message, and alternatives that work.
 REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any]]]]] = [
     (
         4,
@@ -176,8 +176,8 @@ def test_models_and_optimizers_are_refused_with_advice(
 ) -> None:
     for error in ranks(n).run_expect_error(unsupported_case, what, zero):
         assert error.type == "ValueError", error
-        place = f"zero_optimization.paro_strategy {zero['paro_strategy']} is not supported here: "
-        assert error.message == place + why
+        prefix = f"zero_optimization.paro_strategy {zero['paro_strategy']} is not supported here: "
+        assert error.message == prefix + why
     for other in allowed:
         ranks(n).run(unsupported_case, *other)
 
@@ -209,7 +209,7 @@ def test_a_compiled_model_is_refused_if_it_is_sharded(ranks: Any) -> None:
 
 
 def compiled_case(name: str, compiled: str) -> bool:
-    """Whether a model that is compiled before or after initialization takes a step."""
+    """Whether a model that is compiled before or after initialization completes a step."""
     model: Any = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     if compiled == "all of it":
         model = torch.compile(model, backend="eager")
@@ -229,32 +229,32 @@ def compiled_case(name: str, compiled: str) -> bool:
     return bool(engine.was_step_applied())
 
 
-def unsupported_case(what: str, zero: dict[str, Any]) -> None:
-    """Initialize with a model or an optimizer that the configuration says nothing of."""
+def unsupported_case(feature: str, zero: dict[str, Any]) -> None:
+    """Initialize with a model or an optimizer that the configuration does not show."""
 
     class Expert(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.moe = MoE(4, torch.nn.Linear(4, 4), num_experts=4, ep_size=2)
 
-    with deepspeed.zero.Init(enabled=what == "zero.Init", dtype=torch.float32):
+    with deepspeed.zero.Init(enabled=feature == "zero.Init", dtype=torch.float32):
         model: torch.nn.Module = torch.nn.Linear(4, 4)
-    if what.startswith("mixed"):
+    if feature.startswith("mixed"):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), model)
-        model[0].requires_grad_(what == "mixed dtypes")
-    if what in ("moe", "frozen moe"):
+        model[0].requires_grad_(feature == "mixed dtypes")
+    if feature in ("moe", "frozen moe"):
         model = Expert()
         for param in model.moe.deepspeed_moe.experts.deepspeed_experts[0].parameters():  # type: ignore[union-attr]
-            param.requires_grad_(what == "moe")
+            param.requires_grad_(feature == "moe")
     parameters: Any = [param for param in model.parameters() if param.requires_grad]
     groups = split_params_into_different_moe_groups_for_optimizer({"params": parameters, "name": "all"})
-    matrices = parameters if what == "a bias" else parameters[:1]
+    matrices = parameters if feature == "a bias" else parameters[:1]
     optimizer: Any = {
         "moe": lambda: torch.optim.Adam(groups),
         "frozen moe": lambda: torch.optim.Adam(groups),
         "mixed dtypes": lambda: torch.optim.SGD(parameters),
-        "NorMuon": lambda: type(what, (torch.optim.SGD,), {})(parameters, lr=0.1),
-    }.get(what, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
+        "NorMuon": lambda: type(feature, (torch.optim.SGD,), {})(parameters, lr=0.1),
+    }.get(feature, lambda: MuonWithAuxAdam([{"params": matrices, "use_muon": True}]))()
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": zero,
@@ -265,14 +265,14 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
-def test_methods_that_other_code_has_replaced_are_refused(ranks: Any, name: str) -> None:
+def test_patched_methods_of_the_optimizer_are_refused(ranks: Any, name: str) -> None:
     for error in ranks(1).run_expect_error(replaced_case, name):
         assert error.type == "ValueError" and f"{name} overrides " in error.message, error.message
         assert "which other.code has replaced" in error.message and "lora_fp32_gradients" in error.message
 
 
 def replaced_case(name: str) -> None:
-    """Make an engine where other code has replaced the methods of DeepSpeed's optimizers."""
+    """Create an engine after other code has replaced methods of DeepSpeed's optimizers."""
     cls = Stage12Optimizer if name == "NIG" else Stage3Optimizer
     parent, method = next(
         (parent, method)
@@ -281,7 +281,7 @@ def replaced_case(name: str) -> None:
     )
 
     def replacement(*args: Any, **kwargs: Any) -> None:
-        """Replaces the method."""
+        """Replacement of the method."""
 
     replacement.__module__ = "other.code"
     with mock.patch.object(parent, method, replacement):

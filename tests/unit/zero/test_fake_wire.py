@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""In the order of the program, nothing is read before it has arrived. See Note [How the wire works]."""
+"""In program order, no data is read before it is received. See Note [How the wire works]."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("name", [*EVERY[::3], *deep(*EVERY[1::3], *EVERY[2::3])])
-def test_late_results_are_waited_for(ranks: Any, kernels: bool, name: str) -> None:
+def test_training_waits_for_late_results(ranks: Any, kernels: bool, name: str) -> None:
     assert ranks(1).run(wired_case, name) == [[]]
 
 
 def wired_case(name: str) -> list[dict[str, Any]]:
-    """Train over a late wire and over a prompt one, in groups of three; the keys with which weights differ."""
+    """Train over a late wire and over a prompt one, in groups of three; return the keys with which weights differ."""
     enter_virtual_world(6)
     different = []
     for more in ({}, {"zeropp_loco_param": {}}) if name in ("NIG", "IGG") else ({},):
         zero = placed(name, group_size=3, overlap_comm=True, **more)
-        expected, found = (train_over(Wire(prompt=prompt), JOB, zero) for prompt in (True, False))
-        if found != expected or not expected[1]:
+        expected, weights = (train_over(Wire(prompt=prompt), JOB, zero) for prompt in (True, False))
+        if weights != expected or not expected[1]:
             different.append(more)
     return different

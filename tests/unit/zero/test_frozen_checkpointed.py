@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA under activation checkpointing: what is gathered at once of frozen parameters, and that training is stock's."""
+"""LoRA under activation checkpointing: the number of frozen parameters gathered at once, and parity with stock."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ NOTHING_KEPT = {
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and two small ones beside it."""
+    """A frozen linear layer with a low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,12 +37,12 @@ class Adapted(nn.Module):
         self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both."""
+        """Add the adapter's output."""
         return self.base(x) + self.up(self.down(x))
 
 
 class Block(nn.Module):
-    """Frozen, but for adapters; may checkpoint what is inside, where no module is the first in a backward."""
+    """Frozen layers with adapters; may checkpoint its inside, where no module is the first in a backward."""
 
     def __init__(self, use_reentrant: bool | None = None) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Block(nn.Module):
         self.first, self.second = Adapted(), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply all."""
+        """Apply all layers."""
         if self._use_reentrant is None:
             return x + self._inside(x)
         return x + checkpoint(self._inside, x, use_reentrant=self._use_reentrant)
@@ -61,7 +61,7 @@ class Block(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Blocks, each under a checkpoint; the first one's input requires gradients, as adapters' users have it."""
+    """Blocks, each under a checkpoint; the first one's input requires gradients, as users of adapters set it."""
 
     inside = False
 
@@ -73,7 +73,7 @@ class Checkpointed(nn.Module):
         self.last = nn.Linear(WIDTH, sizes[-1]).requires_grad_(False)
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply them."""
+        """Apply the blocks."""
         x = self.first(x).requires_grad_()
         for block in self.blocks:
             x = block(x) if self.inside else checkpoint(block, x, use_reentrant=self._use_reentrant)
@@ -81,7 +81,7 @@ class Checkpointed(nn.Module):
 
 
 class CheckpointedInside(Checkpointed):
-    """The same, with checkpoints inside the blocks."""
+    """The same model with checkpoints inside the blocks."""
 
     inside = True
 
@@ -92,17 +92,17 @@ def checkpointed_case(
     """Train stock and strategies, two steps of two micro-steps.
 
     Returns:
-        Of each the most elements that were gathered at once in a micro-step, and between micro-steps; the largest
-        difference of weights from stock's, and whether all ranks have the same.
+        For each the most elements that were gathered at once in a micro-step, and between micro-steps; the largest
+        difference of weights from stock's; and whether all ranks have the same weights.
     """
     details = {"network": network, "checkpointing": use_reentrant, "zero_init": zero_init}
     job = Job(zero=NOTHING_KEPT, empty=False, steps=2, accumulation=2, **details)
-    found = []
+    rows = []
     weights: list[Tensor] = []
     on_host = placed("ING", offload_param={"device": "cpu"})
     for zero in ({"stage": 3}, *(on_host if name == HOST else placed(name) for name in names)):
         engine, model = training.make_engine(job, zero)
-        most = left = 0
+        most = between = 0
 
         def gathered(model: Any = model) -> int:
             return sum(p.ds_numel for p in model.parameters() if p.ds_status != ZeroParamStatus.NOT_AVAILABLE)
@@ -118,14 +118,14 @@ def checkpointed_case(
         data = training.batches(job)
         for number in range(job.steps * job.accumulation):
             training.micro_step(engine, job, number, *next(data))
-            left = max(left, gathered())
+            between = max(between, gathered())
             engine.step()
-            left = max(left, gathered())
+            between = max(between, gathered())
         weights.append(training.whole_weights(model))
         apart = ((weights[-1] - weights[0]).abs().max() / weights[0].abs().max()).item()
-        found.append((most, left, apart, training.replicas_equal(weights[-1])))
+        rows.append((most, between, apart, training.replicas_equal(weights[-1])))
         engine.destroy()
-    return found
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -143,13 +143,13 @@ def checkpointed_case(
     ],
     ids=by_strategies,
 )
-def test_one_block_is_gathered_at_once_and_training_is_stocks(
+def test_frozen_blocks_are_gathered_one_at_a_time(
     ranks: Any, use_reentrant: bool, network: type[Checkpointed], zero_init: str | None, names: Sequence[str]
 ) -> None:
-    """Stock gathers all blocks by the end of the backward, if checkpoints are reentrant; a fork has corrected that."""
+    """With reentrant checkpoints stock gathers all blocks by the end of the backward; a fork has fixed that."""
     stock, *ours = ranks(4).run(checkpointed_case, use_reentrant, network, zero_init, names)[0]
-    if use_reentrant and network is Checkpointed:  # once DeepSpeed has corrected it, the override can go
+    if use_reentrant and network is Checkpointed:  # once DeepSpeed has fixed it, the override can be removed
         assert (stock[0] >= BLOCKS * BLOCK) != (fork.version() is not None), stock
-    for name, (most, left, apart, equal) in zip(names, ours, strict=True):
+    for name, (most, between, apart, equal) in zip(names, ours, strict=True):
         assert apart < 2e-6 and equal, (name, apart)
-        assert network is not Checkpointed or (most <= BLOCK + ADAPTERS and left == 0), (name, most, left)
+        assert network is not Checkpointed or (most <= BLOCK + ADAPTERS and between == 0), (name, most, between)

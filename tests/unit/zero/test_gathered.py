@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters with p = I or G are read, modified and used as in DeepSpeed's stage 3."""
+"""Parameters with p = I or G are read, modified, and used as in DeepSpeed's stage 3."""
 
 import copy
 from collections.abc import Sequence
@@ -36,11 +36,11 @@ RECORDS: dict[str, tuple[list[list[int]], set[int]]] = {  # each rank's order of
 
 
 @pytest.mark.quick
-def test_a_different_order_of_modules_is_found_by_its_group(ranks: Any) -> None:
-    for rank, (errors, left) in enumerate(ranks(4).run(compare_case)):
-        assert left
-        for (what, (records, differing)), error in zip(RECORDS.items(), errors, strict=True):
-            assert bool(error) == (rank in differing), (what, rank, error)
+def test_different_module_orders_raise_within_a_group(ranks: Any) -> None:
+    for rank, (errors, compares_in_group) in enumerate(ranks(4).run(compare_case)):
+        assert compares_in_group
+        for (case, (records, differing)), error in zip(RECORDS.items(), errors, strict=True):
+            assert bool(error) == (rank in differing), (case, rank, error)
             if error:
                 first = rank - rank % 2
                 lengths = [len(records[first]), len(records[first + 1])]
@@ -50,7 +50,8 @@ def test_a_different_order_of_modules_is_found_by_its_group(ranks: Any) -> None:
 
 
 def compare_case() -> tuple[list[str], bool]:
-    """Compare records within groups of two: the errors, and whether DeepSpeed compares over all ranks afterwards."""
+    """Compare records within groups of two; return the errors, and whether DeepSpeed compares over all ranks
+    afterwards."""
     errors = []
     for records, _ in RECORDS.values():
         try:
@@ -61,39 +62,42 @@ def compare_case() -> tuple[list[str], bool]:
             errors.append(str(error))
     with _comparing_within(get_topology(None, 2).intra):
         within = assert_same_in_group([1, 2])
-    left = assert_same_in_group([1, 2])
+    compares_in_group = assert_same_in_group([1, 2])
     assert_ints_same_as_other_ranks([1, 2])
-    return errors, bool(within and not left)
+    return errors, bool(within and not compares_in_group)
 
 
 @pytest.mark.quick
 def test_persistent_parameters_stay_gathered(ranks: Any) -> None:
-    """Already in the first micro-step, when the order of modules is not known."""
+    """They do so from the first micro-step, before the order of modules is known."""
     assert ranks(4).run(persisting_case) == [{"AVAILABLE"}] * 4
 
 
 def persisting_case() -> set[str]:
-    """The states of all parameters, which are persistent, after a first micro-step."""
+    """Return the states of all parameters, which are persistent, after a first micro-step."""
     job = Job(empty=False, zero={"stage3_param_persistence_threshold": 10**6})
     engine, model = training.make_engine(job, placed("IIG"))
     training.micro_step(engine, job, 0, *next(training.batches(job)))
-    found = {param.ds_status.name for param in model.parameters()}
+    states = {param.ds_status.name for param in model.parameters()}
     engine.destroy()
-    return found
+    return states
 
 
 # 3 is in the other group.
 @pytest.mark.parametrize("modifier, dtype, names", [(3, "fp32", ("III", "GNG")), *deep((0, "bf16", PARTITIONED))])
-def test_all_ranks_see_what_one_rank_modifies(ranks: Any, modifier: int, dtype: str, names: tuple[str, ...]) -> None:
+def test_all_ranks_receive_modifications_of_one_rank(
+    ranks: Any, modifier: int, dtype: str, names: tuple[str, ...]
+) -> None:
     answers = ranks(4).run(modify_case, modifier, dtype, names)
     assert answers[0] == [(name, True, True, True, True) for name in names]
     assert all(answer == answers[0] for answer in answers)
 
 
 def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[str, bool, bool, bool, bool]]:
-    """Whether parameters read right, a change is seen everywhere, and lasts or not as with stock after one more step.
+    """Whether parameters are read correctly, and a change reaches all ranks and lasts as with stock after another
+    step.
 
-    What GatheredParameters changes does not reach the fp32 weights of the optimizer, so a step undoes it in stock too.
+    Changes by GatheredParameters do not reach the optimizer's fp32 weights, so a step undoes them with stock, too.
     """
     job = Job(dtype=dtype, frozen=(1,), empty=False, zero=SMALL)
 
@@ -103,26 +107,26 @@ def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[s
         for _ in range(2):
             training.micro_step(engine, job, 0, *next(data))
             engine.step()
-        seen = [training.whole_weights(model)]
+        weights = [training.whole_weights(model)]
         expected = training.Network(job.sizes, empty=False).to(training.DTYPES[dtype])
-        torch.nn.utils.vector_to_parameters(seen[0].to(training.DTYPES[dtype]), expected.parameters())
-        for which, layer in enumerate(model.layers):  # a parameter, a list, a generator; layer 1 is frozen
-            params: Any = [layer.weight, [layer.weight], layer.parameters()][which]
+        torch.nn.utils.vector_to_parameters(weights[0].to(training.DTYPES[dtype]), expected.parameters())
+        for number, layer in enumerate(model.layers):  # a parameter, a list, a generator; layer 1 is frozen
+            params: Any = [layer.weight, [layer.weight], layer.parameters()][number]
             with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier), torch.no_grad():
                 if dist.get_rank() == modifier:
-                    layer.weight.mul_(1 + which).add_(0.25)
+                    layer.weight.mul_(1 + number).add_(0.25)
             with torch.no_grad():
-                expected.layers[which].weight.mul_(1 + which).add_(0.25)
-        seen.append(training.whole_weights(model))
-        same = torch.equal(seen[1], torch.cat([p.detach().float().flatten() for p in expected.parameters()]))
+                expected.layers[number].weight.mul_(1 + number).add_(0.25)
+        weights.append(training.whole_weights(model))
+        correct = torch.equal(weights[1], torch.cat([p.detach().float().flatten() for p in expected.parameters()]))
         x, y = next(data)
         with torch.no_grad():  # the frozen layer's change counts
-            same = same and torch.equal(engine(x), expected(x))
+            correct = correct and torch.equal(engine(x), expected(x))
         training.micro_step(engine, job, 0, x, y)
         engine.step()
-        seen.append(training.whole_weights(model))
+        weights.append(training.whole_weights(model))
         engine.destroy()
-        return seen, same
+        return weights, correct
 
     stock, _ = run({"stage": 3})
     rows = []
@@ -137,28 +141,28 @@ def modify_case(modifier: int, dtype: str, names: Sequence[str]) -> list[tuple[s
 
 
 @pytest.mark.parametrize("modifier, names", [(1, ("IIG", "IIG")), (3, ("III", "IIG")), (3, ("stock", "III"))])
-def test_parameters_of_several_engines_in_one_context(ranks: Any, modifier: int, names: tuple[str, ...]) -> None:
+def test_one_context_gathers_from_several_engines(ranks: Any, modifier: int, names: tuple[str, ...]) -> None:
     assert ranks(4).run(several_engines_case, modifier, names) == [[0, 0, 0]] * 4
 
 
 def several_engines_case(modifier: int, names: tuple[str, ...]) -> list[int]:
-    """Modify parameters of two engines, and a layer under zero.Init that is in no engine, in one context; how many
-    elements of each are wrong afterwards."""
-    made = [
+    """Modify parameters of two engines, and a layer under zero.Init without an engine, in one context; return the
+    number of wrong elements of each afterwards."""
+    engines = [
         training.make_engine(Job(empty=False), {"stage": 3} if name == "stock" else placed(name)) for name in names
     ]
     with deepspeed.zero.Init():
         later = torch.nn.Linear(5, 7)
-    params = [list(model.parameters()) for model in (*(model for _, model in made), later)]
-    everything = [param for some in params for param in some]
+    params = [list(model.parameters()) for model in (*(model for _, model in engines), later)]
+    everything = [param for engine_params in params for param in engine_params]
     with deepspeed.zero.GatheredParameters(everything, modifier_rank=modifier):
         for param in everything:
             param.data.fill_(100 + dist.get_rank())
     wrong = []
-    for some in params:
-        with deepspeed.zero.GatheredParameters(some[::-1]):
-            wrong.append(sum(int((p.data != 100 + modifier).sum()) for p in some))
-    for engine, _ in made:
+    for engine_params in params:
+        with deepspeed.zero.GatheredParameters(engine_params[::-1]):
+            wrong.append(sum(int((p.data != 100 + modifier).sum()) for p in engine_params))
+    for engine, _ in engines:
         engine.destroy()
     assert torch.is_grad_enabled()
     return wrong
@@ -180,31 +184,31 @@ AHEAD = {"paro_overlap_updates": True, "overlap_comm": True}
     ],
     ids=by_strategies,
 )
-def test_evaluation_sees_updates_at_once_and_changes_nothing(
+def test_evaluation_reads_updates_and_changes_no_weights(
     ranks: Any, tmp_path: Path, names: Sequence[str], zero: dict[str, Any], alone: bool
 ) -> None:
     for rows in ranks(4).run(evaluation_case, names, zero, alone, str(tmp_path)):
-        for name, seen, left in rows:
-            assert seen == 0.0 and left <= 1e-6, (name, seen, left)
+        for name, from_masters, from_stock in rows:
+            assert from_masters == 0.0 and from_stock <= 1e-6, (name, from_masters, from_stock)
 
 
 def evaluation_case(
     names: Sequence[str], zero: dict[str, Any], alone: bool, folder: str
 ) -> list[tuple[str, float, float]]:
-    """Evaluate under ``torch.inference_mode()``, whose tensors autograd refuses, before the first micro-step and after
-    each: distance of outputs to those of the fp32 weights, and how far the trained weights are from stock's.
+    """Evaluate under ``torch.inference_mode()``, whose tensors autograd rejects, before the first micro-step and after
+    each; return the distance of outputs from outputs of the fp32 weights, and of trained weights from stock's.
 
     Args:
-        alone: only the first group evaluates; it compares to the gathered weights, for it cannot gather others.
-        folder: where to save and load under inference mode, too.
+        alone: only the first group evaluates; it compares with the gathered weights, because it cannot gather others.
+        folder: folder for a save and a load under inference mode, too.
     """
     job = Job(SQUARE, False, 2, 2, network=networks.Shared, zero={**SMALL, **zero})
     undisturbed = training.train(job, {"stage": 3}).weights
-    whole = networks.Shared(SQUARE, empty=False)
+    full_model = networks.Shared(SQUARE, empty=False)
     rows = []
     for name in names:
         engine, model = training.make_engine(job, placed(name))
-        data, probe, seen = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
+        data, probe, from_masters = training.batches(job), torch.ones(3, SQUARE[0]), 0.0
         for number in range(-1, 4):
             if number >= 0:
                 training.micro_step(engine, job, number, *next(data))
@@ -222,22 +226,22 @@ def evaluation_case(
                 weights = training.whole_weights(model)
                 if not alone:
                     weights = torch.cat([safe_get_full_fp32_param(p).flatten() for p in model.parameters()])
-                torch.nn.utils.vector_to_parameters(weights, whole.parameters())
+                torch.nn.utils.vector_to_parameters(weights, full_model.parameters())
                 for i, output in enumerate(outputs, 1):
-                    seen = max(seen, (output - whole(probe * i)).abs().max().item())
+                    from_masters = max(from_masters, (output - full_model(probe * i)).abs().max().item())
             engine.train()
-        rows.append((name, seen, (training.whole_weights(model) - undisturbed).abs().max().item()))
+        rows.append((name, from_masters, (training.whole_weights(model) - undisturbed).abs().max().item()))
         engine.destroy()
     return rows
 
 
 @pytest.mark.parametrize("network", [networks.Tangled, *deep(networks.Shared)], ids=lambda network: network.__name__)
-def test_inference_without_an_optimizer(ranks: Any, network: Any) -> None:
+def test_inference_without_an_optimizer_matches_the_model(ranks: Any, network: Any) -> None:
     assert ranks(4).run(inference_case, network) == [[(name, 0.0, True) for name in PARTITIONED]] * 4
 
 
 def inference_case(network: Any) -> list[tuple[str, float, bool]]:
-    """Distance of outputs to those of the plain model, and whether its parameters were sharded."""
+    """Return the distance of outputs from the plain model's, and whether its parameters were sharded."""
     torch.manual_seed(7)
     plain = network(SQUARE, empty=False)
     rows = []
@@ -282,17 +286,17 @@ def test_weights_of_autocast_are_read_in_fp32(ranks: Any, tmp_path: Path, names:
 
 
 def autocast_case(folder: str, names: Sequence[str], zero: Any) -> list[tuple[str, dict[str, float]]]:
-    """Of each: how far what its readers return is from the optimizer's weights; infinite if not in fp32."""
+    """Return for each reader its distance from the optimizer's weights; infinite if it does not return fp32."""
     save = {"stage3_gather_16bit_weights_on_model_save": True}
     autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     job = Job(empty=False, zero={**SEVERAL_BUCKETS, **save}, config=autocast)
 
     def compare(read: dict[str, torch.Tensor] | None) -> float:
-        """Collective; None on ranks that get none."""
+        """Compare values with the optimizer's weights; collective; None on ranks that receive none."""
         masters = {key: safe_get_full_fp32_param(param) for key, param in model.named_parameters()}
-        found = masters if read is None else read
-        right = all(value.dtype == torch.float32 for value in found.values())
-        return max((found[key] - masters[key]).abs().max().item() for key in masters) if right else torch.inf
+        values = masters if read is None else read
+        right = all(value.dtype == torch.float32 for value in values.values())
+        return max((values[key] - masters[key]).abs().max().item() for key in masters) if right else torch.inf
 
     def gathered(modifier: int | None = None) -> dict[str, torch.Tensor]:
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=modifier):

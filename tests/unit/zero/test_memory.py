@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank holds of each model state, against the formula; and that a step needs only a few buckets beside it."""
+"""Sizes of each model state on a rank, compared with the formula; a step needs only a few buckets more."""
 
 import ctypes
 import gc
@@ -28,7 +28,7 @@ MIXED: dict[str, Any] = {  # bf16, gradients accumulated in fp32, Adam with an f
     "empty": False,
     "config": {
         "data_types": {"grad_accum_dtype": "fp32"},
-        # Fused, or Adam's temporaries, twice the optimizer's shard, would hide what is looked for.
+        # Fused, because Adam's temporaries, twice the optimizer's shard, would hide other allocations.
         "optimizer": {"params": {"lr": 1e-2, "eps": 1e-3, "torch_adam": True, "fused": True}},
     },
 }
@@ -58,8 +58,9 @@ if mallinfo2 is not None:
 has_mallinfo = pytest.mark.skipif(mallinfo2 is None, reason="needs glibc 2.33")
 
 
-def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
-    """An engine after its first step, which makes the optimizer's states, and what runs a micro-step of it."""
+def start_engine(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None]]:
+    """Return an engine after its first step, which creates the optimizer's states, and a function for its
+    micro-steps."""
     details = training.Job(**{**MIXED, **job})
     engine, _ = training.make_engine(details, training.placed(name, group))
     data = training.batches(details)
@@ -84,29 +85,29 @@ def begin(name: str, group: int, **job: Any) -> tuple[Any, Callable[[bool], None
     ],
     ids=by_strategies,
 )
-def test_each_state_is_as_large_as_the_formula_says(
+def test_sizes_of_model_states_match_the_formula(
     ranks: Any, world: int, group: int, frozen: tuple[int, ...], names: tuple[str, ...]
 ) -> None:
     for rows in ranks(world).run(memory_case, names, group, frozen):
-        for name, states, memory, left in rows:
+        for name, states, memory, after_step in rows:
             expected = STRATEGIES[name].memory(GroupSizes(world, group), states)
             assert memory.parameters == pytest.approx(expected.parameters, rel=0.05), name
             assert memory.gradients == pytest.approx(expected.gradients, rel=0.05), name
             assert memory.optimizer == pytest.approx(expected.optimizer, rel=0.05), name
-            # After the step nothing; with ZeRO-3's flat buffer no more than in use.
+            # After the step there are none; with ZeRO-3's flat buffer no more than are in use.
             strategy = STRATEGIES[name]
             last = strategy.os if strategy.g == Placement.N else strategy.g
             buffer = states.gradients / GroupSizes(world, group).shards(last) if strategy.stage == 3 else 0
-            assert left == pytest.approx(buffer, rel=0.05), name
+            assert after_step == pytest.approx(buffer, rel=0.05), name
 
 
 def memory_case(
     names: tuple[str, ...], group: int, frozen: tuple[int, ...]
 ) -> list[tuple[str, ModelStates, StateBytes, float]]:
-    """Of each strategy the model states, what this rank holds in an accumulation, and of gradients after a step."""
+    """Return for each strategy the states, bytes on this rank within an accumulation, and gradients after a step."""
     rows = []
     for name in names:
-        engine, micro_step = begin(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NEVER_KEPT)
+        engine, micro_step = start_engine(name, group, sizes=(256, 255, 256, 300), frozen=frozen, zero=NEVER_KEPT)
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
@@ -117,11 +118,11 @@ def memory_case(
     return rows
 
 
-def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
-    """Bytes of gradients that come on top at the accumulation boundary.
+def bytes_at_boundary(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> float:
+    """Return the additional bytes of gradients at the accumulation boundary.
 
-    With g = N whole gradients are freed bucket by bucket as they fill the optimizer's shard, or where p = N the
-    I-slices. Where p = N and g = I the shard comes beside the I-slices.
+    With g = N full gradients are freed bucket by bucket as they fill the optimizer's shard, or with p = N the
+    I-slices. With p = N and g = I the shard is allocated in addition to the I-slices.
     """
     if strategy.p > Placement.N:
         return states.gradients / cluster.shards(strategy.os) if strategy.g == Placement.N else 0.0
@@ -134,7 +135,7 @@ def crossing(strategy: Strategy, cluster: GroupSizes, states: ModelStates) -> fl
     "names", [("IGG",), *deep((("NIG", "NNN", "NGG", "NNG"),), (("IIG", "GGG", "ING"),))], ids=by_strategies
 )
 @has_mallinfo
-def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[str, ...]) -> None:
+def test_a_step_allocates_only_a_few_buckets(ranks: Any, names: tuple[str, ...]) -> None:
     cluster, states = GroupSizes(4, 2), ModelStates.of(LAYERS * LAYER, **BYTES)
     for rows in ranks(4).run(peak_case, names, 2):
         for name, accumulating, boundary in rows:
@@ -142,24 +143,25 @@ def test_a_step_needs_a_few_buckets_beside_the_states(ranks: Any, names: tuple[s
             # their sum in fp32, gloo's own copies: 10 layers were counted. A second copy of anything is 24 or more.
             slack = 14 / LAYERS * states.parameters
             assert slack / 14 < accumulating < slack, (name, accumulating / slack)  # a gathered layer is seen
-            boundary -= crossing(STRATEGIES[name], cluster, states)
+            boundary -= bytes_at_boundary(STRATEGIES[name], cluster, states)
             assert boundary < slack, (name, boundary / slack)
 
 
 def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, float]]:
-    """Most bytes beyond the formula's during a micro-step, and during one at the boundary with the optimizer step."""
+    """Return peak bytes beyond the formula during a micro-step, and during one at the boundary with the optimizer
+    step."""
     cluster, states = GroupSizes(dist.get_world_size(), group), ModelStates.of(LAYERS * LAYER, **BYTES)
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
     rows = []
     for number, name in enumerate(names[:1] + names):
-        # The first run, of a small model, imports what is imported late, and is not looked at.
-        engine, micro_step = begin(name, group, sizes=(WIDTH,) * (LAYERS + 1 if number else 3), zero=zero)
+        # The first run, of a small model, triggers late imports, and is not evaluated.
+        engine, micro_step = start_engine(name, group, sizes=(WIDTH,) * (LAYERS + 1 if number else 3), zero=zero)
         gc.collect()
-        due = STRATEGIES[name].memory(cluster, states).total
-        # All that is in use now, less the states that are held now, is not model states.
+        expected = STRATEGIES[name].memory(cluster, states).total
+        # Bytes in use now, less the states that exist now, are not model states.
         other = bytes_in_use() - model_bytes.held(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
-        rows.append((name, *(peak - other - due for peak in peaks)))
+        rows.append((name, *(peak - other - expected for peak in peaks)))
         engine.destroy()
     return rows[1:]
 
@@ -167,136 +169,141 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
 @pytest.mark.parametrize("names", [("NIG", "NII", "NNN"), ("IIG", "III", "GNG")], ids=by_strategies)
 @has_mallinfo
 @pytest.mark.deep
-def test_muon_takes_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
-    """The momentum of this step until it is known to be applied, in fp32, and rounds of a matrix for each owner."""
+def test_muon_allocates_a_shard_and_a_few_matrices(ranks: Any, names: tuple[str, ...]) -> None:
+    """It needs this step's momentum in fp32 until the step is applied, and rounds of a matrix for each owner."""
     cluster = GroupSizes(4, 2)
     for rows in ranks(4).run(muon_case, names):
-        for name, held, taken in rows:
+        for name, momentum, peak in rows:
             shard = LAYERS * LAYER / cluster.shards(STRATEGIES[name].os)
             # Newton-Schulz of a matrix with what travels: 32 to 35 bytes for each of its elements were counted. A copy
             # of all matrices in bf16 is 48.
             slack = 42 * LAYER
-            assert held == pytest.approx(shard, rel=0.02), (name, held)
-            assert taken < 4 * shard + slack, (name, (taken - 4 * shard) / LAYER)
+            assert momentum == pytest.approx(shard, rel=0.02), (name, momentum)
+            assert peak < 4 * shard + slack, (name, (peak - 4 * shard) / LAYER)
 
 
 def muon_case(names: tuple[str, ...]) -> list[tuple[str, int, int]]:
-    """Elements of momentum on this rank, and the most bytes that Muon's part of a step takes beside all others."""
+    """Return elements of momentum on this rank, and the peak bytes of Muon's part of a step."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "sub_group_size": LAYER, **NEVER_KEPT}
     rows = []
     config = {"data_types": {"grad_accum_dtype": "fp32"}}
     for number, name in enumerate(names[:1] + names):  # as above
         sizes = (WIDTH,) * (LAYERS + 1 if number else 3)
-        engine, micro_step = begin(name, 2, sizes=sizes, zero=zero, optimizer="Muon", config=config)
-        muon, taken = engine.optimizer.muon, []
+        engine, micro_step = start_engine(name, 2, sizes=sizes, zero=zero, optimizer="Muon", config=config)
+        muon, peaks = engine.optimizer.muon, []
         apply = muon.apply
 
-        def noting(apply: Any = apply, taken: Any = taken) -> None:
+        def noting(apply: Any = apply, peaks: Any = peaks) -> None:
             gc.collect()
             before = bytes_in_use()
-            taken.append(peak_of(apply) - before)
+            peaks.append(peak_of(apply) - before)
 
         muon.apply = noting
         micro_step(True)
         states = engine.optimizer.optimizer.state.values()
-        held = sum(state["momentum_buffer"].numel() for state in states if "momentum_buffer" in state)
-        rows.append((name, held, max(taken)))
+        momentum = sum(state["momentum_buffer"].numel() for state in states if "momentum_buffer" in state)
+        rows.append((name, momentum, max(peaks)))
         engine.destroy()
     return rows[1:]
 
 
-# DeepSpeed's own Adam for the host is compiled for a minute.
+# Building DeepSpeed's CPU Adam takes a minute.
 @pytest.mark.parametrize("torch_adam", [True, *deep(False)])
 @has_mallinfo
-def test_offloaded_gradients_wait_on_the_host(ranks: Any, torch_adam: bool) -> None:
-    """In what the optimizer reads: with g = G a micro-step takes no other memory that outlives it."""
+def test_offloaded_gradients_stay_on_the_host(ranks: Any, torch_adam: bool) -> None:
+    """The optimizer reads them there: with g = G a micro-step allocates no other memory that outlives it."""
     for rows in ranks(4).run(offloaded_case, ("NGG", "NIG"), torch_adam):
-        for name, left, numel, shares in rows:
+        for name, growth, numel, shares in rows:
             gradients = 2 * numel  # bytes, in bf16
             expected = {"NGG": 0, "NIG": gradients / 2}[name]
-            assert left == pytest.approx(expected, abs=gradients / 16), name
+            assert growth == pytest.approx(expected, abs=gradients / 16), name
             assert not shares or name == "NGG", "there is nothing on the host before the boundary"
             assert name != "NGG" or 0.2 * numel < sum(shares) < 0.3 * numel, shares
 
 
 def offloaded_case(names: tuple[str, ...], torch_adam: bool) -> list[tuple[str, int, int, list[int]]]:
-    """Bytes that a micro-step leaves, elements of the model, those on the host where upstream's readers look."""
+    """Return bytes allocated by a micro-step, elements of the model, and elements that upstream's readers find on the
+    host."""
     zero = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, "offload_optimizer": {"device": "cpu"}}
     config = {"zero_force_ds_cpu_optimizer": False, "optimizer": {"params": {"lr": 1e-2, "torch_adam": torch_adam}}}
     rows = []
     for name in names[:1] + names:  # as above
-        engine, micro_step = begin(name, 2, sizes=(WIDTH,) * 7, zero=zero, config=config)
+        engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 7, zero=zero, config=config)
         optimizer = engine.optimizer
         optimizer.accumulated_grads_in_cpu.clear()
         gc.collect()
         before = bytes_in_use()
         micro_step(False)
         gc.collect()
-        left = bytes_in_use() - before
+        growth = bytes_in_use() - before
         read = {master.grad.data_ptr() for master in optimizer.single_partition_of_fp32_groups}
-        held = optimizer.accumulated_grads_in_cpu.values()
-        shares = [one.numel() for one in held if one.any() and one.untyped_storage().data_ptr() in read]
-        rows.append((name, left, sum(p.numel() for p in engine.module.parameters()), shares))
+        gradients = optimizer.accumulated_grads_in_cpu.values()
+        shares = [
+            gradient.numel()
+            for gradient in gradients
+            if gradient.any() and gradient.untyped_storage().data_ptr() in read
+        ]
+        rows.append((name, growth, sum(p.numel() for p in engine.module.parameters()), shares))
         engine.destroy()
     return rows[1:]
 
 
 @pytest.mark.parametrize("names", [("NNN", "NIG"), ("III", "IIG")], ids=by_strategies)
 @pytest.mark.deep
-def test_updates_in_few_bits_leave_nothing_but_errors_of_sums(ranks: Any, kernels: bool, names: Any) -> None:
+def test_quantized_updates_keep_only_errors_of_sums(ranks: Any, kernels: bool, names: Any) -> None:
     cases = [*((name, {}) for name in names), ("NIG", {"round_robin_gradients": True})]  # flat, without stripes
     cluster, numel, sent = GroupSizes(4, 2), 8 * LAYER, Compression(updates=UpdateSettings())
     shard = numel / cluster.ranks
     for rows in ranks(4).run(few_bits_case, cases):
-        for (name, zero), left, after, within in rows:
+        for (name, zero), growth, after, within in rows:
             errors = sent.kept_bytes(STRATEGIES[name], cluster, numel)
             assert within == pytest.approx(errors, rel=0.02), name
             assert after == pytest.approx(errors / 2, rel=0.02), name
-            assert left == pytest.approx(after, abs=0.02 * shard), (name, zero)
+            assert growth == pytest.approx(after, abs=0.02 * shard), (name, zero)
 
 
 def few_bits_case(cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[Any, float, int, int]]:
-    """Bytes that an engine has more between steps than without the key; of errors of sums then, and within a step."""
+    """Return the bytes that the key adds between steps, and the bytes of errors of sums, then and within a step."""
     rows = []
     for name, zero in cases:
-        taken = []
+        bytes_taken = []
         for keys in ({}, {"paro_quantized_updates": {}}):
             before = bytes_of_tensors()
             zero_keys = {"reduce_bucket_size": LAYER, "allgather_bucket_size": LAYER, **NEVER_KEPT, **zero, **keys}
-            engine, micro_step = begin(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
+            engine, micro_step = start_engine(name, 2, sizes=(WIDTH,) * 9, zero=zero_keys)
             errors, within = engine.optimizer.families["dense"].reduce.inter.sums.errors, []
             nbytes = getattr(errors, "nbytes", lambda: 0)
 
-            def noting(*given: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
+            def noting(*args: Any, step: Any = engine.optimizer.step, nbytes: Any = nbytes, at: Any = within) -> Any:
                 at.append(nbytes())
-                return step(*given)
+                return step(*args)
 
             engine.optimizer.step = noting
             for _ in range(2):
                 micro_step(True)
-            taken.append(bytes_of_tensors() - before)
+            bytes_taken.append(bytes_of_tensors() - before)
             after = nbytes()
             engine.destroy()
             del engine, micro_step, errors, nbytes, noting
-        rows.append(((name, zero), taken[1] - taken[0], after, within[-1]))
+        rows.append(((name, zero), bytes_taken[1] - bytes_taken[0], after, within[-1]))
     return rows
 
 
 def bytes_of_tensors() -> int:
-    """What all tensors that Python knows of hold: no noise of the allocator's."""
+    """Return the bytes of all tensors that Python can reach, without the allocator's noise."""
     gc.collect()
-    storages = (one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor))
+    storages = (value.untyped_storage() for value in gc.get_objects() if isinstance(value, torch.Tensor))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def bytes_in_use() -> int:
-    """What the process has taken from malloc and not given back: torch's CPU tensors, those of gloo's threads, too."""
+    """Return the bytes that the process has allocated by malloc, including torch's CPU tensors and gloo's buffers."""
     info = mallinfo2()
     return info.uordblks + info.hblkhd
 
 
 def peak_of(work: Callable[[], Any]) -> int:
-    """Most bytes in use after any operator that ``work`` runs, collectives and backward included."""
+    """Return the most bytes in use after any operator that ``work`` runs, collectives and backward included."""
 
     class Peak(TorchDispatchMode):
         most = 0

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Muon under every strategy trains what stock DeepSpeed trains."""
+"""Parity of Muon with stock DeepSpeed under every strategy."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ from tests.harness.snapshots import error_of
 from tests.harness.tiers import by_strategies, deep, with_some
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Difference, Job, check, placed
 
-# Iterations make more of what rounding leaves in directions that gradients hardly have.
+# Iterations amplify rounding errors in directions in which gradients are small.
 BOUNDS = {"weights": 1e-4, "losses": 1e-5}
 STOCK = {"1": {"stage": 1}, "2": {"stage": 2}, "3": {"stage": 3, "reduce_scatter": False}}
 ALL = (*REPLICATED, *PARTITIONED)
@@ -44,13 +44,13 @@ RESTING = {"skipped": ((1, 0), (1, 1), (2, 2), (4, 1)), "zero": {**SMALL, "overl
 ROWS: dict[str, tuple[int, str, dict[str, Any], dict[str, float]]] = {  # ranks, stage, what is trained, bounds
     "groups, frozen, clipped": (4, "1", {"groups": 2, "frozen": (1,), "clipping": 0.1}, BOUNDS),
     "overlap, layers that rest": (4, "2", {"accumulation": 3, "clipping": 0.0, **RESTING}, BOUNDS),
-    # The standard iteration is in bf16, where an ulp of what comes in may be many of what goes out.
+    # The standard iteration is in bf16: an ulp of its input may be many ulps of its output.
     "standard": (6, "2", {"accumulation": 3, "config": STANDARD}, {"weights": 2e-2, "losses": 1e-2}),
 }
 
 
 @pytest.mark.parametrize("row, names", with_some(ROWS, SOME, ALL), ids=by_strategies)
-def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str, names: tuple[str, ...]) -> None:
+def test_parity_at_every_cluster_shape_and_option(ranks: Any, row: str, names: tuple[str, ...]) -> None:
     world, stage, details, bounds = ROWS[row]
     run(ranks, muon(**details), names, world, stage, **bounds)
 
@@ -59,7 +59,7 @@ def test_parity_at_every_shape_with_what_else_is_configured(ranks: Any, row: str
     "dtype, names", [("bf16", SOME), ("fp16", OTHERS), *deep(("bf16", ALL), ("fp16", ALL))], ids=by_strategies
 )
 def test_parity_in_16_bits_and_with_overflow(ranks: Any, dtype: str, names: tuple[str, ...]) -> None:
-    # Parts travel in bf16, and what is orthogonalized from them is as far off as the gradients are.
+    # Parts are sent in bf16, so orthogonalized updates are as inexact as gradients.
     job = muon(dtype=dtype, accumulation=2, overflow=((3, 1),) if dtype == "fp16" else ())
     run(ranks, job, names, weights=3e-2, losses=5e-2, norms=3e-2)
 
@@ -71,8 +71,8 @@ def test_parity_with_optimizer_offload(ranks: Any) -> None:
     run(ranks, job, ("NIG", "GNG"), weights=3e-2, losses=5e-2, norms=3e-2)
 
 
-def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
-    # Muon does not care how large a gradient is, so 4 bits of one turn its small directions; replicas stay equal.
+def test_parity_with_quantized_gradients_and_updates(ranks: Any, kernels: bool) -> None:
+    # Muon ignores the size of a gradient, so 4 bits rotate its small directions; replicas stay equal.
     loco, few = {"zeropp_loco_param": {}}, {"paro_quantized_updates": {}}
     ahead = {"paro_overlap_updates": True}
     variants = [
@@ -87,40 +87,40 @@ def test_gradients_and_updates_in_few_bits(ranks: Any, kernels: bool) -> None:
     assert rows[-2].weights < BOUNDS["weights"]  # only later
 
 
-def test_an_unknown_iteration_is_refused_in_the_same_words(ranks: Any) -> None:
-    """Whatever the order in which a rank has DeepSpeed's set."""
-    wanted = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
-    assert ranks(1).run(unknown_case) == [[wanted, wanted]]
+def test_an_unknown_ns_method_raises_one_message(ranks: Any) -> None:
+    """The message does not depend on the order of DeepSpeed's set on a rank."""
+    expected = "ValueError: optimizer.params.ns_method must be one of gram, standard, got 'gramm'."
+    assert ranks(1).run(unknown_case) == [[expected, expected]]
 
 
 def unknown_case() -> list[str]:
-    """The errors with both orders."""
+    """Return the errors with both orders."""
     job, messages = muon(config={"optimizer": {"params": {"ns_method": "gramm"}}}), []
-    for known in (["gram", "standard"], ["standard", "gram"]):
-        with mock.patch.object(original_muon, "NS_METHODS", known):
+    for order in (["gram", "standard"], ["standard", "gram"]):
+        with mock.patch.object(original_muon, "NS_METHODS", order):
             messages.append(error_of(training.make_engine, job, placed("NIG", 1)))
     return messages
 
 
 @pytest.mark.parametrize("names", [("III",), *deep((ALL,))], ids=by_strategies)
-def test_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
+def test_parity_of_packed_experts_heads_and_kernels(ranks: Any, names: tuple[str, ...]) -> None:
     check(ranks(6).run(matrices_case, names)[0], **BOUNDS)
 
 
 def matrices_case(names: tuple[str, ...]) -> list[Difference]:
-    """Differences from stage 3, for which the kernel is a matrix."""
+    """Return differences from stage 3, which treats the kernel as a matrix."""
     details = {"sizes": networks.SQUARE, "clipping": 0.0, "accumulation": 2}
     stock = training.train(muon(network=networks.FlatKernel, **details), STOCK["3"])
     job = muon(network=networks.Matrices, **details)
     return [training.beside(stock, name, job, placed(name, 3)) for name in names]
 
 
-def test_groups_may_differ_in_momentum(ranks: Any) -> None:
+def test_parity_with_a_momentum_for_each_group(ranks: Any) -> None:
     check(ranks(4).run(groups_case)[0], **BOUNDS)
 
 
 def groups_case() -> list[Difference]:
-    """Strategies against stage 2, which has what DeepSpeed's stage 3 refuses."""
+    """Compare strategies with stage 2, because DeepSpeed's stage 3 rejects this."""
     groups, job = training.parameter_groups, muon(groups=2)
 
     def differing(*args: Any) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ def groups_case() -> list[Difference]:
 
 
 def in_rounds(**details: Any) -> Job:
-    """Muon of more matrices than there are ranks, so that there are rounds."""
+    """Return a job with more matrices than ranks, so that Muon runs in rounds."""
     return muon(**{"sizes": (13, 37, 29, 31, 23, 27, 7), **details})
 
 
@@ -163,20 +163,21 @@ def fails_in_a_later_round() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("names", [SOME, *deep((ALL,))], ids=by_strategies)
-def test_a_step_that_is_not_applied_leaves_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
+def test_a_step_that_is_not_applied_keeps_the_momentum(ranks: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(lost_case, names):
-        for name, kept, raised, weights in rows:
-            assert kept and raised, (name, kept, raised)
-            assert weights == 0.0, (name, weights)  # to the bit what it is without these two steps
+        for name, unchanged, raised, weights in rows:
+            assert unchanged and raised, (name, unchanged, raised)
+            assert weights == 0.0, (name, weights)  # bitwise equal to training without these two steps
 
 
 def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
-    """Whether a step that overflows, and one that raises in its update, leave the momentum; how later steps differ."""
+    """Whether a step that overflows, and one that raises in its update, keep the momentum; differences of later
+    steps."""
     rows = []
-    # No loss scale that changes: what follows must be what it is without the lost steps.
+    # With a constant loss scale, later steps must be equal to a run without the lost steps.
     job = in_rounds(dtype="fp16", overflow=((1, 1),), config={"fp16": {"enabled": True, "loss_scale": 256}})
     for name in names:
-        weights, kept = [], []
+        weights, unchanged = [], []
         for lost in (False, True):
             engine, model = training.make_engine(job, placed(name))
             data = training.batches(job)
@@ -188,20 +189,22 @@ def lost_case(names: tuple[str, ...]) -> list[tuple[str, bool, bool, float]]:
                 training.micro_step(engine, job, 1, *batches[1])
                 engine.step()
                 after = momenta_of(engine)
-                kept.append(len(before) > 0 and all(map(torch.equal, before, after)) and not engine.was_step_applied())
+                unchanged.append(
+                    len(before) > 0 and all(map(torch.equal, before, after)) and not engine.was_step_applied()
+                )
                 training.micro_step(engine, job, 2, *batches[1])
                 with fails_in_a_later_round(), pytest.raises(ZeroDivisionError):
                     engine.step()
                 engine.optimizer.zero_grad()
                 if name in REPLICATED:  # as a step that is skipped does
                     engine.optimizer.averaged_gradients.update(dict.fromkeys(engine.optimizer.averaged_gradients))
-                kept.append(all(map(torch.equal, before, momenta_of(engine))))
+                unchanged.append(all(map(torch.equal, before, momenta_of(engine))))
             training.micro_step(engine, job, 3, *batches[1])
             engine.step()
             assert engine.was_step_applied()
             weights.append(training.whole_weights(model))
             engine.destroy()
-        rows.append((name, *kept, (weights[0] - weights[1]).abs().max().item()))
+        rows.append((name, *unchanged, (weights[0] - weights[1]).abs().max().item()))
     return rows
 
 
@@ -210,7 +213,7 @@ def test_a_step_compiles_nothing(ranks: Any) -> None:
 
 
 def compiling_case() -> tuple[int, bool]:
-    """Return how many functions a step of Muon compiles, and whether it has changed the weights."""
+    """Return the number of functions that a step of Muon compiles, and whether it has changed the weights."""
     job = muon(sizes=(5, 3, 4))
     engine, model = training.make_engine(job, placed("NII", 1))
     before = training.whole_weights(model)
@@ -224,7 +227,7 @@ def compiling_case() -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(
-    "shape, heads, wanted",
+    "shape, heads, expected",
     [
         ((6, 4), None, [(0, (6, 4), None)]),
         ((6, 3, 2, 2), None, [(0, (6, 12), None)]),  # a kernel is one matrix
@@ -233,17 +236,17 @@ def compiling_case() -> tuple[int, bool]:
     ],
 )
 def test_a_parameter_is_divided_between_matrices(
-    shape: tuple[int, ...], heads: int | None, wanted: list[tuple[int, tuple[int, ...], int | None]]
+    shape: tuple[int, ...], heads: int | None, expected: list[tuple[int, tuple[int, ...], int | None]]
 ) -> None:
     each = newton_schulz_flops(shape[0] // heads if heads else shape[-2], shape[-1], "gram")
-    found = list(matrices_of(shape, heads, "gram", 2.5 * each))
-    assert [(one.start, one.shape, one.heads) for one in found] == wanted
-    assert sum(one.span.numel for one in found) == math.prod(shape)
+    parts = list(matrices_of(shape, heads, "gram", 2.5 * each))
+    assert [(part.start, part.shape, part.heads) for part in parts] == expected
+    assert sum(part.span.numel for part in parts) == math.prod(shape)
     (together,) = matrices_of(shape, heads, "gram", math.inf)
-    assert together.flops == pytest.approx(sum(one.flops for one in found))
+    assert together.flops == pytest.approx(sum(part.flops for part in parts))
 
 
-def test_flops_are_those_of_the_products() -> None:
+def test_flops_count_the_matrix_products() -> None:
     assert newton_schulz_flops(10, 30, "standard") == 5 * (4 * 100 * 30 + 2 * 1000)
     assert newton_schulz_flops(30, 10, "gram") == 8 * 100 * 30 + 28 * 1000
     assert newton_schulz_flops(10, 10, "gram") == newton_schulz_flops(10, 10, "standard")
@@ -251,8 +254,6 @@ def test_flops_are_those_of_the_products() -> None:
 
 @pytest.mark.parametrize("shape, heads", [((13, 8), 3), ((12, 4, 8), 3), ((12, 4), 0)])
 def test_heads_that_do_not_divide_a_matrix_are_refused(shape: tuple[int, ...], heads: int) -> None:
-    with pytest.raises(
-        ValueError, match=rf"orthogonalize {heads} attention heads \(muon_num_heads\) of a parameter of"
-    ):
+    with pytest.raises(ValueError, match=rf"muon_num_heads is {heads} for a parameter of"):
         list(matrices_of(shape, heads, "gram", math.inf))
     assert not list(matrices_of((0, 4), None, "gram", math.inf))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""An outer optimizer between groups: parity with a copy of the model for each group, bytes, checkpoints, waits."""
+"""An outer optimizer between groups: parity with a model copy for each group, bytes, checkpoints, and waits."""
 
 import shutil
 import time
@@ -49,7 +49,7 @@ CASES = [
     (4, 2, ("INI", "NNI"), ODD, {"steps": 4, "fragments": 2}, EXACT),
     (4, 2, ("NII", "INI"), replace(JOB, steps=12), {"steps": 6, "fragments": 3, "delay": 1, "warmup_steps": 1}, EXACT),
     (4, 2, ("III", "NII"), replace(JOB, steps=8), {"steps": 4, "delay": 3, "offload": "cpu"}, EXACT),
-    # One group skips the step after which a fragment leaves, and then the other one the step after which it is used.
+    # One group skips the step after which a fragment is sent; the other one, the step after which it is applied.
     (4, 2, ("NNI", "III"), replace(JOB, overflow=((3, 1),)), {"steps": 4}, EXACT),
     (4, 2, ("NII",), replace(JOB, steps=9, overflow=((3, 1), (6, 2))), {**OUTER, "steps": 4, "delay": 1}, EXACT),
     (4, 2, ("NNI", "NII", "INI", "III"), SUMS, ALONE, EXACT),
@@ -70,14 +70,14 @@ CASES = [
 
 
 def named(value: object) -> str | None:
-    """Name a case."""
+    """Return the name of a case."""
     if isinstance(value, Job):
         return f"{value.optimizer} {value.dtype} {value.steps}{' skipping' if value.overflow else ''}"
     return " ".join(map(str, value)) if isinstance(value, tuple) else None if isinstance(value, int) else str(value)
 
 
 @pytest.mark.parametrize("n, group_size, names, job, outer, bound", CASES, ids=named)
-def test_it_trains_as_a_copy_for_each_group(
+def test_training_matches_a_model_copy_for_each_group(
     ranks: Any,
     kernels: bool,
     n: int,
@@ -96,54 +96,54 @@ def test_it_trains_as_a_copy_for_each_group(
 MUON = replace(JOB, optimizer="Muon", accumulation=2, steps=3)
 
 
-def test_before_the_first_outer_step_a_group_trains_as_if_alone(ranks: Any) -> None:
+def test_groups_are_independent_before_an_outer_step(ranks: Any) -> None:
     apart = ranks(4).run(trained_case, ("NNI", "III"), {KEY: {"steps": 100}})
     alone = ranks(2).run(trained_case, ("NNI", "III"), {})
     assert apart[:2] == alone and apart[2] == apart[3] != apart[0]
 
 
 def trained_case(names: tuple[str, ...], outer: dict[str, Any]) -> list[list[float]]:
-    """The weights of each strategy."""
+    """Return the weights of each strategy."""
     return [training.train(MUON, training.placed(name, 2, **outer)).weights.tolist() for name in names]
 
 
 def set_case(names: tuple[str, ...]) -> list[Any]:
-    """What becomes of weights that a script sets after two of three inner steps; and what a step of outer weights
-    says."""
+    """Set weights after two of three inner steps; return what the anchors and later steps have, and the error of a
+    step of outer weights."""
     rows = []
     for name in names:
         outer = {"steps": 3, "lr": 1.0, "momentum": 0.0, "nesterov": False, "fragments": 2}
         engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: outer}))
         batches = snapshots.steps_of(JOB, 3)
         snapshots.run(engine, JOB, batches[:2])
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             before = _weights(engine, model)
-            said = snapshots.error_of(engine.step)
+            error = snapshots.error_of(engine.step)
         param = dict(model.named_parameters())["layers.1.weight"]
         value = torch.full(getattr(param, "ds_shape", param.shape), 0.25)
         safe_set_full_fp32_param(param, value)
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             anchors = _weights(engine, model)
         changed = [key for key in anchors if not torch.equal(anchors[key], before[key])]
-        same = torch.equal(anchors["layers.1.weight"], value)
+        equal = torch.equal(anchors["layers.1.weight"], value)
         snapshots.run(engine, JOB, batches[2:])
         after = _weights(engine, model)
-        with engine.optimizer.outer.in_place():
-            agreed = torch.cat([one.flatten() for one in _weights(engine, model).values()])
+        with engine.optimizer.outer.use_outer_weights():
+            agreed = torch.cat([values.flatten() for values in _weights(engine, model).values()])
         together = training.replicas_equal(agreed)
         near = (after["layers.1.weight"] - value).abs().max().item()  # by a step, not back where it was
-        rows.append((name, changed, same, together, near < 0.1, "deepspeed_ext.outer_weights" in said))
+        rows.append((name, changed, equal, together, near < 0.1, "deepspeed_ext.outer_weights" in error))
         engine.destroy()
     return rows
 
 
-def test_what_a_script_sets_is_set_for_all(ranks: Any) -> None:
+def test_weights_set_by_a_script_reach_all_groups(ranks: Any) -> None:
     expected = [(name, ["layers.1.weight"], True, True, True, True) for name in ALL]
     assert ranks(4).run(set_case, ALL) == [expected] * 4
 
 
 def modified_case(names: tuple[str, ...]) -> list[bool]:
-    """Whether what a rank modifies is modified in all groups."""
+    """Whether a modification on one rank reaches all groups."""
     rows = []
     for name in names:
         engine, model = training.make_engine(JOB, training.placed(name, 2, **{KEY: OUTER}))
@@ -161,7 +161,7 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "engine, said",
+    "engine, message",
     [
         ({"pipeline_parallelism": True}, "stages of a pipeline .* and paro_outer_optimizer lets .* Remove paro_outer"),
         ({"has_moe_layers": True}, "ranks with the same experts may be in one group alone.* Remove paro_outer"),
@@ -169,14 +169,14 @@ def test_a_rank_modifies_parameters_of_all_groups(ranks: Any) -> None:
     ],
     ids=str,
 )
-def test_what_groups_that_train_apart_cannot_have_is_refused(engine: dict[str, Any], said: str) -> None:
+def test_options_that_need_all_groups_are_refused(engine: dict[str, Any], message: str) -> None:
     kinds = {"pipeline_parallelism": False, "has_moe_layers": False, "sequence_parallel_size": 1}
     for section, refused in (({}, True), (None, False)):
         zero = SimpleNamespace(paro_outer_optimizer=section, paro_group_size=2)
         config = SimpleNamespace(zero_config=zero, _param_dict={"zero_optimization": {}})
-        given = SimpleNamespace(**kinds | engine, _config=config, module=torch.nn.Module())
-        with pytest.raises(ValueError, match=said) if refused else nullcontext():
-            refuse_unsupported(UNSUPPORTED, STRATEGIES["III"], given, None)
+        fake_engine = SimpleNamespace(**kinds | engine, _config=config, module=torch.nn.Module())
+        with pytest.raises(ValueError, match=message) if refused else nullcontext():
+            refuse_unsupported(UNSUPPORTED, STRATEGIES["III"], fake_engine, None)
 
 
 SIZES = (512, 1023, 1024, 600)  # 2.2 million parameters
@@ -200,7 +200,7 @@ PLAIN, STREAMING = {"steps": 3}, {"steps": 4, "fragments": 2, "delay": 1}
     ],
     ids=by_strategies,
 )
-def test_only_what_leaves_crosses_between_groups(
+def test_groups_receive_only_the_fragments_that_are_due(
     ranks: Any,
     kernels: bool,
     world: int,
@@ -214,29 +214,30 @@ def test_only_what_leaves_crosses_between_groups(
     leaving = {(part + 1) * steps // fragments % steps for part in range(fragments)}
     parameters, rows = ranks(world).run(bytes_case, names, group, {**outer, "bits": bits}, dtype)[0]
     part = parameters / group / fragments  # of a rank's slice
-    due = 2 * (groups - 1) / groups * part * BYTES[bits]
+    expected = 2 * (groups - 1) / groups * part * BYTES[bits]
     for name, at_rest, counted in rows:
-        # DeepSpeed's stages 1 and 2 look for overflows in bf16, too.
+        # DeepSpeed's stages 1 and 2 check for overflows in bf16, too.
         agree = dtype == "fp16" or (dtype == "bf16" and name[0] == "N")
         assert len(counted) == 2 * steps - 1
         outer_steps = [have for step, have in enumerate(counted, 2) if step % steps in leaving]
         inner_steps = [have - at_rest for step, have in enumerate(counted, 2) if step % steps not in leaving]
-        assert outer_steps == pytest.approx([due] * 2 * fragments, rel=RELATIVE), name
+        assert outer_steps == pytest.approx([expected] * 2 * fragments, rel=RELATIVE), name
         assert max(inner_steps) < A_FLAG and (agree or mean(inner_steps) < NOTHING), name
 
 
 def bytes_case(
     names: tuple[str, ...], group: int, outer: dict[str, int], dtype: str
 ) -> tuple[int, list[tuple[str, float, list[float]]]]:
-    """Parameters; of each strategy the mean bytes that a rank receives from other groups, by barriers alone, and in
-    each step from the second to the end of the second outer period, with all that leaves in it."""
+    """Return the parameters, and for each strategy the mean bytes that a rank receives from other groups, by barriers
+    alone, and in each step from the second one to the end of the second outer period, with all fragments sent in
+    it."""
     job = training.Job(sizes=SIZES, empty=False, dtype=dtype)
     rows, parameters = [], 0
     for name in names:
         engine, model = training.make_engine(job, training.placed(name, group, **{KEY: outer}))
         data, counts = training.batches(job), []
         parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-        # In the first step modules are recorded, which ranks compare. Before it, barriers are counted alone.
+        # In the first step modules are recorded, and ranks compare the records. Before it, only barriers are counted.
         for step in range(1 - BARRIERS, 2 * outer["steps"] + 1):
             meter = TrafficMeter()
             dist.barrier()
@@ -246,7 +247,7 @@ def bytes_case(
             if step > 0:
                 training.micro_step(engine, job, step, *next(data))
                 engine.step()
-                engine.optimizer.outer.settle()
+                engine.optimizer.outer.receive_fragments()
             dist.barrier()
             time.sleep(REST)
             meter.stop()
@@ -260,7 +261,7 @@ def bytes_case(
 MOMENTS = {False: "before it sends", True: "when it has sent"}
 SLEEP = 2.5  # seconds, in which the other group takes at most six steps
 H, DELAY = 4, 2
-STOP = 2 * H  # the step before or after which a group stops: what leaves after it is used DELAY steps later
+STOP = 2 * H  # the step before or after which a group stops: a fragment sent after it is applied DELAY steps later
 
 
 @pytest.mark.parametrize(
@@ -269,16 +270,16 @@ STOP = 2 * H  # the step before or after which a group stops: what leaves after 
     ids=lambda value: MOMENTS.get(value, value),
 )
 def test_a_slow_group_delays_others_only_at_its_fragment(ranks: Any, name: str, after: bool) -> None:
-    found = ranks(4).run(slow_case, name, after)
-    sleeping, waking = min(begin for begin, *_ in found[2:]), min(end for _, end, _ in found[2:])
-    waits = STOP + DELAY + (H if after else 0)  # what it has sent travels though it sleeps
-    for _, _, ends in found[:2]:
+    times = ranks(4).run(slow_case, name, after)
+    sleeping, waking = min(begin for begin, *_ in times[2:]), min(end for _, end, _ in times[2:])
+    waits = STOP + DELAY + (H if after else 0)  # its sent fragment is transferred while it sleeps
+    for _, _, ends in times[:2]:
         early = [step for step, end in ends.items() if end < waking]
         assert early == list(range(STOP, waits)), [(step, end - sleeping) for step, end in ends.items()]
 
 
 def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
-    """When this rank has begun and ended to sleep, and when each step from the one in question on has ended."""
+    """Return when this rank has begun and ended to sleep, and when each following step has ended."""
     job = training.Job(empty=False)
     outer = {"steps": H, "fragments": 1, "delay": DELAY}
     engine, _ = training.make_engine(job, training.placed(name, 2, **{KEY: outer}))
@@ -301,16 +302,16 @@ def slow_case(name: str, after: bool) -> tuple[float, float, dict[int, float]]:
 
 
 def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
-    """Where a checkpoint's weights differ from the anchors: on disk, in a file of 16 bits, and in other runs; and
-    headers that tell of other ranks."""
+    """Return where a checkpoint's weights differ from the anchors: on disk, in a 16-bit file, and in other runs; and
+    headers that name other ranks."""
     job = snapshots.job_of("fp32")
-    found = []
+    rows = []
     for name in names:
         where = f"{folder}/{name}"
         engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
         snapshots.run(engine, job, snapshots.steps_of(job, 3))
         theirs = snapshots.snapshot(engine, model, job)
-        with engine.optimizer.outer.in_place():
+        with engine.optimizer.outer.use_outer_weights():
             anchors = _weights(engine, model)
         back = snapshots.difference(theirs, snapshots.snapshot(engine, model, job))
         apart = [key for key in anchors if not torch.equal(anchors[key], _weights(engine, model)[key])]
@@ -322,7 +323,7 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
         differ = [key for key, value in anchors.items() if not torch.equal(on_disk[key], value)]
         files = Path(where, "global_step3").glob("*_model_states.pt")
         headers = [torch.load(file, weights_only=False)[HEADER] for file in files]
-        differ += [str(one) for one in headers if (one["ranks"], one["group_size"]) != (4, 2)]
+        differ += [str(header) for header in headers if (header["ranks"], header["group_size"]) != (4, 2)]
         if dist.get_rank() == 0 and Path(where, "weights.bin").exists():
             saved = torch.load(f"{where}/weights.bin")
             differ += [f"{key} of 16 bits" for key in anchors if not torch.equal(saved[key].float(), anchors[key])]
@@ -334,12 +335,12 @@ def elsewhere_case(folder: str, names: Sequence[str]) -> list[Any]:
             snapshots.run(engine, job, snapshots.steps_of(job, 3, skip=3))
             differ += [f"finite {other}" for value in _weights(engine, model).values() if not value.isfinite().all()]
             engine.destroy()
-        found.append((name, bool(apart), back, differ))
-    return found
+        rows.append((name, bool(apart), back, differ))
+    return rows
 
 
 def _others(name: str) -> list[dict[str, Any]]:
-    """What loads a checkpoint of a strategy: other settings, no outer optimizer."""
+    """Return configurations that load a checkpoint of a strategy: other settings, no outer optimizer."""
     other = {"NNI": "NII", "NII": "NNI", "INI": "III", "III": "INI"}[name]
     return [
         training.placed(name, 2),
@@ -349,24 +350,24 @@ def _others(name: str) -> list[dict[str, Any]]:
 
 
 def _weights(engine: Any, model: Any) -> dict[str, Any]:
-    """The parameters that are trained, whole."""
+    """Return the trained parameters in full."""
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     with deepspeed.zero.GatheredParameters(list(trained.values())):
         return {name: param.detach().clone() for name, param in trained.items()}
 
 
 @pytest.mark.parametrize("names", [("NNI", "III"), *deep((("NII", "INI"),))], ids=by_strategies)
-def test_another_run_goes_on_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
+def test_another_run_continues_from_the_anchors(ranks: Any, tmp_path: Any, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(elsewhere_case, str(tmp_path), names):
         assert rows == [(name, True, {}, []) for name in names]
 
 
 def converted_case(folder: str, name: str) -> list[str]:
-    """Where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
+    """Return where a universal checkpoint's weights differ from the anchors, in runs of other strategies and sizes."""
     job = snapshots.job_of("fp32")
     engine, model = training.make_engine(job, training.placed(name, 2, **{KEY: {"steps": 2}}))
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
-    with engine.optimizer.outer.in_place():
+    with engine.optimizer.outer.use_outer_weights():
         anchors = _weights(engine, model)
     engine.save_checkpoint(folder)
     engine.destroy()
@@ -374,9 +375,9 @@ def converted_case(folder: str, name: str) -> list[str]:
     loading = replace(job, config={**job.config, "checkpoint": {"load_universal": True}})
     partitioned = name[0] != "N"
     groups = [training.placed(name, m, **{KEY: {"steps": 2}}) for m in (1, 4)]
-    others = [*groups, training.placed("NIG"), training.placed("IIG"), {"stage": 3 if partitioned else 2}]
+    configs = [*groups, training.placed("NIG"), training.placed("IIG"), {"stage": 3 if partitioned else 2}]
     differ = []
-    for other in others:
+    for other in configs:
         engine, model = training.make_engine(loading, other)
         engine.load_checkpoint(folder)
         weights = _weights(engine, model)
@@ -387,13 +388,13 @@ def converted_case(folder: str, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["III", *deep("NII")])
-def test_converted_checkpoints_have_the_anchors(ranks: Any, tmp_path: Any, name: str) -> None:
+def test_converted_checkpoints_contain_the_anchors(ranks: Any, tmp_path: Any, name: str) -> None:
     assert ranks(4).run(converted_case, str(tmp_path), name) == [[]] * 4
 
 
 def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
-    """Which files of an outer optimizer a save without one leaves, and where weights differ from that save's after a
-    load: of it, and of it beside such files of the save before it."""
+    """Return the outer optimizer's files that remain after a save without one, and where weights differ from that
+    save's after a load, with and without such files of the previous save."""
     job = snapshots.job_of("fp32")
     outer, plain = training.placed("NII", 1, **{KEY: {"steps": 2}}), training.placed("NII", 1)
     engine, model = training.make_engine(job, outer)
@@ -408,9 +409,9 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
     engine.save_checkpoint(folder, "tag")
     saved = _weights(engine, model)
     engine.destroy()
-    left, differ = [path.name for path in old if path.exists()], []
-    for beside in (False, True):
-        if beside:  # as older versions left it
+    remaining, differ = [path.name for path in old if path.exists()], []
+    for with_old_files in (False, True):
+        if with_old_files:  # as in older versions
             shutil.copy(f"{folder}/{own.name}", own)
         engine, model = training.make_engine(job, outer)
         engine.load_checkpoint(folder, "tag")
@@ -418,8 +419,8 @@ def replaced_case(folder: str) -> tuple[list[str], list[str], list[str]]:
         differ.append([key for key in saved if not torch.equal(weights[key], saved[key])])
         engine.destroy()
         dist.barrier()
-    return left, differ[0], differ[1]
+    return remaining, differ[0], differ[1]
 
 
-def test_a_save_without_it_removes_its_files(ranks: Any, tmp_path: Any) -> None:
+def test_a_save_without_outer_states_removes_their_files(ranks: Any, tmp_path: Any) -> None:
     assert ranks(2).run(replaced_case, str(tmp_path)) == [([], [], [])] * 2

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Communication under compute: earlier than with a wait after everything, and with the same bits.
+"""Communication during compute: it runs earlier than without overlap, and results are bitwise equal.
 
-See Note [Leaving early].
+See Note [Early reduction].
 """
 
 import threading
@@ -27,7 +27,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 _MIXED: dict[str, Any] = {"network": networks.Mixture, "sizes": networks.SQUARE, "groups": 2, "frozen": (2,)}
 _ORDERS: dict[str, Any] = {"network": networks.Wandering, "accumulation": 2}
 _RESTING: dict[str, Any] = {**_MIXED, "network": None, "skipped": ((3, 1), (5, 0)), "accumulation": 2}
-# What is trained, with which strategies in the first tier, and with which in the deep one.
+# The job, its strategies in the first tier, and its strategies in the deep tier.
 JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     "groups": ({"accumulation": 3, "groups": 2}, (), REPLICATED),
     "fp32 sums": ({"dtype": "bf16", "frozen": (1,), "config": FP32_SUMS}, (), REPLICATED),
@@ -55,82 +55,83 @@ JOBS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     ],
     ids=by_strategies,
 )
-def test_bits_do_not_depend_on_overlap(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
-    for found in ranks(4).run(bits_case, names, JOBS[job][0]):
-        for name, (equal_at_boundary, equal_without_overlap, left, ahead) in zip(names, found, strict=True):
+def test_results_with_overlap_are_bitwise_equal(ranks: Any, kernels: bool, job: str, names: tuple[str, ...]) -> None:
+    for rows in ranks(4).run(bits_case, names, JOBS[job][0]):
+        for name, (equal_at_boundary, equal_without_overlap, number_sent, ahead) in zip(names, rows, strict=True):
             assert equal_at_boundary and equal_without_overlap, name
             early = name in BY_UNITS or (name in REPLICATED[:-1] and job != "boundaries in step")
-            assert (left >= 1) == early, (name, left)
+            assert (number_sent >= 1) == early, (name, number_sent)
             assert ahead == (name in REPLICATED[1:]), name
 
 
 def bits_case(names: tuple[str, ...], details: dict[str, Any]) -> list[tuple[bool, bool, int, bool]]:
-    """Of each strategy: whether weights, losses and norms are the same if all is sent at the boundary, and without
-    overlap; how many buckets have been sent early; whether steps ended before parameters had arrived."""
-    job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.ready
+    """Return for each strategy whether weights, losses, and norms are the same if all buckets are sent at the
+    boundary, and without overlap; how many buckets are sent early; and whether steps end before parameters are
+    received."""
+    job, ready = Job(**{"steps": 3, "empty": False, "zero": SMALL, **details}), Boundary.mark_ready
     rows = []
     for name in names:
-        left: list[Any] = []
+        sent: list[Any] = []
         ahead = [False]
 
-        def noting(boundary: Any, members: Any, left: list[Any] = left) -> Any:
+        def noting(boundary: Any, members: Any, sent: list[Any] = sent) -> Any:
             now = ready(boundary, members)
-            left += now
+            sent += now
             return now
 
         def look(engine: Any, ahead: list[bool] = ahead) -> None:
             updates = getattr(engine.optimizer, "updates", None)
-            ahead[0] = updates is not None and bool(updates.arrivals._started)
+            ahead[0] = updates is not None and bool(updates.gathers._started)
 
         keys = placed(name, overlap_comm=True)
-        with mock.patch.object(Boundary, "ready", lambda boundary, members: []):
+        with mock.patch.object(Boundary, "mark_ready", lambda boundary, members: []):
             late = training.train(job, keys)
         without = training.train(job, placed(name, overlap_comm=False))
-        with mock.patch.object(Boundary, "ready", noting):
+        with mock.patch.object(Boundary, "mark_ready", noting):
             early = training.train(job, {**keys, "paro_overlap_updates": True} if name in REPLICATED else keys, look)
         equal = [
             torch.equal(early.weights, other.weights) and (early.losses, early.norms) == (other.losses, other.norms)
             for other in (late, without)
         ]
-        rows.append((equal[0], equal[1], len(left), ahead[0]))
+        rows.append((equal[0], equal[1], len(sent), ahead[0]))
     return rows
 
 
-def test_units_cross_under_the_backward(ranks: Any) -> None:
-    for found in ranks(4).run(crossing_cases):
+def test_units_are_reduced_during_the_backward(ranks: Any) -> None:
+    for rows in ranks(4).run(early_units_case):
         # In the first step it is not known which parameters get several gradients.
         at_boundary = {name: [False, False, False, True] for name in AT_BOUNDARY}
-        assert found == at_boundary | {name: [True] * 4 for name in IN_EACH_MICRO_STEP}
+        assert rows == at_boundary | {name: [True] * 4 for name in IN_EACH_MICRO_STEP}
 
 
-def crossing_cases() -> dict[str, list[bool]]:
-    """For each micro-batch of two steps of two, whether a unit has crossed when the backward comes to the first layer;
-    where it may, in the last one or in each, it waits there for that."""
+def early_units_case() -> dict[str, list[bool]]:
+    """Return for each micro-batch of two steps of two whether a unit was reduced when the backward reaches the first
+    layer; the layer waits for that in the last micro-batch, or in each, if the strategy allows it."""
     job = Job(sizes=networks.SQUARE, empty=False, zero=SMALL, accumulation=2)
-    found: dict[str, list[bool]] = {}
+    rows: dict[str, list[bool]] = {}
     for name in BY_UNITS:
-        crossed, seen = threading.Event(), found.setdefault(name, [])
-        last = "_arrive_whole" if name[1:] == "NG" else "_take" if name in AT_BOUNDARY else "_accumulate"
+        sent, was_sent = threading.Event(), rows.setdefault(name, [])
+        last = "_add_full_bucket" if name[1:] == "NG" else "_store_sums" if name in AT_BOUNDARY else "_accumulate"
         awaited = (3,) if name in AT_BOUNDARY else range(4)
         original = getattr(ShardedGradients, last)
 
-        def noting(*args: Any, original: Any = original, crossed: Any = crossed) -> None:
+        def noting(*args: Any, original: Any = original, sent: Any = sent) -> None:
             original(*args)
-            crossed.set()
+            sent.set()
 
-        def pause(gradient: Any, seen: Any = seen, crossed: Any = crossed, awaited: Any = awaited) -> None:
-            seen.append(crossed.wait(30) if len(seen) in awaited else crossed.is_set())
+        def pause(gradient: Any, was_sent: Any = was_sent, sent: Any = sent, awaited: Any = awaited) -> None:
+            was_sent.append(sent.wait(30) if len(was_sent) in awaited else sent.is_set())
 
         with mock.patch.object(ShardedGradients, last, noting):
             engine, model = training.make_engine(job, placed(name))
             model.layers[0].register_forward_hook(lambda *call, pause=pause: call[2].register_hook(pause) and None)
             for _, (x, y) in zip(range(4), training.batches(job), strict=False):
                 loss = ((engine(x) - y) ** 2).mean()
-                crossed.clear()
+                sent.clear()
                 engine.backward(loss)
                 engine.step()
             engine.destroy()
-    return found
+    return rows
 
 
 def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
@@ -139,24 +140,24 @@ def test_a_full_bucket_is_sent_at_once(ranks: Any) -> None:
 
 
 def full_bucket_cases(configured: int) -> dict[str, list[int]]:
-    """For each strategy, how many weights have left when the backward comes to the last layer but one, ..., the
-    first, where a weight fills a bucket: one of so many elements, or of a sixteenth of the model."""
+    """Return for each strategy how many weights have been sent when the backward reaches the last layer but one, ...,
+    the first. A weight fills a bucket of this number of elements, or of a sixteenth of the model."""
     weight = 29 * 29
     job = Job(sizes=(29,) * 5, empty=False, zero={**SMALL, "reduce_bucket_size": configured})
-    found: dict[str, list[int]] = {}
+    rows: dict[str, list[int]] = {}
     with mock.patch("deepspeed_ext.strategy._LEAST_BUCKET", 1):
         for name in ("NIG", "NGG", "III", "GGG"):
             engine, model = training.make_engine(job, placed(name))
-            gradients, seen = engine.optimizer.gradients["dense"], found.setdefault(name, [])
+            gradients, counts = engine.optimizer.gradients["dense"], rows.setdefault(name, [])
             gradients.reduce = reduce = mock.Mock(wraps=gradients.reduce)
 
-            def look(_: Any, reduce: Any = reduce, seen: Any = seen) -> None:
+            def look(_: Any, reduce: Any = reduce, counts: Any = counts) -> None:
                 sent = [each for call in reduce.mock_calls for each in call.args[0]]
-                seen.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // weight)
+                counts.append(sum((each if torch.is_tensor(each) else each[1]).numel() for each in sent) // weight)
 
             for layer in model.layers[:-1]:
                 layer.register_forward_hook(lambda *call, look=look: call[2].register_hook(look) and None)
             x, y = next(iter(training.batches(job)))
             engine.backward(((engine(x) - y) ** 2).mean())
             engine.destroy()
-    return found
+    return rows

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Every strategy trains what stock DeepSpeed trains: the oracle runs in the same processes.
+"""Parity of every strategy with stock DeepSpeed: the oracle runs in the same processes.
 
-``harness/parity_table.py`` has the options that are combined; ``test_parity_cases.py`` what they do not reach.
+``harness/parity_table.py`` has the options that are combined; ``test_parity_cases.py`` has cases beyond them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from tests.harness.training import SMALL, Difference, Job, placed
 
 
 def rows(tier: str) -> Iterator[Any]:
-    """The rows of a tier; those with everything are quick."""
+    """Yield the rows of a tier; rows with all options are quick."""
     everything = {kind: parity_table.row_name(kind, table.everything()) for kind, table in TABLES.items()}
     for kind, name, strategies in parity_table.cases(tier):
         marks = [pytest.mark.quick] * (name == everything[kind]) + [pytest.mark.deep] * (tier == "deep")
@@ -30,7 +30,7 @@ def rows(tier: str) -> Iterator[Any]:
 
 @pytest.mark.parametrize("kind, name, strategies", [*rows("first"), *rows("deep")])
 def test_parity(ranks: Any, kind: str, name: str, strategies: tuple[str, ...]) -> None:
-    """With the options of a row."""
+    """Strategies match stock with the options of a row."""
     row = parity_table.named_row(kind, name)
     world = parity_table.merged(kind, row)["world"]
     training.check(ranks(world).run(compared, kind, row, strategies)[0], **parity_table.bounds(row))
@@ -38,7 +38,7 @@ def test_parity(ranks: Any, kind: str, name: str, strategies: tuple[str, ...]) -
 
 @contextlib.contextmanager
 def nan_until_written(backend: str = "nccl") -> Iterator[None]:
-    """Within this context, messages and collectives are as on a backend, and memory is NaN until it is written."""
+    """Use a backend's messages and collectives, and fill memory with NaN until it is written, in this context."""
     torch.use_deterministic_algorithms(True)  # fills it
     try:
         with mock.patch.object(collectives, "backend_of", lambda group: backend):
@@ -56,15 +56,17 @@ def job_of(kind: str, row: Row) -> Job:
 
 
 def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]:
-    """Train stock and strategies with a row's options; the differences."""
-    table, given = parity_table.TABLES[kind], parity_table.merged(kind, row)
-    with nan_until_written() if "nan" in given else contextlib.nullcontext():
+    """Train stock and strategies with a row's options, and return the differences."""
+    table, settings = parity_table.TABLES[kind], parity_table.merged(kind, row)
+    with nan_until_written() if "nan" in settings else contextlib.nullcontext():
         stage = {"stage": parity_table.stock_stage(row)}
         oracle = training.train(job_of(kind, parity_table.stock_row(kind, row)), stage)
         assert oracle.weights.isfinite().all()
         assert all(oracle.applied) == (row["overflow"] == "finite")
         return [
-            training.beside(oracle, name, job_of(kind, table.with_strategy(row, name)), placed(name, given["group"]))
+            training.beside(
+                oracle, name, job_of(kind, table.with_strategy(row, name)), placed(name, settings["group"])
+            )
             for name in strategies
         ]
 

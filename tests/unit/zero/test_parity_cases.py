@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Parity with stock DeepSpeed where options of ``harness/parity_table.py`` do not reach."""
+"""Parity with stock DeepSpeed beyond the options of ``harness/parity_table.py``."""
 
 from typing import Any
 from unittest import mock
@@ -24,22 +24,24 @@ ALL = (*REPLICATED, *PARTITIONED)
 @pytest.mark.parametrize(
     "overlap, names", [(True, ("ING", "IIG", "GGG")), *deep((True, PARTITIONED), (False, PARTITIONED))]
 )
-def test_a_step_that_uses_nothing(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
+def test_parity_of_a_step_without_gradients(ranks: Any, overlap: bool, names: tuple[str, ...]) -> None:
     # Layer 1 in the first micro-batch of each step only, 2 in the last only, 3 in the first step only; the second step
     # uses nothing.
     skipped = {(n, 1) for n in range(9) if n % 3} | {(n, 2) for n in range(9) if n % 3 < 2}
     skipped |= {(n, 3) for n in range(3, 9)} | {(n, layer) for n in range(3, 6) for layer in range(4)}
     zero = {**SMALL, "overlap_comm": overlap}
     job = Job(sizes=SQUARE, accumulation=3, steps=3, skipped=sorted(skipped), zero=zero)
-    # Stages 1 and 2 fail where nothing is used; stage 3 applies the last gradient of an unused parameter again.
+    # Stages 1 and 2 fail without gradients; stage 3 applies the last gradient of an unused parameter again.
     check(ranks(4).run(training.compare, job, 2, names, stage=0)[0])
 
 
 @pytest.mark.parametrize("group, names", [(1, ("NIG", "INI", "IGG")), *deep((1, ALL), (2, ALL))])
-def test_groups_inside_the_data_parallel_group(ranks: Any, group: int, names: tuple[str, ...]) -> None:
+def test_parity_of_groups_inside_the_data_parallel_group(ranks: Any, group: int, names: tuple[str, ...]) -> None:
     job = Job(accumulation=2, steps=2, tensor_parallel=2, zero=SMALL)
     for differences in ranks(4).run(training.compare, job, group, names):
-        for row in differences:  # the two tensor-parallel ranks train different data, so only data-parallel ones agree
+        for (
+            row
+        ) in differences:  # the two tensor-parallel ranks train different data, so only data-parallel ranks are equal
             assert row.weights <= 1e-5 and row.losses <= 1e-6 and row.same_decisions, row
 
 
@@ -49,7 +51,7 @@ def test_offload_of_masters_in_bf16_sums_in_fp32(ranks: Any) -> None:
 
 
 def low_precision_case() -> list[Difference]:
-    """Against stock; DeepSpeed asks for its CPU Adam there, which takes minutes to build."""
+    """Compare with stock; DeepSpeed requires its CPU Adam for this, whose build needs minutes."""
     job = Job(
         accumulation=3,
         dtype="bf16",
@@ -85,7 +87,7 @@ def test_two_backwards_at_one_boundary_add_up(ranks: Any, names: tuple[str, ...]
 
 
 def two_backwards_case(job: Job, names: tuple[str, ...]) -> list[tuple[str, float]]:
-    """Two losses in each micro-step, backward one after the other or of their sum."""
+    """Compare two losses in each micro-step, with a backward for each, with a backward of their sum."""
     rows = []
     for name in names:
         weights = []
@@ -106,21 +108,21 @@ def two_backwards_case(job: Job, names: tuple[str, ...]) -> list[tuple[str, floa
     return rows
 
 
-def test_replicas_of_the_optimizer_decide_alike(ranks: Any) -> None:
+def test_optimizer_replicas_take_the_same_decision(ranks: Any) -> None:
     answers = ranks(4).run(replicas_case_of_replicated)
     assert answers == [[(name, 4.0, True, float("inf")) for name in ("NNN", "NNI", "NII")]] * 4
     assert ranks(4).run(replicas_case_of_partitioned) == [[("INI", [4.0], True), ("III", [4.0], True)]] * 4
 
 
 def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
-    """Norm, overflow and invalid norm where the parent finds another answer on each rank."""
+    """Return norm, overflow, and invalid norm if the parent computes another result on each rank."""
     rank, group = dist.get_rank(), dist.get_rank() // 2
     rows = []
     for name in ("NNN", "NNI", "NII"):
         engine, _ = training.make_engine(Job(), placed(name))
         optimizer = engine.optimizer
-        # Ranks of a group find the same; NNN has no groups for its optimizer, so there it may differ by rank.
-        found = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
+        # Ranks of a group get equal results; NNN has no groups for its optimizer, so results may differ by rank.
+        local_norm = float(1 + rank) if name == "NNN" else 2.0 * (1 + group)
 
         def answer(norm: float, overflow: bool, optimizer: Any = optimizer) -> tuple[float, bool]:
             parent = {
@@ -130,7 +132,7 @@ def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
             with mock.patch.multiple(stage_1_and_2.DeepSpeedZeroOptimizer, **parent):
                 return optimizer.scaled_global_norm().item(), optimizer.has_overflow()
 
-        valid, overflow = answer(found, group == 1)
+        valid, overflow = answer(local_norm, group == 1)
         invalid, _ = answer(-1.0 if group == 0 else 5.0, False)
         rows.append((name, valid, overflow, invalid))
         engine.destroy()
@@ -138,7 +140,7 @@ def replicas_case_of_replicated() -> list[tuple[str, float, bool, float]]:
 
 
 def replicas_case_of_partitioned() -> list[tuple[str, list[float], bool]]:
-    """Norms and overflow where the parent finds another answer in each group."""
+    """Return norms and overflow if the parent computes another result in each group."""
     group = dist.get_rank() // 2
     norms_of_group = {"_get_norm_groups": lambda self: [torch.tensor(2.0 * (1 + group))]}
     rows = []
@@ -158,7 +160,7 @@ def test_an_invalid_norm_is_reported_as_by_stock(ranks: Any) -> None:
 
 
 def invalid_norm_case() -> dict[str, list[float]]:
-    """The norms of a step with gradients that are not finite, and are not looked at before."""
+    """Return the norms of a step whose gradients are not finite, without an earlier overflow check."""
     config = {"bf16": {"check_grad_overflow": False}}
     job = Job(steps=1, dtype="bf16", empty=False, overflow=[(0, 0)], config=config)
     names = ("2", "NIG", "NNN", "3", "IIG", "III", "GGG")
@@ -175,9 +177,9 @@ AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     "names, details, zero",
     [
         (("ING",), WANDERING, {}),
-        # IGG moves buckets between groups in each micro-step: they must hold the same in all groups.
+        # IGG reduces buckets between groups in each micro-step: they must have the same contents in all groups.
         (("IGG",), {**REORDERING, "steps": 6}, {"reduce_bucket_size": 300, "overlap_comm": True}),  # below a parameter
-        # A bucket crosses again with a gradient that came after it; with overlap, in the first step alone.
+        # A bucket is sent again with a later gradient; with overlap, only in the first step.
         *deep((("IGG",), {**RETURNING, "accumulation": 4}, {"overlap_comm": True})),
         *deep((("IGG",), RETURNING, {"overlap_comm": False})),
         # Two dtypes are sent.
@@ -198,7 +200,7 @@ def test_groups_may_use_modules_in_different_orders(
 ) -> None:
     job = Job(**{"sizes": SQUARE, "accumulation": 2, "empty": False, "zero": {**SMALL, **zero}, **details})
     bounds = BF16 if job.config else parity_table.EXACT
-    # Stage 0: stages 1 to 3 reduce gradients in the order in which a rank finds them, and would hang.
+    # Stage 0: stages 1 to 3 reduce gradients in each rank's own order, and would hang.
     for rows in ranks(4).run(training.compare, job, 2, names, stage=0):
         check(rows, **bounds)
 
@@ -218,7 +220,7 @@ OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
     ],
     ids=str,
 )
-def test_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:
+def test_parity_of_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str, Any]) -> None:
     """With os = G and ``offload_param``, slices of p = I are on the host."""
     job = Job(zero=SMALL, empty=False, groups=2, **details)
     stock = {"stage": 2 if job.skipped else 3}  # stage 3 steps with old gradients of layers that are not used
@@ -227,18 +229,19 @@ def test_slices_on_the_host(ranks: Any, details: dict[str, Any], zero: dict[str,
     check(ranks(4).run(training.against, job, variants, stock)[0], weights=2e-6)
 
 
-def test_one_rank_alone(ranks: Any) -> None:
+def test_parity_on_a_single_rank(ranks: Any) -> None:
     check(ranks(1).run(training.compare, Job(accumulation=2, zero=SMALL), 1, ALL)[0])
 
 
-def test_a_boundary_declared_after_the_last_backward(ranks: Any) -> None:
+def test_parity_of_a_boundary_declared_after_backward(ranks: Any) -> None:
     for rows in ranks(4).run(late_boundary_case):
         for name, difference in rows:
             assert difference <= 1e-6, (name, difference)
 
 
 def late_boundary_case() -> list[tuple[str, float]]:
-    """The boundary set by the caller before the last backward or right before the step: difference of the weights."""
+    """Return the difference of weights if the caller declares the boundary before the last backward or before the
+    step."""
     job = Job(accumulation=2)
     rows = []
     for name in ("III", "IGG", "GGG"):

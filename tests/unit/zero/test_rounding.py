@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Training in bf16 beside exact arithmetic, step by step: each part rounds, and nothing else adds up over many steps.
+"""Training in bf16 compared with exact arithmetic, step by step: only rounding differs, and errors do not accumulate.
 
-Parity with stock has bounds of bf16, which are wide, and a few steps.
+Parity with stock uses bounds of bf16, which are wide, and a few steps.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,7 @@ OTHERS = ("NNG", "NGG", "III", "GGG", "2", "3")
     "name, accumulation",
     [("IIG", 1), *deep(("NIG", 1), ("NIG", 3), ("IIG", 3), ("2", 3), *((name, 1) for name in OTHERS))],
 )
-def test_bf16_rounds_and_does_nothing_else(ranks: Any, name: str, accumulation: int) -> None:
+def test_bf16_differs_from_fp64_only_by_rounding(ranks: Any, name: str, accumulation: int) -> None:
     job = Job(accumulation=accumulation, dtype="bf16", optimizer="Adam", empty=False, zero=SMALL, steps=STEPS)
     gradients, bias, masters, losses = ranks(4).run(rounding_case, job, name)[0]
     assert gradients <= GRADIENTS and abs(bias) <= BIAS and masters <= MASTERS, (gradients, bias, masters)
@@ -37,23 +37,25 @@ def test_bf16_rounds_and_does_nothing_else(ranks: Any, name: str, accumulation: 
 
 
 class Twin:
-    """A copy of the model on every rank whole, in bf16, to see each rank's gradients before they are reduced."""
+    """A full copy of the model in bf16 on every rank, for each rank's gradients before they are reduced."""
 
     def __init__(self, job: Job) -> None:
         self._model = Network(job.sizes, empty=False).bfloat16()
         self._weights = [p for layer in self._model.layers for p in layer.parameters()]
 
     def take(self, masters: Iterable[Tensor]) -> None:
-        """Let weights be rounded masters."""
+        """Set the weights to rounded masters."""
         with torch.no_grad():
             for weight, master in zip(self._weights, masters, strict=True):
                 weight.copy_(master)
 
     def step(self, x: Tensor, y: Tensor, accumulation: int) -> tuple[float, Tensor]:
-        """Return the loss of this rank, and the mean of all ranks' gradients, of their part of a step, in fp64."""
+        """Return this rank's loss, and the mean of all ranks' gradients for their part of a step, in fp64."""
         self._model.zero_grad()
         loss = ((self._model(x) - y) ** 2).float().mean()
-        (loss / accumulation).backward()  # so divides the engine: bf16 has no third, so this is no rounding of its own
+        (
+            loss / accumulation
+        ).backward()  # the engine divides in the same way: bf16 cannot represent a third, so this adds no rounding
         total = flat(p.grad for p in self._weights if p.grad is not None)
         dist.all_reduce(total)
         return loss.item(), total / dist.get_world_size()
@@ -68,9 +70,10 @@ def rounding_case(job: Job, name: str) -> tuple[float, float, float, float]:
     """Train with a strategy, or a stage of DeepSpeed's.
 
     Returns:
-        Largest error of a step's reduced gradient, of its norm; the mean over steps of this error along the exact
-        gradient, of its norm; the largest difference of masters from those of Adam in double precision, which had the
-        same reduced gradients; and the sum of differences of losses from those of the rounded masters.
+        The largest error of a step's reduced gradient, relative to its norm; the mean over steps of this error along
+        the exact gradient, relative to its norm; the largest difference of masters from masters of Adam in double
+        precision with the same reduced gradients; and the sum of differences of losses from losses of the rounded
+        masters.
     """
     engine, model = training.make_engine(job, placed(name))
     used = [p for layer in model.layers for p in layer.parameters()]

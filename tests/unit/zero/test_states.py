@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Model states between steps: read and set by DeepSpeed's own tools, offloaded and reloaded, incomplete."""
+"""Model states between steps: read and set by DeepSpeed's tools, offloaded and reloaded, and incomplete."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -36,7 +36,7 @@ def test_a_weight_of_another_size_is_refused_as_with_stock(ranks: Any) -> None:
 
 
 def another_size_case() -> list[str]:
-    """What safe_set_full_fp32_param says of too few elements, with stock stage 3 and with a strategy."""
+    """Return the errors of safe_set_full_fp32_param with too few elements, with stock stage 3 and a strategy."""
     messages = []
     for zero in ({"stage": 3}, placed("IIG")):
         engine, model = training.make_engine(training.Job(), zero)
@@ -61,29 +61,29 @@ def test_states_may_be_offloaded_between_micro_steps(
 
 
 def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> list[tuple[str, float, bool]]:
-    """Difference that offloading and reloading after each backward makes; whether memory is freed meanwhile, and other
-    memory is used afterwards, with p = I or G, and with p = N whether destroy leaves no gradients."""
-    # The others need DeepSpeed's FusedAdam, or Muon.
+    """Return the difference that offloading and reloading after each backward makes; with p = I or G whether memory is
+    freed meanwhile and other memory is used afterwards, and with p = N whether destroy keeps no gradients."""
+    # Other optimizers need DeepSpeed's FusedAdam, or Muon.
     states = None if optimizer == "Muon" else [State.lp_params, State.lp_grads, State.contiguous_grad_buffer]
     details = {"accumulation": 2, "steps": 2, "dtype": dtype, "frozen": (1,), "empty": False, "optimizer": optimizer}
 
     def move(engine: Any) -> bool:
-        """Offload and reload; whether nothing is left in the memory it was in, though all is host memory here."""
+        """Offload and reload; return whether the old memory is unused, although all memory is host memory here."""
         optimizer = engine.optimizer
-        before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].held.clone()]
-        buffers = (optimizer.lp_param_buffer, optimizer.gradients["dense"].held)
+        before = [optimizer.lp_param_buffer.clone(), optimizer.gradients["dense"].accumulator.clone()]
+        buffers = (optimizer.lp_param_buffer, optimizer.gradients["dense"].accumulator)
         storages = [StorageWeakRef(buffer.untyped_storage()) for buffer in buffers]
         del buffers
-        old = of_optimizer(optimizer) if states is None else []
+        old = optimizer_tensors(optimizer) if states is None else []
         with mock.patch.object(get_accelerator(), "pin_memory", torch.clone):  # a copy, in other memory
             engine.offload_states(states)
         freed = all(storage.expired() for storage in storages)
-        for one in old:  # not what has been offloaded
-            one.fill_(torch.nan)
-        optimizer.lp_param_buffer, held = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
+        for tensor in old:  # not what has been offloaded
+            tensor.fill_(torch.nan)
+        optimizer.lp_param_buffer, old_buffer = optimizer.lp_param_buffer.clone(), optimizer.lp_param_buffer
         engine.reload_states()
-        held.fill_(torch.nan)
-        after = [optimizer.lp_param_buffer, optimizer.gradients["dense"].held]
+        old_buffer.fill_(torch.nan)
+        after = [optimizer.lp_param_buffer, optimizer.gradients["dense"].accumulator]
         return freed and all(map(torch.equal, before, after))
 
     rows = []
@@ -110,10 +110,13 @@ def offload_states_case(dtype: str, optimizer: str, names: tuple[str, ...]) -> l
     return rows
 
 
-def of_optimizer(optimizer: Any) -> list[Any]:
-    """Return the tensors in which weights and states are that the optimizer steps with, but for step counts."""
-    states = [one for state in optimizer.optimizer.state.values() for one in state.values()]
-    return [*(one.data for one in optimizer.fp32_partitioned_groups_flat), *(one for one in states if one.dim())]
+def optimizer_tensors(optimizer: Any) -> list[Any]:
+    """Return the tensors with weights and states that the optimizer steps with, without step counts."""
+    states = [tensor for state in optimizer.optimizer.state.values() for tensor in state.values()]
+    return [
+        *(tensor.data for tensor in optimizer.fp32_partitioned_groups_flat),
+        *(tensor for tensor in states if tensor.dim()),
+    ]
 
 
 def test_stock_accessors_see_reloaded_states(ranks: Any) -> None:
@@ -122,16 +125,16 @@ def test_stock_accessors_see_reloaded_states(ranks: Any) -> None:
 
 
 def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
-    """For each strategy, after everything or only states return from the host: whether accessors read the optimizer's
-    own states, and whether they set them."""
+    """Return for each strategy, after all states or only optimizer states return from the host, whether accessors read
+    the optimizer's own states, and whether they set them."""
 
     def moved(optimizer: torch.optim.Optimizer, *_: Any, **__: Any) -> None:
-        """Make new tensors of states, as on a device that is not the host."""
+        """Create new tensors of states, as on a device that is not the host."""
         for state in optimizer.state.values():
             state.update({key: value.clone() for key, value in state.items() if torch.is_tensor(value)})
 
     job = training.Job(groups=2, zero=SEVERAL_BUCKETS)
-    found = {}
+    results = {}
     for name in ("NNG", "NIG"):
         engine, model = training.make_engine(job, placed(name))
         training.micro_step(engine, job, 0, *next(training.batches(job)))
@@ -147,26 +150,26 @@ def reloaded_case() -> dict[tuple[str, bool], tuple[bool, bool]]:
             read = all(bool((safe_get_full_optimizer_state(p, "momentum_buffer") == 3.0).all()) for p in used)
             for param in used:
                 safe_set_full_optimizer_state(param, torch.full_like(param, 5.0), "momentum_buffer")
-            found[name, include is None] = read, all(bool((state == 5.0).any()) for state in states)
+            results[name, include is None] = read, all(bool((state == 5.0).any()) for state in states)
         engine.destroy()
-    return found
+    return results
 
 
-def test_an_optimizer_without_states_says_so_as_with_stock(ranks: Any) -> None:
-    (told,) = {tuple(told) for told in ranks(2).run(stateless_case)}
-    assert set(told) == {"momentum_buffer not found in optimizer state fragment"}
+def test_an_optimizer_without_states_raises_as_stock(ranks: Any) -> None:
+    (errors,) = {tuple(errors) for errors in ranks(2).run(stateless_case)}
+    assert set(errors) == {"momentum_buffer not found in optimizer state fragment"}
 
 
 def stateless_case() -> list[str]:
-    """What DeepSpeed raises if SGD without momentum is asked for it after a step; ours raises before a step, too."""
-    # Each rank has a part of the weight: one without would wait for those that raise.
+    """Return the errors if states of SGD without momentum are read after a step; ours raises before a step, too."""
+    # Each rank has a part of the weight: a rank without one would wait for ranks that raise.
     job = training.Job(sizes=(13, 37), config={"optimizer": {"params": {"lr": 0.1}}})
-    told = []
+    errors = []
 
     def ask(model: Any) -> None:
         with pytest.raises(ValueError, match="not found") as raised:
             safe_get_full_optimizer_state(model.layers[0].weight, "momentum_buffer")
-        told.append(str(raised.value))
+        errors.append(str(raised.value))
 
     for name in ("2", "NIG"):
         engine, model = training.make_engine(job, placed(name, group_size=1))
@@ -176,7 +179,7 @@ def stateless_case() -> list[str]:
         engine.step()
         ask(model)
         engine.destroy()
-    return told
+    return errors
 
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
@@ -196,7 +199,7 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
         ),
     ],
 )
-def test_what_accessors_set_is_what_they_get_and_the_step_uses(
+def test_accessors_and_steps_read_the_values_that_were_set(
     ranks: Any, names: tuple[str, ...], dtype: str, zero: Any
 ) -> None:
     for rows in ranks(4).run(every_accessor_case, names, dtype, zero):
@@ -204,7 +207,7 @@ def test_what_accessors_set_is_what_they_get_and_the_step_uses(
 
 
 def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[tuple[str, list[str]]]:
-    """Of each strategy: which functions have returned something else than was set, or have set something else.
+    """Return for each strategy the functions that return or set other values than were set.
 
     Values are multiples of 1/8, so a step of SGD has no rounding.
     """
@@ -243,7 +246,8 @@ def every_accessor_case(names: tuple[str, ...], dtype: str, zero: Any) -> list[t
 
 
 def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
-    """After a backward at the boundary: which functions do not return what was set, or what a step gets wrong."""
+    """After a backward at the boundary, return functions that do not return set values, and wrong values in the
+    step."""
     generator, wrong = torch.Generator().manual_seed(3), list[str]()
     of_parts = all(hasattr(param, "ds_id") for param in params)
     shapes = [getattr(param, "ds_shape", param.shape) for param in params]
@@ -252,20 +256,20 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
         """Return values of all parameters, the same on all ranks."""
         return [torch.randint(-8, 9, shape, generator=generator) / 8.0 for shape in shapes]
 
-    def chunk(whole: torch.Tensor, param: Any, padding: float = 0.0) -> torch.Tensor:
-        """Return what this rank has of a value."""
+    def chunk(value: torch.Tensor, param: Any, padding: float = 0.0) -> torch.Tensor:
+        """Return this rank's part of a value."""
         rank, size = dist.get_rank(param.ds_process_group), param.ds_tensor.ds_numel
-        own = whole.flatten()[rank * size : (rank + 1) * size]
+        own = value.flatten()[rank * size : (rank + 1) * size]
         return torch.nn.functional.pad(own, (0, size - own.numel()), value=padding)
 
-    def check(what: str, key: tuple[str, ...], values: list[torch.Tensor]) -> None:
-        full = [getattr(utils, f"safe_get_full_{what}")(param, *key) for param in params]
-        if not all(torch.equal(found.float(), value) for found, value in zip(full, values, strict=True)):
-            wrong.append(f"full {what}")
+    def check(accessor: str, key: tuple[str, ...], values: list[torch.Tensor]) -> None:
+        full = [getattr(utils, f"safe_get_full_{accessor}")(param, *key) for param in params]
+        if not all(torch.equal(read.float(), value) for read, value in zip(full, values, strict=True)):
+            wrong.append(f"full {accessor}")
         for param, value in zip(params, values, strict=True) if of_parts else ():
-            local = getattr(utils, f"safe_get_local_{what}")(param, *key)
+            local = getattr(utils, f"safe_get_local_{accessor}")(param, *key)
             if not torch.equal(local.flatten().float(), chunk(value, param)):
-                wrong.append(f"local {what}")
+                wrong.append(f"local {accessor}")
 
     last = []
     for what, *key in (("fp32_param",), ("optimizer_state", "momentum_buffer"), ("grad",)):
@@ -292,18 +296,19 @@ def wrong_accessors(engine: Any, params: list[Any]) -> list[str]:
     return wrong
 
 
-def test_gradients_are_not_shown_before_they_are_complete(ranks: Any) -> None:
+def test_incomplete_gradients_cannot_be_read(ranks: Any) -> None:
     for rows in ranks(4).run(unfinished_case):
         for name, early, late in rows:
             if name == "IGG":  # g = os
                 assert early is None, (name, early)
             else:
-                assert early is not None and f"paro_strategy {name}" in early and "boundary only" in early
+                assert early is not None and f"paro_strategy {name}" in early
+                assert "only at the accumulation boundary" in early
             assert late is None, (name, late)
 
 
 def unfinished_case() -> list[tuple[str, str | None, str | None]]:
-    """What safe_get_full_grad raises after the first and after the last of two micro-steps."""
+    """Return the errors of safe_get_full_grad after the first and after the last of two micro-steps."""
     job = training.Job(accumulation=2)
     rows = []
     for name in ("INI", "IIG", "IGG"):
@@ -324,7 +329,7 @@ def unfinished_case() -> list[tuple[str, str | None, str | None]]:
 
 
 def _optimizer(**states: torch.Tensor) -> tuple[torch.optim.Optimizer, torch.Tensor]:
-    """Return an optimizer of bf16 weights with these states, of which Muon takes a second tensor of weights."""
+    """Return an optimizer of bf16 weights with these states, and a second tensor of weights for Muon."""
     weights = [torch.zeros(3, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     groups = [{"params": [weights[0]]}, {"params": [weights[1]], "use_muon": True}]
     optimizer = torch.optim.SGD(groups, lr=0.1)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""On devices with streams nothing is used before it is complete; a wait that is left out is found.
+"""On devices with streams no data is used before it is complete, and a missing wait is detected.
 
 See Note [How order is checked].
 """
@@ -15,8 +15,8 @@ from tests.harness.left_out_waits import sites
 from tests.harness.stream_order import device_with_streams
 from tests.harness.tiers import deep
 
-# By call (see ``left_out_waits.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that find it, and the
-# index of the first training in ``TRAININGS`` that does, if it is not 0.
+# By call (see ``left_out_waits.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that detect its absence,
+# and the index of the first training in ``TRAININGS`` that does, if it is not 0.
 FOUND: dict[str, tuple[Any, ...]] = {
     "comm/transfer_queue.py:StreamEvent.__init__:record": ("IIG", "plain"),
     "comm/transfer_queue.py:StreamEvent.wait:wait_event": ("IIG", "plain"),
@@ -47,10 +47,10 @@ FOUND: dict[str, tuple[Any, ...]] = {
     "zero/flat/gradients.py:FlatGradients.finish:drain 2": ("NNN", "overlap", 1),
     "zero/muon.py:Muon.apply:drain": ("IIG", "Muon"),
     "zero/micro_steps.py:MicroSteps.finish_buckets:drain": ("NIG", "plain", 1),
-    "zero/sharded/gathers.py:Gathers._send:wait_for_updates": ("IIG", "plain", 2),
+    "zero/sharded/gathers.py:Gathers._gather_transfer:wait_for_updates": ("IIG", "plain", 2),
     "zero/sharded/gathers.py:Gathers._all_gather:wait": ("GGG", "units"),
     "zero/sharded/gradients.py:ShardedGradients.end_backward:drain": ("IGG", "pageable", 3),
-    "zero/outer.py:OuterOptimizer._arrive:finish": ("III", "outer, delayed", 2),
+    "zero/outer.py:OuterOptimizer._receive_fragment:finish": ("III", "outer, delayed", 2),
     "zero/sharded/gradients.py:ShardedGradients.drain:drain": ("GGG", "offload, LoCo"),
     "zero/sharded/gradients.py:ShardedGradients.drain:drain 2": ("IGG", "chunks", 2),
     "zero/sharded/gradients.py:ShardedGradients.finish:drain": ("IIG", "plain", 1),
@@ -58,7 +58,7 @@ FOUND: dict[str, tuple[Any, ...]] = {
     "zero/sharded/gradients.py:ShardedGradients.reduce_buckets:record_stream": ("ING", "plain", 2),
     "zero/sharded/slices.py:Slices._gather_slices:finish": ("IIG", "every micro-step"),
     "zero/sharded/slices.py:Slices._wait_for_windows:finish": ("IIG", "plain", 2),
-    "zero/micro_steps.py:MicroSteps.end:finish_buckets": ("NGG", "overlap"),
+    "zero/micro_steps.py:MicroSteps.end_micro_step:finish_buckets": ("NGG", "overlap"),
     "zero/stage12.py:Stage12Optimizer.sync_gradients:finish_buckets": ("NIG", "plain", 1),
     "zero/flat/gradients.py:AllFlatGradients.complete_shards:finish": ("NIG", "offload"),
     "zero/sharded/slices.py:Slices.order_gathers:wait_for_current": ("IIG", "every micro-step"),
@@ -68,35 +68,35 @@ FOUND: dict[str, tuple[Any, ...]] = {
     "zero/streams.py:ReductionStream.after_current:wait_stream 2": ("NGG", "overlap"),
     "zero/streams.py:ReductionStream.after_current:record_stream": ("NIG", "pipeline, offload"),
     "zero/streams.py:ReductionStream.wait:wait_stream": ("NNG", "pipeline, overlap"),
-    "zero/sharded/reduction.py:GradientReduction.reduce_leaf:receive_current": ("GGG", "units"),
-    "zero/streams.py:ReductionStream.receive_current:wait_stream": ("GGG", "units"),
+    "zero/sharded/reduction.py:GradientReduction.reduce_leaf:wait_for_current": ("GGG", "units"),
+    "zero/streams.py:ReductionStream.wait_for_current:wait_stream": ("GGG", "units"),
     "zero/sharded/reduction.py:GradientReduction.release:record_stream": ("GGG", "plain"),
-    "zero/sharded/reduction.py:GradientReduction.finish_for_host:drain": ("GGG", "offload, LoCo"),
-    "zero/sharded/reduction.py:GradientReduction.finish_for_host:synchronize": ("INI", "offload"),
-    "zero/sharded/reduction.py:GradientReduction.hand_over:receive_current": ("IIG", "pipeline, fp16"),
+    "zero/sharded/reduction.py:GradientReduction.wait_on_host:drain": ("GGG", "offload, LoCo"),
+    "zero/sharded/reduction.py:GradientReduction.wait_on_host:synchronize": ("INI", "offload"),
+    "zero/sharded/reduction.py:GradientReduction.pass_to_optimizer:wait_for_current": ("IIG", "pipeline, fp16"),
     "zero/sharded/reduction.py:GradientReduction.complete_shards:finish": ("IIG", "plain"),
     "zero/sharded/reduction.py:GradientReduction.complete_shards:wait": ("IIG", "plain"),
     "zero/sharded/reduction.py:GradientReduction.complete_shards:synchronize": ("IIG", "pipeline, offload"),
     "zero/streams.py:ReductionStream.synchronize:synchronize": ("INI", "offload"),
     "zero/sharded/parameters.py:ShardedParameters.complete_slices:complete": ("IIG", "every micro-step"),
-    "zero/flat/arrivals.py:Arrivals.drain:drain": ("NIG", "every micro-step"),
-    "zero/flat/arrivals.py:Arrivals.start:drain 2": ("NGG", "overlap", 2),
-    "zero/flat/arrivals.py:Arrivals.wait_for:wait": ("NIG", "plain", 2),
+    "zero/flat/update_gathers.py:UpdateGathers.drain:drain": ("NIG", "every micro-step"),
+    "zero/flat/update_gathers.py:UpdateGathers.start:drain 2": ("NGG", "overlap", 2),
+    "zero/flat/update_gathers.py:UpdateGathers.wait_for:wait": ("NIG", "plain", 2),
 }
-_ARRIVED = "modules have waited for what they use before"
-_BY_READING = "tests/unit/zero/test_updates.py reads what has not arrived, without a device"
-_GLOO = "for gloo alone, where it has the host wait"
-_ALONE = "tests/unit/comm/test_transfer_queue.py finds it"
+_ARRIVED = "modules have already waited for the parameters that they use"
+_BY_READING = "tests/unit/zero/test_updates.py reads parameters in flight, without a device"
+_GLOO = "only for gloo, where the host waits"
+_ALONE = "tests/unit/comm/test_transfer_queue.py detects it"
 _ENDS = f"the host waits at the end of a process; {_ALONE}"
-_MEASURES = "measures time; nobody reads what it brings"
-_LATER = "hops of gradients between groups, which are waited for, come behind these gathers: on one communicator"
-_READ = "where gradients are read between micro-steps DeepSpeed has the host wait"
+_MEASURES = "measures time; its data is not read"
+_LATER = "hops of gradients between groups, which are waited for, follow these gathers on one communicator"
+_READ = "if gradients are read between micro-steps, the host waits in DeepSpeed"
 _HOST = "on a CPU nothing moves to the host"
-_BEFORE_OTHERS = "other groups may wait for it before they agree with this one; nobody reads what it brings there"
-_THREAD = "for a thread of the host, where the device has no streams"
-_ASIDE = 'tests/unit/device/test_training.py finds it ("saves aside")'
-_WRITER = "for the thread that writes, and the host"
-# By file or folder: why waits there are of no device.
+_BEFORE_OTHERS = "other groups may wait for it before they reduce flags with this one; its data is not read there"
+_THREAD = "for a host thread, on devices without streams"
+_ASIDE = 'tests/unit/device/test_training.py detects it ("saves aside")'
+_WRITER = "for the writer thread and the host"
+# By file or folder: why the waits there order no device.
 OF_HOST = {
     "checkpoint/": _WRITER,
     "tools/clocks.py": _MEASURES,
@@ -109,9 +109,9 @@ OF_HOST = {
     "tools/doctor/": _MEASURES,
     "planner/probe.py": _MEASURES,
     "tools/report/flat.py": _MEASURES,
-    "tools/report/recorder.py": "the wait of whoever has the handle; tests/unit/report finds it",
+    "tools/report/recorder.py": "the wait of the handle's owner; tests/unit/report detects it",
 }
-# By call: why no case can find it.
+# By call: why no case can detect its absence.
 UNFOUND = {
     "checkpoint/snapshots.py:Pace.pause:wait": _WRITER,
     "checkpoint/snapshots.py:Snapshot.give_up:synchronize": _WRITER,
@@ -128,48 +128,48 @@ UNFOUND = {
     "integration/seams.py:complete_transfers_first:complete_before_exit": _ENDS,
     "comm/transfer_queue.py:_SideStreamTransfer._resume:wait": _ALONE,
     "comm/transfer_queue.py:_SideStreamTransfer._deliver_result:wait": _ALONE,
-    "comm/transfer_queue.py:ActiveTransfer.wait:complete": "a side stream has been given all of it before",
+    "comm/transfer_queue.py:ActiveTransfer.wait:complete": "a side stream has already received all of its work",
     "comm/transfer_queue.py:_ThreadTransfer.advance:wait": _THREAD,
     "comm/transfer_queue.py:_ThreadTransfer.complete:wait": _THREAD,
     "comm/transfer_queue.py:_ThreadCompletedTransfer.complete:wait": _THREAD,
     "comm/transfer_queue.py:TransferQueue.drain:wait": _THREAD,
     "comm/transfer_queue.py:TransferQueue.submit:complete": _THREAD,
     "comm/transfer_queue.py:TransferQueue.drop:wait": _ALONE,
-    "leaf/gradients.py:LeafGradients.end_open_passes:finish": "orders nothing: it is a block's own",
+    "leaf/gradients.py:LeafGradients.end_open_passes:finish": "orders nothing: it is a method of a block",
     "loco/feedback.py:ErrorFeedback._wait_for_copies:synchronize": _HOST,
     "zero/sharded/coordinator.py:_record_use:record_stream": "a case of tests/unit/campaigns/test_fuzz.py",
-    "zero/sharded/expert_windows.py:WindowGradients._move:record_stream": "no case gives that out again so soon",
-    "zero/sharded/expert_windows.py:WindowGathers._send:wait_for_updates": "what is prefetched waits before",
+    "zero/sharded/expert_windows.py:WindowGradients._window_transfer:record_stream": "no case reuses that memory",
+    "zero/sharded/expert_windows.py:WindowGathers._window_transfer:wait_for_updates": "prefetched windows have waited",
     "zero/micro_steps.py:MicroSteps.finish_buckets:wait": f"{_READ}, and the boundary waits again",
-    "zero/sharded/gathers.py:Gathers.release:drain": "nothing is read after the end",
-    "zero/sharded/gradients.py:ShardedGradients.forget:drain": "for a backward that was given up",
-    "zero/sharded/slices.py:Slices.gather_updates:drain": "nothing is under way after a step, which has waited",
+    "zero/sharded/gathers.py:Gathers.release:drain": "no parameter is read after the end",
+    "zero/sharded/gradients.py:ShardedGradients.clear:drain": "for an interrupted backward",
+    "zero/sharded/slices.py:Slices.gather_updates:drain": "no gather is in flight after a step, which has waited",
     "zero/sharded/slices.py:Slices.drain:finish": _LATER,
-    "zero/sharded/slices.py:Slices.settle:drain": "what is read there has arrived long before a load or save",
-    "zero/sharded/slices.py:Slices.settle:synchronize": "tests/unit/device/test_training.py finds it",
+    "zero/sharded/slices.py:Slices.wait_on_host:drain": "rows are received long before a load or save reads them",
+    "zero/sharded/slices.py:Slices.wait_on_host:synchronize": "tests/unit/device/test_training.py detects it",
     "zero/streams.py:ReductionStream.after_current:wait_event": "streams with events are also waited for",
     "zero/stage12.py:Stage12Optimizer.offload_states:finish_buckets": _HOST,
-    "zero/sharded/parameters.py:ShardedParameters.receive_updates:drain": f"{_LATER}; who reads waits by itself",
-    "zero/sharded/reduction.py:GradientReduction.hand_over:synchronize": "the next one waits for more",
-    "zero/sharded/reduction.py:GradientReduction.hand_over:synchronize 2": "the host asks for the norm first",
-    "zero/stage3.py:Stage3Optimizer.zero_grad:finish_buckets": "what was reduced is dropped",
+    "zero/sharded/parameters.py:ShardedParameters.receive_updates:drain": f"{_LATER}; readers wait themselves",
+    "zero/sharded/reduction.py:GradientReduction.pass_to_optimizer:synchronize": "the next wait includes it",
+    "zero/sharded/reduction.py:GradientReduction.pass_to_optimizer:synchronize 2": "the host reads the norm first",
+    "zero/stage3.py:Stage3Optimizer.zero_grad:finish_buckets": "reduced gradients are dropped",
     "zero/sharded/reduction.py:GradientReduction.require_complete:finish_buckets": _READ,
     "zero/stage3.py:Stage3Optimizer.offload_states:finish_buckets": _HOST,
     "zero/stage12.py:Stage12Optimizer.offload_states:drain": _BY_READING,
     "zero/flat/updates.py:FlatUpdates.gather:drain": "a step has waited before",
     "zero/stage12.py:Stage12Optimizer.checkpoint_event_prologue:drain": _BY_READING,
-    "zero/flat/updates.py:FlatUpdates.settle:drain": _ARRIVED,
+    "zero/flat/updates.py:FlatUpdates.wait_and_free:drain": _ARRIVED,
     "zero/flat/updates.py:FlatUpdates.drain:drain": _ARRIVED,
     "zero/stage12.py:Stage12Optimizer.update_lp_params:drain": _BY_READING,
-    "zero/resync.py:_Vote.__init__:record": "the host reads it, in its own memory",
-    "zero/resync.py:_Vote.result:synchronize": "the host reads it, in its own memory",
-    "zero/sharded/reduction.py:GradientReduction.keep_whole:receive_current": "for a model on several streams",
-    "zero/flat/arrivals.py:Arrivals.drop:drain": _BY_READING,
-    "zero/flat/arrivals.py:Arrivals.start:drain": _ARRIVED,
-    "zero/flat/arrivals.py:Arrivals.wait_for:drain": _BY_READING,
-    "zero/flat/arrivals.py:Arrivals.wait:drain": _BY_READING,
+    "zero/resync.py:_Vote.__init__:record": "the host reads the result in host memory",
+    "zero/resync.py:_Vote.result:synchronize": "the host reads the result in host memory",
+    "zero/sharded/reduction.py:GradientReduction.keep_full:wait_for_current": "for a model on several streams",
+    "zero/flat/update_gathers.py:UpdateGathers.drop:drain": _BY_READING,
+    "zero/flat/update_gathers.py:UpdateGathers.start:drain": _ARRIVED,
+    "zero/flat/update_gathers.py:UpdateGathers.wait_for:drain": _BY_READING,
+    "zero/flat/update_gathers.py:UpdateGathers.wait:drain": _BY_READING,
     "zero/updates_in_flight.py:wait_for_updates:wait": _BY_READING,
-    "zero/updates_in_flight.py:wait_for_whole_parameters:wait": _BY_READING,
+    "zero/updates_in_flight.py:wait_for_replicated_parameters:wait": _BY_READING,
 }
 
 
@@ -183,25 +183,25 @@ def test_each_wait_is_in_one_list() -> None:
 
 
 PIPELINES = tuple(name for name, one in stream_cases.OPTIONS.items() if one.pipe is not None)
-# Ranks, group size, and steps (0: as many as the options say) of trainings, the cheapest first.
+# Ranks, group size, and steps (0: the number in the options) of trainings, the cheapest first.
 TRAININGS = ((2, 1, 1), (2, 2, 1), (2, 1, 0), (4, 2, 1))
 
 
 @pytest.mark.parametrize("place", FOUND)
-def test_a_wait_that_is_left_out_is_found(ranks: Any, tmp_path: Path, place: str) -> None:
-    """By the smallest training that finds it."""
+def test_a_missing_wait_is_detected(ranks: Any, tmp_path: Path, place: str) -> None:
+    """The smallest training that detects it runs."""
     name, options, first = (*FOUND[place], 0)[:3]
     for world, group, steps in [(4, 1, 1)] if options in PIPELINES else TRAININGS[first:]:
         if any(ranks(world).run(stream_cases.leave_out, place, name, options, str(tmp_path), group, steps)):
             return
-    pytest.fail(f"nothing is found without {place}")
+    pytest.fail(f"no training detects the absence of {place}")
 
 
 SETS = {name: one.strategies for name, one in stream_cases.OPTIONS.items() if not (one.aside or one.reported)}
-# tests/unit/device/test_training.py watches these in the first tier.
+# tests/unit/device/test_training.py checks these in the first tier.
 ON_DEVICE = ("offload", "offload, LoCo", "parameters on the host", "parameters and offload", "windows")
 ON_FOUR_RANKS = ("defaults", *PIPELINES)
-# Others have what these have.
+# Other sets cover these.
 LATER = ("LoCo, reset", "experts, Muon", "Muon, in few bits", "without loss", "outer, offload", "Muon, offload")
 LATER += ("pipeline, LoCo", "no_sync", "experts, in few bits", "in few bits, offload", "parameters, in few bits")
 LATER += ("parameters, pageable",)
@@ -220,10 +220,10 @@ LATER += ("parameters, pageable",)
         *deep(*((one, len(names), {}) for one, names in SETS.items())),
     ],
 )
-def test_nothing_is_used_before_it_is_complete(
+def test_data_is_complete_before_it_is_used(
     ranks: Any, kernels: bool, tmp_path: Path, options: str, number: int, of_two: dict[str, int]
 ) -> None:
-    """With so many strategies of a set, other ones of each set."""
+    """With a limited number of strategies per set, each set gets others."""
     world = 2 if of_two else 4
     for cases in ranks(world).run(stream_cases.watch_cases, options, str(tmp_path), number, **of_two):
         assert len(cases) == number
@@ -233,12 +233,12 @@ def test_nothing_is_used_before_it_is_complete(
 
 
 @pytest.mark.parametrize("name", ["III", "GGG"])
-def test_a_gather_that_another_stream_has_finished_is_waited_for(ranks: Any, name: str) -> None:
+def test_a_gather_that_another_stream_ran_is_waited_for(ranks: Any, name: str) -> None:
     assert ranks(4).run(gathers_case, name) == [([], True)] * 4
 
 
 def gathers_case(name: str) -> tuple[list[str], bool]:
-    """What has no order where parameters are gathered by hand; whether they are there."""
+    """Return accesses without an order if parameters are gathered by hand, and whether their values are right."""
     with device_with_streams() as order:
         total = stream_cases.gather_by_hand(order, name)
     return [str(finding) for finding in order.findings], total > 0

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Updated parameters arrive under the next forward, and before anything reads them."""
+"""Updated parameters are received during the next forward, and before any code reads them."""
 
 import copy
 import threading
@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state
 import deepspeed_ext
 from deepspeed_ext import strategy
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.zero.flat.arrivals import Arrivals
+from deepspeed_ext.zero.flat.update_gathers import UpdateGathers
 from deepspeed_ext.zero.flat.updates import FlatUpdates
 from deepspeed_ext.zero.shards import Window
 from tests.harness import networks, training
@@ -28,15 +28,15 @@ AHEAD = placed("NIG", group_size=1, paro_overlap_updates=True, **SEVERAL_BUCKETS
 
 
 @pytest.mark.quick
-def test_parameters_arrive_before_they_are_read(ranks: Any) -> None:
-    for found in ranks(2).run(by_hand_case):
-        # Whether it has waited, and whether it has read what it would read later.
-        assert found == {way: (True, True) if "stale" not in way else (False, False) for way in found}
+def test_reads_wait_for_updated_parameters(ranks: Any) -> None:
+    for results in ranks(2).run(by_hand_case):
+        # Whether it has waited, and whether a later read gives the same values.
+        assert results == {reader: (True, True) if "stale" not in reader else (False, False) for reader in results}
 
 
 @pytest.mark.quick
 def test_iteration_that_reads_no_values_does_not_wait(ranks: Any) -> None:
-    for begun, waited, classes in ranks(2).run(unread_case):
+    for begun, waited, classes in ranks(2).run(iteration_case):
         assert begun and not waited
         assert classes == [{"_WaitingParameters", "dict"}, {"dict"}, {"dict"}]  # a ModuleList has no parameters
 
@@ -47,10 +47,15 @@ def test_compiled_code_waits_only_for_what_it_reads(ranks: Any) -> None:
 
 
 @contextmanager
-def arriving_when_waited_for() -> Iterator[threading.Event]:
-    """In this context updates are on their way until somebody waits for them; that sets the event."""
+def updates_held_until_waited_for() -> Iterator[threading.Event]:
+    """Keep updates in flight in this context until code waits for them; the wait sets the event."""
     gate = threading.Event()
-    gather, start, wait_for, drain = FlatUpdates.gather_window, Arrivals.start, Arrivals.wait_for, Arrivals.drain
+    gather, start, wait_for, drain = (
+        FlatUpdates.gather_window,
+        UpdateGathers.start,
+        UpdateGathers.wait_for,
+        UpdateGathers.drain,
+    )
 
     class Held:
         def wait(self) -> None:
@@ -70,27 +75,27 @@ def arriving_when_waited_for() -> Iterator[threading.Event]:
         wait_for(self, number)
 
     def drained(self: Any) -> None:
-        if self.begun:
+        if self.in_flight:
             gate.set()
         drain(self)
 
     with (
         mock.patch.object(FlatUpdates, "gather_window", late),
-        mock.patch.multiple(Arrivals, start=started, wait_for=waited, drain=drained),
+        mock.patch.multiple(UpdateGathers, start=started, wait_for=waited, drain=drained),
     ):
         yield gate
 
 
 def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list[Any]]]:
-    """Each returns what it has read, as it was then; the last one destroys the engine."""
+    """Return readers, each of which returns the values that it has read; the last one destroys the engine."""
     last, kept = model.layers[-1], list(model.parameters())
     copied = {**last._parameters}
     ones = {name: torch.ones_like(param) for name, param in model.named_parameters()}
     later = nn.Module()
     later.weight = last.weight
 
-    def values(some: Any) -> list[Any]:
-        return [tensor.detach().clone() for tensor in some]
+    def values(tensors: Any) -> list[Any]:
+        return [tensor.detach().clone() for tensor in tensors]
 
     def hooked() -> list[Any]:
         read: list[Any] = []
@@ -141,40 +146,40 @@ def ways_to_read(engine: Any, model: Any, x: Any) -> dict[str, Callable[[], list
 
 
 def by_hand_case() -> dict[str, tuple[bool, bool]]:
-    """For each way to read parameters: whether it has waited, and whether it has read what it reads afterwards."""
+    """Return for each way to read parameters whether it has waited, and whether later reads give the same values."""
     job = training.Job(sizes=networks.SQUARE, network=networks.Normed)
-    found: dict[str, tuple[bool, bool]] = {}
-    with arriving_when_waited_for() as gate:
+    results: dict[str, tuple[bool, bool]] = {}
+    with updates_held_until_waited_for() as gate:
         engine, model = training.make_engine(job, AHEAD)
-        data, kept = training.batches(job), list(model.parameters())
+        data, references = training.batches(job), list(model.parameters())
         model.eval()
         model(next(data)[0])  # the first forward waits for all of them
         model.train()
         ways = ways_to_read(engine, model, torch.ones(1, model.layers[-1].in_features))
-        for way, read in ways.items():
+        for reader, read in ways.items():
             training.micro_step(engine, job, 0, *next(data))
             engine.step()
-            seen, waited = read(), gate.is_set()
-            if way != "destroy":
+            values, waited = read(), gate.is_set()
+            if reader != "destroy":
                 deepspeed_ext.wait_for_updates()
-            # What is loaded, or is there after the end of an engine, stays.
-            now = kept if way in ("load_state_dict", "destroy") else read()
-            found[way] = waited, all(torch.equal(a, b) for a, b in zip(seen, now, strict=True))
-    return found
+            # Loaded values, and values after the end of an engine, do not change.
+            now = references if reader in ("load_state_dict", "destroy") else read()
+            results[reader] = waited, all(torch.equal(a, b) for a, b in zip(values, now, strict=True))
+    return results
 
 
-def unread_case() -> tuple[bool, bool, list[set[str]]]:
-    """Whether updates were on their way, and whether something has waited for them; then classes of modules'
-    parameters, of copies of modules, and those after the engine."""
+def iteration_case() -> tuple[bool, bool, list[set[str]]]:
+    """Return whether updates were in flight, and whether any code has waited for them; then classes of modules'
+    parameters, of copies of modules, and after the engine."""
     job = training.Job(empty=False)
     classes = []
-    with arriving_when_waited_for() as gate:
+    with updates_held_until_waited_for() as gate:
         engine, model = training.make_engine(job, AHEAD)
         training.micro_step(engine, job, 0, *next(training.batches(job)))
         engine.step()
         engine.zero_grad()  # as HF's Trainer does
         model.train()
-        begun, waited = engine.optimizer.updates.arrivals.begun, gate.is_set()
+        begun, waited = engine.optimizer.updates.gathers.in_flight, gate.is_set()
         classes.append({type(module._parameters).__name__ for module in model.modules()})
         classes.append({type(copy.deepcopy(layer)._parameters).__name__ for layer in model.layers})
         engine.destroy()
@@ -183,12 +188,12 @@ def unread_case() -> tuple[bool, bool, list[set[str]]]:
 
 
 def compiled_case() -> tuple[bool, list[bool]]:
-    """Whether a compiled model ends with the same weights; whether a compiled function that reads a module's weight
-    has waited for it in two calls, and one that calls the module."""
+    """Return whether a compiled model ends with the same weights, and whether a compiled function that reads a
+    module's weight, and one that calls the module, have waited for it."""
     job = training.Job(empty=False)
     weights, waited = [], []
     for compiled in (False, True):
-        with arriving_when_waited_for() as gate:
+        with updates_held_until_waited_for() as gate:
             engine, model = training.make_engine(job, AHEAD)
             if compiled:
                 engine.compile(backend="eager")
@@ -209,7 +214,7 @@ def compiled_case() -> tuple[bool, list[bool]]:
 
 
 @pytest.mark.quick
-def test_a_model_of_one_sub_group_crosses_in_windows(ranks: Any, kernels: bool) -> None:
+def test_one_sub_group_is_gathered_in_several_windows(ranks: Any, kernels: bool) -> None:
     for sub_groups, total, waited, different in ranks(4).run(windows_case):
         assert sub_groups == {1}  # as in checkpoints of versions that knew no windows
         assert 0 < waited[0] <= total / 16 * 1.1 + LAYER  # in one window it would be all of them
@@ -221,8 +226,8 @@ LAYER = 16 * 17  # elements
 
 
 def windows_case() -> tuple[set[int], int, list[int], list[str]]:
-    """IIG with default sizes: numbers of sub-groups; elements of the model; those that must have arrived before each
-    layer runs; and what ends with other bits than in one window."""
+    """Train IIG with default sizes; return the number of sub-groups, the elements of the model, the elements that are
+    received before each layer runs, and names whose bits differ from training with one window."""
     small = {"stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
     job = training.Job(sizes=(16,) * 33, dtype="bf16", empty=False, steps=2, zero=small)
     exact = {"paro_quantized_updates": {"bits": "exact"}}
@@ -241,11 +246,11 @@ def windows_case() -> tuple[set[int], int, list[int], list[str]]:
             engine(next(data)[0])
         weights[name] = training.whole_weights(model)
         engine.destroy()
-    return sub_groups, total, waited, [name for name, found in weights.items() if not found.equal(weights["one"])]
+    return sub_groups, total, waited, [name for name, value in weights.items() if not value.equal(weights["one"])]
 
 
 def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
-    """Note before each layer of the next forward how many elements have been waited for."""
+    """Record before each layer of the next forward how many elements have been waited for."""
     slices = engine.optimizer.slices["dense"]
     finish = slices._updates.finish
     numbers = {id(started): number for number, started in slices._update_of.items()}
@@ -263,7 +268,7 @@ def note_waits(engine: Any, model: Any, waited: list[int]) -> None:
 
 
 class Gate(nn.Module):
-    """Reads the weight of a part that it never calls, as torch's attention and the gate of DeepSpeed's MoE do."""
+    """Reads the weight of a child without calling it, as torch's attention and the gate of DeepSpeed's MoE do."""
 
     def __init__(self, part: nn.Module | None = None) -> None:
         super().__init__()
@@ -273,24 +278,24 @@ class Gate(nn.Module):
         return nn.functional.linear(x, self.part.weight)
 
 
-def watched(model: nn.Module) -> Arrivals:
-    """Arrivals of a model, a window for each parameter, in their order."""
-    places = {id(param): place for place, param in enumerate(model.parameters())}
-    windows = [Window(0, Span(place, 1), (place,)) for place in places.values()]
-    updates = Arrivals(windows, mock.Mock(), overlap=True, ahead=True)
-    updates.watch(model, places)
+def hooked_gathers(model: nn.Module) -> UpdateGathers:
+    """Return UpdateGathers of a model, with a window for each parameter, in order."""
+    positions = {id(param): position for position, param in enumerate(model.parameters())}
+    windows = [Window(0, Span(position, 1), (position,)) for position in positions.values()]
+    updates = UpdateGathers(windows, mock.Mock(), overlap=True, overlap_updates=True)
+    updates.install_hooks(model, positions)
     return updates
 
 
-def waits(updates: Arrivals, model: nn.Module) -> list[int]:
-    """The windows that modules wait for in a forward, one after the other."""
-    with mock.patch.object(Arrivals, "begun", True), mock.patch.object(updates, "wait_for") as wait_for:
+def windows_waited_for(updates: UpdateGathers, model: nn.Module) -> list[int]:
+    """Return the windows that modules wait for in a forward, in order."""
+    with mock.patch.object(UpdateGathers, "in_flight", True), mock.patch.object(updates, "wait_for") as wait_for:
         model(torch.ones(1, 4))
     return [call.args[0] for call in wait_for.call_args_list]
 
 
 class Projection(nn.Module):
-    """Calls its part in training, unless it is told to read the weight, as it does in evaluation."""
+    """Calls its child in training, unless it is set to read the weight, as it does in evaluation."""
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
@@ -305,23 +310,23 @@ class Projection(nn.Module):
 
 
 def some_gate() -> nn.Module:
-    """A module that reads the weight of its part, between others."""
+    """Return a module that reads the weight of its child, between other modules."""
     return nn.Sequential(nn.Linear(4, 4), Gate(), nn.Sequential(nn.Linear(4, 4)))
 
 
 def shared_gates() -> nn.Module:
-    """Two modules that read the weight of one part."""
+    """Return two modules that read the weight of one child."""
     part = nn.Linear(4, 4, bias=False)
     return nn.Sequential(Gate(part), Gate(part))
 
 
 def shared_part() -> nn.Module:
-    """A module that reads the weight of a part that another module calls."""
+    """Return a module that reads the weight of a child that another module calls."""
     part = nn.Linear(4, 4, bias=False)
     return nn.Sequential(Gate(part), nn.Sequential(part))
 
 
-# Windows that modules wait for in two forwards, and in one behind a change.
+# Windows that modules wait for in two forwards, and in one after a change.
 WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
     "read": (some_gate, [4, 1, 2, 4, 4], [1, 2, 4], None, [1, 2, 4]),
     "shared": (shared_gates, [0, 0, 0], [0, 0], None, [0, 0]),
@@ -339,13 +344,15 @@ WAITS: dict[str, tuple[Any, list[int], list[int], Any, list[int]]] = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("make, first, second, change, third", WAITS.values(), ids=WAITS.keys())
-def test_a_module_waits_for_what_it_may_read(make: Any, first: Any, second: Any, change: Any, third: Any) -> None:
+def test_a_module_waits_for_parameters_that_it_may_read(
+    make: Any, first: Any, second: Any, change: Any, third: Any
+) -> None:
     model = make()
-    updates = watched(model)
+    updates = hooked_gathers(model)
     copy.deepcopy(model)  # reads parameters, and calls nothing
-    assert [waits(updates, model), waits(updates, model)] == [first, second]
+    assert [windows_waited_for(updates, model), windows_waited_for(updates, model)] == [first, second]
     if change:
         change(model)
-    assert waits(updates, model) == third
+    assert windows_waited_for(updates, model) == third
     updates.drop()
     assert not any(module._forward_pre_hooks for module in model.modules())

@@ -9,8 +9,8 @@ Note [Rows on the host]
     to the host on the stream of its transfer, and readers wait for that stream. So the host does not wait, except
     before it reads rows itself (``Slices.settle``).
 
-    A copy between pinned memory and the device is ordered by its stream only if it leaves no work to the host. The
-    host would have to gather rows with gaps between them, or change their dtype, and would do so at once, while
+    A copy between pinned memory and the device is ordered by its stream only if the host has no part in it. The host
+    would have to gather rows with gaps between them, or change their dtype. It would do this immediately, while
     received windows are still being written. So rows are copied one by one, in their dtype; neighbors in a row are
     copied together.
 
@@ -27,7 +27,7 @@ from deepspeed_ext.comm.hops import Transfer
 from deepspeed_ext.comm.redistribution import ParameterRedistribution
 from deepspeed_ext.comm.spans import Span
 
-Arrived = Callable[[Tensor], None]
+OnReceived = Callable[[Tensor], None]
 
 
 class DeviceRows:
@@ -39,13 +39,13 @@ class DeviceRows:
     """
 
     on_host = False
-    keeps_order = True  # whether copies of them are ordered by streams, without a wait of the host
+    is_stream_ordered = True  # whether copies of them are ordered by streams, without a wait of the host
 
     def __init__(self, redistribution: ParameterRedistribution, cached: frozenset[int] = frozenset()) -> None:
         self.redistribution = redistribution
         self.cache = RowCache(cached)
 
-    def keep(self, rows: Tensor, lasting: bool) -> Tensor:
+    def store(self, rows: Tensor, lasting: bool) -> Tensor:
         """Store rows, which are on the device with any strides; return them in this memory.
 
         Args:
@@ -54,32 +54,32 @@ class DeviceRows:
         """
         return rows.contiguous()
 
-    def home(self, flat: Tensor) -> Tensor:
+    def to_storage(self, flat: Tensor) -> Tensor:
         """Return a flat buffer in this memory."""
         return flat
 
-    def use(self, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def to_device(self, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Return rows on the device; each (rows, width)."""
         device = get_accelerator().current_device_name()
         return [run.to(device=device, dtype=dtype, non_blocking=True) for run in runs]
 
-    def gather(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
+    def gather(self, rows: Tensor, on_received: OnReceived, updated: Callable[[], Tensor] | None = None) -> Transfer:
         """All-gather a window of a block G -> I, without encoding.
 
         Args:
             rows: stored rows, (rows, width); written.
-            arrived: called with the rows on the device, if they are stored on the host.
+            on_received: called with the rows on the device, if they are stored on the host.
             updated: returns this rank's row, 1D, of its dtype and on the device, if a step cannot write it in place.
                 Here it can.
         """
         return self.redistribution.gather_g_to_i_in_place(rows)
 
-    def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
+    def update(self, code: Tensor, rows: Tensor, on_received: OnReceived) -> Transfer:
         """All-gather the encoded updates of each group's row G -> I.
 
         Args:
             code: encoded update of this rank's row.
-            rows, arrived: see ``gather``.
+            rows, on_received: see ``gather``.
         """
         return self.redistribution.gather_encoded_g_to_i(code, rows)
 
@@ -91,18 +91,18 @@ class HostRows(DeviceRows):
 
     def __init__(self, redistribution: ParameterRedistribution, cached: frozenset[int], pinned: bool) -> None:
         super().__init__(redistribution, cached)
-        self._pinned = self.keeps_order = pinned
+        self._pinned = self.is_stream_ordered = pinned
 
-    def keep(self, rows: Tensor, lasting: bool) -> Tensor:
+    def store(self, rows: Tensor, lasting: bool) -> Tensor:
         """Copy rows to the host; rows that are moved soon need not be pinned."""
         copy = torch.empty(rows.shape, dtype=rows.dtype, device="cpu").copy_(rows)
-        return self.home(copy) if lasting else copy
+        return self.to_storage(copy) if lasting else copy
 
-    def home(self, flat: Tensor) -> Tensor:
+    def to_storage(self, flat: Tensor) -> Tensor:
         """Return a tensor in host memory, pinned if configured."""
         return get_accelerator().pin_memory(flat) if self._pinned else flat
 
-    def use(self, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    def to_device(self, runs: Iterable[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Copy rows to the device, one by one."""
         return [self._on_device(run).to(dtype) for run in runs]
 
@@ -118,28 +118,28 @@ class HostRows(DeviceRows):
         for source_row, target_row in zip(source, target, strict=True):
             target_row.copy_(source_row, non_blocking=self._pinned)
 
-    def gather(self, rows: Tensor, arrived: Arrived, updated: Callable[[], Tensor] | None = None) -> Transfer:
+    def gather(self, rows: Tensor, on_received: OnReceived, updated: Callable[[], Tensor] | None = None) -> Transfer:
         """Gather a window on the device, and copy it to the host."""
         shard = self._on_device(rows[self.redistribution.row]) if updated is None else updated()
         gathered = yield from self.redistribution.inter.all_gather(shard)
-        return self._hold(gathered.view(rows.shape), rows, arrived)
+        return self._store_window(gathered.view(rows.shape), rows, on_received)
 
-    def update(self, code: Tensor, rows: Tensor, arrived: Arrived) -> Transfer:
+    def update(self, code: Tensor, rows: Tensor, on_received: OnReceived) -> Transfer:
         """Update a window on the device, and copy it to the host."""
         previous = self._on_device(rows)  # overlaps the previous window's communication
-        return self._hold((yield from self.redistribution.gather_encoded_g_to_i(code, previous)), rows, arrived)
+        return self._store_window((yield from self.redistribution.gather_encoded_g_to_i(code, previous)), rows, on_received)
 
-    def _hold(self, found: Tensor, rows: Tensor, arrived: Arrived) -> Tensor:
-        self._copy(found, rows)
-        arrived(found)
-        return found.new_empty(0)  # empty, to free the window's memory
+    def _store_window(self, window: Tensor, rows: Tensor, on_received: OnReceived) -> Tensor:
+        self._copy(window, rows)
+        on_received(window)
+        return window.new_empty(0)  # empty, to free the window's memory
 
 
 class RowCache:
-    """Copies of some parameters' rows on the device; ``wanted``: ds_ids of these parameters."""
+    """Copies of some parameters' rows on the device; ``selected``: ds_ids of these parameters."""
 
-    def __init__(self, wanted: frozenset[int]) -> None:
-        self._wanted = wanted
+    def __init__(self, selected: frozenset[int]) -> None:
+        self._selected = selected
         self._rows: dict[int, Tensor] = {}  # ds_id: (rows, chunk)
 
     def __contains__(self, ds_id: int) -> bool:
@@ -148,24 +148,24 @@ class RowCache:
     def __getitem__(self, ds_id: int) -> Tensor:
         return self._rows[ds_id]
 
-    def take(self, ds_id: int, rows: Tensor) -> None:
+    def store(self, ds_id: int, rows: Tensor) -> None:
         """Copy all of a parameter's rows, from any device."""
-        if ds_id not in self._wanted:
+        if ds_id not in self._selected:
             return
         if ds_id not in self._rows:
             device = get_accelerator().current_device_name()
             self._rows[ds_id] = torch.empty(rows.shape, dtype=rows.dtype, device=device)
         self._rows[ds_id].copy_(rows)
 
-    def arrive(self, ds_id: int, inside: Span, rows: Tensor) -> None:
+    def store_columns(self, ds_id: int, columns: Span, rows: Tensor) -> None:
         """Copy received columns of a parameter's rows.
 
         Args:
-            inside: the columns of its rows.
+            columns: the columns of its rows.
             rows: values of these columns, on the device.
         """
         if (cached := self._rows.get(ds_id)) is not None:
-            inside.of(cached).copy_(rows)
+            columns.of(cached).copy_(rows)
 
     def clear(self) -> None:
         """Drop all copies."""

@@ -37,8 +37,8 @@ class CheckpointWriters:
         self._world_rank = dense.rank
         self._world = dense.world
         self._group: ProcessGroup | None = None
-        self._first_does = False  # whether ``in_each_group`` makes this rank write
-        self._first_with_experts = not experts or not all(map(groups._get_expert_data_parallel_rank, experts))
+        self._writes_for_first = False  # whether ``write_in_each_group`` makes this rank write
+        self._is_first_with_experts = not experts or not all(map(groups._get_expert_data_parallel_rank, experts))
         if not experts or strategy.os == Placement.G:
             return
         numbers = [*shards, *(groups._get_expert_parallel_rank(name) for name in experts)]
@@ -49,20 +49,20 @@ class CheckpointWriters:
         self._group = get_topology(dense.world, count).intra
 
     @property
-    def writes(self) -> bool | None:
+    def is_writer(self) -> bool | None:
         """Whether this rank writes; None if DeepSpeed decides."""
         if self._group is None:
             return None
-        return self._first_does or dist.get_rank(group=self._group) == self._world_rank
+        return self._writes_for_first or dist.get_rank(group=self._group) == self._world_rank
 
-    def as_written(self, ranks: Sequence[int]) -> list[int]:
+    def ranks_of_writer(self, ranks: Sequence[int]) -> list[int]:
         """Return the global ranks that correspond to these on the rank that has written this rank's file."""
         if self._group is None:
             return list(ranks)
         world, count = data_parallel_ranks(self._world), dist.get_world_size(group=self._group)
         return [world[world.index(rank) % count] for rank in ranks]
 
-    def left_to_others(self, path: str) -> bool:
+    def is_written_elsewhere(self, path: str) -> bool:
         """Whether another rank writes the same file.
 
         With experts, all ranks write the model's files in DeepSpeed's stage 3, named by their numbers. Several ranks
@@ -70,31 +70,31 @@ class CheckpointWriters:
         """
         name = Path(path).name
         if name.startswith("layer_") and "_expert_" in name:
-            return not self._first_with_experts
-        return self.writes is False and name.startswith("zero_pp_rank_")
+            return not self._is_first_with_experts
+        return self.is_writer is False and name.startswith("zero_pp_rank_")
 
     @contextmanager
-    def numbered(self, engine: Engine) -> Iterator[Any]:
+    def use_rank_numbers(self, engine: Engine) -> Iterator[Any]:
         """Make an engine write and read the files of these ranks in this context."""
         if self._group is None:
             yield
             return
         with (
             replaced(engine.optimizer, dp_process_group=self._group),
-            replaced(engine, save_zero_checkpoint=self.writes),
+            replaced(engine, save_zero_checkpoint=self.is_writer),
         ):
             yield
 
     @contextmanager
-    def in_each_group(self, engine: Engine, between: ProcessGroup) -> Iterator[None]:
+    def write_in_each_group(self, engine: Engine, between: ProcessGroup) -> Iterator[None]:
         """Make each group write the same files that the first group would, in this context.
 
         Collective over ``between``, the ranks of this rank's number in all groups.
         """
-        flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.writes)]
+        flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.is_writer)]
         states, model, own = all_reduce_max(torch.tensor(flags).float(), between).bool().tolist()
         with (
             replaced(engine, save_zero_checkpoint=states, save_non_zero_checkpoint=model),
-            replaced(self, _first_does=own),
+            replaced(self, _writes_for_first=own),
         ):
             yield
