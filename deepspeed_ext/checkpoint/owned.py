@@ -76,14 +76,22 @@ class OwnedFolder:
         self._lease = claim(self.path)
 
     def put_in_place(self) -> None:
-        """Rename the new content to its target. Replaced content stays in this folder until ``remove``."""
+        """Rename the new content to its target. Replaced content stays in this folder until ``remove``.
+
+        Raises:
+            OSError: the target cannot be replaced, or the rename cannot be flushed to disk. The target is unchanged.
+        """
         sync(self.made)  # before the rename, or a crash could leave the name without the content
         if not os.path.lexists(self.place):
             self.made.rename(self.place)
         elif not _exchange(self.made, self.place):
             self.place.rename(self._replaced)
             self.made.rename(self.place)
-        sync(self.place.parent)  # the rename must be on disk before ``latest`` refers to it
+        try:
+            sync(self.place.parent)  # the rename must be on disk before ``latest`` refers to it
+        except BaseException:
+            self.take_back()  # otherwise `remove` would delete the old folder, which the rename moved into this one
+            raise
 
     def take_back(self) -> None:
         """Undo ``put_in_place``; ``remove`` then renames a folder in ``replaced`` back."""

@@ -235,6 +235,28 @@ def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> 
             assert not latest or (read(one) == {"first"} and (tmp_path / "latest").read_text() == "one")
 
 
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    previous = CheckpointFolder(tmp_path, "one")
+    save(previous, "first")
+    folder = CheckpointFolder(tmp_path, tag)
+    write(folder, "second")
+    flush = owned.sync
+
+    def fail_on_parent(path: Path) -> None:
+        if Path(path) == tmp_path:
+            raise OSError("Input/output error")
+        flush(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owned, "sync", fail_on_parent)
+        with pytest.raises(OSError, match="Input/output error"):
+            folder.publish()
+    folder.revert()
+    assert read(previous) == {"first"} and previous.present_tag() == "one"
+    assert names_in(tmp_path) == ["latest", "one"] and (tmp_path / "latest").read_text() == "one"
+
+
 @pytest.mark.parametrize("tag, disk", [("two", False), ("one", True), *deep(("one", False))])
 def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save.
