@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.utils import logger
 
@@ -80,7 +81,15 @@ class LocoBuilder(CUDAOpBuilder):
         return [*args, "-fmad=false", "-DUSE_CUDA", _STABLE_ABI] if args else args
 
     def builder(self) -> Any:
-        """Return the extension for a ``setup.py``, with relative paths of sources, as setuptools requires."""
+        """Return the extension for a ``setup.py``, with relative paths of sources, as setuptools requires.
+
+        Raises:
+            RuntimeError: torch is for ROCm.
+        """
+        if torch.version.hip is not None:
+            raise RuntimeError(
+                "LoCo has no kernels for ROCm; its operators run in plain PyTorch. Install without DS_BUILD_LOCO."
+            )
         extension = super().builder()
         extension.sources = [os.path.relpath(source) for source in extension.sources]
         return extension
