@@ -202,7 +202,7 @@ def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
     """Begin to save."""
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
-    complete = Snapshot.complete
+    complete = Snapshot.complete_copies
 
     def late(self: Snapshot) -> None:
         time.sleep(0.5)
@@ -210,7 +210,7 @@ def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
             raise OSError(28, "No space left on device")
         complete(self)
 
-    Snapshot.complete = late  # type: ignore[method-assign]
+    Snapshot.complete_copies = late  # type: ignore[method-assign]
     engine.save_checkpoint(folder)
 
 

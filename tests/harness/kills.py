@@ -20,21 +20,21 @@ from tests.harness.save_faults import Run, intercept
 FIRST, SECOND = "first", "second"
 # What a save calls, in the order in which it does first: a module, or a class in one, and a name in it.
 CALLS = {
-    "Snapshot.take": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "take"),
-    "Snapshot.complete": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "complete"),
+    "Snapshot.copy_content": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "copy_content"),
+    "Snapshot.complete_copies": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "complete_copies"),
     "torch.save": ("torch", "save"),
     "fsync": ("os", "fsync"),
     "HostChannel": ("deepspeed_ext.comm.host_channel:HostChannel", "_all_reduce"),
     "HostChannel.exchange": ("deepspeed_ext.comm.host_channel:HostChannel", "exchange"),
     "copytree": ("shutil", "copytree"),
     "rename": ("pathlib:Path", "rename"),
-    "exchange": ("deepspeed_ext.checkpoint.owned", "_exchange"),
+    "exchange": ("deepspeed_ext.checkpoint.owned_folder", "_exchange"),
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }
 OF_ALL = (
-    "Snapshot.take",
-    "Snapshot.complete",
+    "Snapshot.copy_content",
+    "Snapshot.complete_copies",
     "torch.save",
     "HostChannel",
     "HostChannel.exchange",

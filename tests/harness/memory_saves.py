@@ -15,7 +15,7 @@ from unittest import mock
 from deepspeed import comm as dist
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint import restoring
+from deepspeed_ext.checkpoint import memory_restore
 from deepspeed_ext.checkpoint.memory_folder import RUN
 from deepspeed_ext.comm.host_channel import HostChannel
 from tests.harness import experts, snapshots, training
@@ -86,7 +86,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     changed = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     changed = {name: by for name, by in changed.items() if "tokens_per_expert" not in name}  # of each rank, counted
     again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
-    with mock.patch.object(restoring, "_write") as write:
+    with mock.patch.object(memory_restore, "_write") as write:
         engine.load_checkpoint(folder)
     dist.barrier()
     assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"

@@ -62,13 +62,13 @@ def as_from_host(path: Path) -> bytes:
 @contextmanager
 def late_copies(seconds: float = LATE) -> Iterator[None]:
     """Let threads that write complete snapshots later, in this context."""
-    complete = Snapshot.complete
+    complete = Snapshot.complete_copies
 
     def late(self: Snapshot) -> None:
         time.sleep(seconds)
         complete(self)
 
-    with mock.patch.object(Snapshot, "complete", late):
+    with mock.patch.object(Snapshot, "complete_copies", late):
         yield
 
 
@@ -272,7 +272,7 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
             Init.param_id = 0  # ZeRO-3 numbers the parameters of a process, and files have the numbers
             runs.append(make(f"{folder}/{kind}"))
             if kind == KINDS[0]:
-                runs[0].engine.checkpoint_engine.aside = None
+                runs[0].engine.checkpoint_engine.async_saves = None
             runs[-1].everything()
             runs[-1].engine.destroy()
             dist.barrier()

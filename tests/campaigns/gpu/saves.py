@@ -84,7 +84,7 @@ def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
 
     On the host a thread copies late instead: ``saves.late_copies``.
     """
-    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.seal, HostWriter.put, list[int]()
+    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.start_device_copies, HostWriter.put, list[int]()
 
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copy(self, [])  # makes the stream
@@ -102,7 +102,7 @@ def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
 
     with (
         mock.patch.object(Snapshot, "_copy_on_stream", copied),
-        mock.patch.object(Snapshot, "seal", sealed),
+        mock.patch.object(Snapshot, "start_device_copies", sealed),
         mock.patch.object(HostWriter, "put", handed),
     ):
         yield behind
@@ -142,8 +142,8 @@ class _Short(saves.Run):
 def _seen_without_the_wait(place: Any) -> None:
     """See that files differ if steps do not wait for copies: otherwise these checks would show nothing."""
     for waits in (True, False):
-        settle = Snapshot.settle if waits else lambda self: None
-        patched = mock.patch.object(Snapshot, "settle", settle)
+        settle = Snapshot.wait_for_copies if waits else lambda self: None
+        patched = mock.patch.object(Snapshot, "wait_for_copies", settle)
         with shared_folder() as folder, late(place, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
             found = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
         title = "files are the same with the wait" if waits else "files differ without the wait"
@@ -153,7 +153,7 @@ def _seen_without_the_wait(place: Any) -> None:
 def _memory(place: Any) -> None:
     """See that host memory is pinned where there is a GPU, and made once."""
     job, pinned = training.Job(optimizer="Adam", empty=False, config=saves.ASIDE), set[bool]()
-    empty, at = HostWriter._empty, list[set[int]]()
+    empty, at = HostWriter._next_buffer, list[set[int]]()
 
     def taken(self: Any) -> Any:
         buffer = empty(self)
@@ -166,10 +166,10 @@ def _memory(place: Any) -> None:
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, str(number))
             engine.checkpoint_engine.finish()
-            held = [one for many in engine.checkpoint_engine.aside.buffers._free.values() for one in many]
+            held = [one for many in engine.checkpoint_engine.async_saves.buffers._free.values() for one in many]
             pinned |= {one.is_pinned() for one in held}
             at.append({one.data_ptr() for one in held})
-        with mock.patch.object(HostWriter, "_empty", taken):
+        with mock.patch.object(HostWriter, "_next_buffer", taken):
             import deepspeed_ext
 
             deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=1)

@@ -4,9 +4,9 @@
 
 Blocks sleep in the place of their compute, so that two cores do not decide how long a step is. A turn of an
 asynchronous save is: undisturbed steps; the save; steps until it is committed. It stops the training for
-``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.at_step``. Each save goes
-to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves return
-while their bytes are in the page cache; ours have flushed them to the disk.
+``save_checkpoint`` on the last rank, and for as long as steps after it wait in ``AsyncSaves.before_step``. Each save
+goes to the real disk, and to a slow one, where a file takes as long as its bytes would at a rate. DeepSpeed's saves
+return while their bytes are in the page cache; ours have flushed them to the disk.
 """
 
 import contextlib
@@ -230,9 +230,9 @@ class _Saver:
     def __init__(self, ranks: SavesMeasurement, trained: Engine, section: dict[str, Any]) -> None:
         self._ranks, self._trained, self._waited = ranks, trained, 0.0
         configure(trained.engine, dict(section))
-        self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "aside", None)
+        self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "async_saves", None)
         if self._aside is not None:
-            vars(self._aside)["at_step"] = self._timed(self._aside.at_step)
+            vars(self._aside)["before_step"] = self._timed(self._aside.before_step)
 
     def _timed(self, wait: Any) -> Any:
         @functools.wraps(wait)
@@ -291,7 +291,7 @@ class _Saver:
         """Give the host buffers back, and end the process groups of the writer."""
         engine = self._trained.engine
         if self._aside is not None:
-            vars(self._aside).pop("at_step")
+            vars(self._aside).pop("before_step")
             engine.optimizer.context.readers.clear()
         configure(engine, {})
         give_back_memory()

@@ -90,7 +90,7 @@ def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, 
         engine, _ = training.make_engine(job, placed(name))
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         files = engine.checkpoint_engine
-        buffers, write, paths = files.aside.buffers, files.write, set[str]()
+        buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
         files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
         with tempfile.TemporaryDirectory() as own:
             shared = [own]
@@ -121,22 +121,22 @@ def taken_case() -> tuple[list[int], bool, list[float]]:
     late, memory, taken = torch.ones(1000), bytearray(4000), []
     snapshot = Snapshot(HostBuffers(), [late])
     for number in range(5):
-        taken.append(snapshot.take({"it": torch.frombuffer(memory, dtype=torch.float32).fill_(number)})["it"])
-    two = snapshot.take([late, late[3:].view(-1), late.new_zeros(3)])
-    snapshot.seal()
+        taken.append(snapshot.copy_content({"it": torch.frombuffer(memory, dtype=torch.float32).fill_(number)})["it"])
+    two = snapshot.copy_content([late, late[3:].view(-1), late.new_zeros(3)])
+    snapshot.start_device_copies()
     before = float(late[0])
     late.fill_(7.0)  # as a step would that does not wait
-    snapshot.complete()
+    snapshot.complete_copies()
     shared = two[0].untyped_storage().data_ptr() == two[1].untyped_storage().data_ptr()
     return [int(one[0]) for one in taken], shared, [before, float(two[0][0])]
 
 
 FAULTS = {  # what fails, on which rank, how, and what the error says
     "a full disk": ("save", 2, OSError(28, "No space left on device"), "No space left on device"),
-    "no memory": ("complete", 1, MemoryError(), "MemoryError"),
+    "no memory": ("complete_copies", 1, MemoryError(), "MemoryError"),
     "a writer that dies as it commits": ("publish", 0, SystemExit(7), "SystemExit"),
     "a read-only folder": ("publish", 0, PermissionError(13, "Permission denied"), "Permission denied"),
-    "a file latest that cannot be written": ("point", 0, OSError(5, "Input/output error"), "Input/output error"),
+    "a file latest that cannot be written": ("latest", 0, OSError(5, "Input/output error"), "Input/output error"),
     "a writer that dies": ("save", 3, SystemExit(7), "SystemExit"),
 }
 
@@ -151,8 +151,8 @@ def rank_of(fault: str, name: str) -> int:
 def failing(fault: str, rank: int) -> Iterator[None]:
     """Let the next save fail so, half-way, on this rank, in this context."""
     what, _, error, _ = FAULTS[fault]
-    owner: Any = {"save": torch, "publish": CheckpointFolder, "point": folders, "complete": Snapshot}[what]
-    name = "replace_text" if what == "point" else what
+    owner: Any = {"save": torch, "publish": CheckpointFolder, "latest": folders, "complete_copies": Snapshot}[what]
+    name = "replace_text" if what == "latest" else what
     original = getattr(owner, name)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,9 @@ def test_a_failed_save_is_raised_on_all_ranks(
         assert {one.at for one in failures} == {"step", "save", "load", "destroy"}
         for one in failures:
             rank, says = rank_of(one.fault, name), FAULTS[one.fault][-1]
-            assert one.message.startswith("SaveFailed: the checkpoint ") and one.untouched, one
+            assert one.message.startswith("SaveFailed: the asynchronous save of the checkpoint ") and one.untouched, (
+                one
+            )
             assert f"rank {rank}: " in one.message and says in one.message, one
         assert losses == undisturbed and changed == {} and groups == 0, (losses, undisturbed, changed, groups)
 
@@ -265,7 +267,7 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         engine, model = training.make_engine(job, placed(name))
         runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
     if dist.get_rank() == 2:
-        runs[0].engine.checkpoint_engine.aside._background.add = no_thread
+        runs[0].engine.checkpoint_engine.async_saves._background.add = no_thread
     for tag in range(2):
         for run in runs:
             run.step()
@@ -336,7 +338,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     with patched:
         engine, _ = training.make_engine(job, placed("NIG", 1))
     files, saved = engine.checkpoint_engine, f"{folder}/saved"
-    complete = Snapshot.complete
+    complete = Snapshot.complete_copies
 
     def slowly(self: Snapshot) -> None:
         time.sleep(seconds * dist.get_rank())
@@ -364,7 +366,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     files.finish()
     before = timeout_of(None)
     distributed_c10d._set_pg_timeout(brief, dist.get_world_group())
-    with patched, mock.patch.object(Snapshot, "complete", slowly):
+    with patched, mock.patch.object(Snapshot, "complete_copies", slowly):
         slow = [snapshots.error_of(save, "slow"), Path(saved, "latest").read_text()]
     distributed_c10d._set_pg_timeout(before, dist.get_world_group())
     lost = []

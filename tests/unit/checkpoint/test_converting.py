@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.checkpoint import converting, owned
+from deepspeed_ext.checkpoint import conversion, owned_folder
 from tests.harness import snapshots, training
 from tests.harness.snapshots import convert, error_of
 from tests.harness.tiers import deep
@@ -110,7 +110,7 @@ def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: 
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
-        assert "cannot be loaded as it is" in message and "has failed" in message, message
+        assert "cannot be loaded without conversion" in message and " failed: " in message, message
         assert f"python -m deepspeed_ext convert --input_folder {tmp_path}/global_step3 " in message, message
         assert names == ["global_step3", "here", "latest"]
 
@@ -134,7 +134,7 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
 def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "NIG + Muon")
     ((message, taken, found),) = ranks(1).run(interrupted_case, str(tmp_path))
-    assert message == "OSError: killed" and "is there, and is no universal checkpoint" in taken
+    assert message == "OSError: killed" and "exists, and is not a universal checkpoint" in taken
     saved, made = ["global_step3", "latest"], ["global_step3_universal", "latest_universal"]
     assert found == [saved, sorted((*saved, *made)), ["global_step3_universal"]]
 
@@ -169,21 +169,21 @@ def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path
     (tmp_path / "two").mkdir()
     (tmp_path / "two_converted").mkdir()
     hidden = r"\.one_converted\.[0-9a-f]{8}\.saving"
-    failed = rf"CheckpointError: rank 0: {place} cannot be loaded as it is \(another strategy\), and it cannot be "
-    failed += "converted: "
+    failed = rf"CheckpointError: rank 0: {place} cannot be loaded without conversion \(another strategy\), and its "
+    failed += "conversion failed: "
     given_up = (
-        rf"CheckpointError: {place} was not converted: for 1 s the first rank, which converts it, has not written to "
-        rf"{tmp_path}/{hidden}/at_work, so it has died or cannot write\."
+        rf"CheckpointError: {place} was not converted: the first rank, which converts it, has not updated "
+        rf"{tmp_path}/{hidden}/at_work for 1 s, so it has died or cannot write\."
     )
     apart = (
-        rf"CheckpointError: rank 1: {tmp_path}/1/{hidden}/at_work, which the first rank has made, is not there on "
-        r"rank 1: to be converted, a checkpoint must be in a folder that all nodes share\."
+        rf"CheckpointError: rank 1: {tmp_path}/1/{hidden}/at_work, which the first rank has created, is not visible "
+        r"to rank 1: a conversion requires a checkpoint folder that all nodes share\."
     )
     expected = {
-        "late": rf"{failed}python -m deepspeed_ext convert .* has failed: so",
+        "late": rf"{failed}python -m deepspeed_ext convert .* failed: so",
         "broken": rf"{failed}ValueError: no text",
         "full": rf"CheckpointError: rank 0: .*/{hidden} cannot be written: OSError: .*No space left on device",
-        "taken": rf"CheckpointError: rank 0: {tmp_path}/two_converted is there, and no load has made it.*",
+        "taken": rf"CheckpointError: rank 0: {tmp_path}/two_converted exists, and was not created by a load.*",
         "apart": apart,
     }
     for rank, found in enumerate(ranks(2).run(ends_case, str(tmp_path))):
@@ -207,7 +207,7 @@ def ends_case(folder: str) -> dict[str, str]:
         return subprocess.CompletedProcess([], 1, "so")
 
     def error(tag: str = "one", inside: str = folder) -> str:
-        return error_of(converting.converted, inside, tag, "another strategy")
+        return error_of(conversion.convert_for_load, inside, tag, "another strategy")
 
     def failing(name: str) -> Any:
         act = getattr(Path, name)
@@ -220,7 +220,7 @@ def ends_case(folder: str) -> dict[str, str]:
         return mock.patch.object(Path, name, fail)
 
     found = {}
-    with mock.patch.multiple(converting, _SILENT=1.0, _BEAT=0.05, _LOOKS=0.05):
+    with mock.patch.multiple(conversion, _DEAD_SECONDS=1.0, _BEAT_SECONDS=0.05, _POLL_SECONDS=0.05):
         with mock.patch.object(subprocess, "run", side_effect=fail_late):
             found["late"] = error()
         with mock.patch.object(subprocess, "run", side_effect=ValueError("no text")):
@@ -237,7 +237,7 @@ def ends_case(folder: str) -> dict[str, str]:
                 found["gone"] = "gone"
     own = Path(folder, str(dist.get_rank()))
     (own / "one").mkdir(parents=True)
-    with mock.patch.multiple(converting, _VISIBLE=0.1, _LOOKS=0.05):
+    with mock.patch.multiple(conversion, _VISIBLE_SECONDS=0.1, _POLL_SECONDS=0.05):
         found["apart"] = error(inside=str(own))
     return found
 
@@ -264,28 +264,28 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
     def convert(command: list[str], **_: Any) -> Any:
         job = next(jobs)
         if job == 1:
-            second.append(converting.converted(folder, "one", "another strategy")[0])
+            second.append(conversion.convert_for_load(folder, "one", "another strategy")[0])
         made = Path(command[-1])
         made.mkdir()
         (made / f"by job {job}").touch()
         return subprocess.CompletedProcess([], 0, "")
 
-    wait = converting._wait
+    wait = conversion._wait_for_conversion
 
     def wait_for_both(source: Path, at_work: Path) -> None:
         if not second:
             second.append("")
-            second[0] = converting.converted(folder, "one", "another strategy")[0]
+            second[0] = conversion.convert_for_load(folder, "one", "another strategy")[0]
         wait(source, at_work)
 
     if first:
-        owned.claim(Path(folder, "older_converted"), shared=True).close()
-        used = owned.claim(Path(folder, "used_converted"), shared=True)
+        owned_folder.create_marker(Path(folder, "older_converted"), shared=True).close()
+        used = owned_folder.create_marker(Path(folder, "used_converted"), shared=True)
     with (
         mock.patch.object(subprocess, "run", side_effect=convert),
-        mock.patch.object(converting, "_wait", wait_for_both),
+        mock.patch.object(conversion, "_wait_for_conversion", wait_for_both),
     ):
-        tag, lease = converting.converted(folder, "one", "another strategy")
+        tag, lease = conversion.convert_for_load(folder, "one", "another strategy")
     dist.barrier()
     names = names_in(folder)
     found = [path.name for path in Path(folder, tag).glob("by*")]

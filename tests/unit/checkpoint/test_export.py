@@ -115,7 +115,7 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
         trained = torch.equal(training.whole_weights(model), undisturbed)
         engine.destroy()
         missing = sorted(whole.keys() - saved.keys())
-        rows.append((name, differing, missing, trained, (live, largest, export._writer.held)))
+        rows.append((name, differing, missing, trained, (live, largest, export._writer.allocated_bytes)))
     return rows
 
 
@@ -286,11 +286,11 @@ def turns_case(folder: str) -> tuple[list[str], str, str]:
 REFUSED = {
     "writers": r"ValueError: expected 1 to 2 writers.*",
     "dtype": r"ValueError: .*float8_e8m0fnu.*",
-    "ranks": r"CheckpointError: rank 1: what an export is asked for.*",
+    "ranks": r"CheckpointError: rank 1: the arguments of an export.*",
     "file": r"CheckpointError: rank 0: .* must be a folder.*",
-    "offloaded": r"RuntimeError: Parameters are offloaded.*",
+    "offloaded": r"RuntimeError: Offloaded parameters.*",
     "pipeline": r"NotImplementedError: Weights of a pipeline.*",
-    "tensor parallel": r"NotImplementedError: Weights that 2 tensor-parallel ranks.*",
+    "tensor parallel": r"NotImplementedError: Weights that are split over 2 tensor-parallel ranks.*",
 }
 
 

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from deepspeed_ext.checkpoint import folder as module
-from deepspeed_ext.checkpoint import owned
+from deepspeed_ext.checkpoint import owned_folder
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from tests.harness.tiers import deep
 
@@ -25,13 +25,13 @@ def write(folder: Any, text: str) -> None:
     """One save of two files."""
     folder.prepare()
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        Path(folder.staged(str(folder.path / name))).write_text(text)
+        Path(folder.staging_path(str(folder.path / name))).write_text(text)
 
 
 def publish(folder: Any) -> None:
     """The end of a save."""
     folder.publish()
-    folder.point()
+    folder.update_latest()
     folder.clear()
 
 
@@ -43,14 +43,14 @@ def save(folder: Any, text: str) -> None:
 
 def read(folder: Any) -> set[str]:
     """What the checkpoint says, as a load sees it."""
-    return {path.read_text() for path in (folder.save_dir / folder.present_tag()).glob("*_states.pt")}
+    return {path.read_text() for path in (folder.save_dir / folder.actual_tag()).glob("*_states.pt")}
 
 
 @pytest.fixture(params=["exchanged", "renamed"])
 def _rename(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a file system that exchanges names."""
     if request.param == "renamed":
-        monkeypatch.setattr(owned, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(owned_folder, "_exchange", lambda one, other: False)
 
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("_rename")]
@@ -70,9 +70,9 @@ def test_a_checkpoint_is_where_deepspeed_puts_it(tmp_path: Path, tag: str) -> No
 
 def test_files_beside_the_folder_are_not_staged(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "one")
-    assert folder.staged(str(tmp_path / "zero_to_fp32.py")) == str(tmp_path / "zero_to_fp32.py")
-    assert folder.staged(str(tmp_path / "one_more" / "file")) == str(tmp_path / "one_more" / "file")
-    assert folder.staged(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
+    assert folder.staging_path(str(tmp_path / "zero_to_fp32.py")) == str(tmp_path / "zero_to_fp32.py")
+    assert folder.staging_path(str(tmp_path / "one_more" / "file")) == str(tmp_path / "one_more" / "file")
+    assert folder.staging_path(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
 
 
 def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,24 +116,24 @@ def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> 
     for folder in (actor, critic):
         write(folder, "new")
         folder.publish()
-        folder.point()
+        folder.update_latest()
     actor.revert()
     assert (tmp_path / "latest").read_text() == "critic"
 
 
 @pytest.mark.parametrize("host, days", [("this", 0), ("another", 0), ("another", 2)])
 def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
-    left = owned.OwnedFolder(tmp_path / "one")
+    left = owned_folder.OwnedFolder(tmp_path / "one")
     left.create()
     marker = left.path / "owner.json"
     if host == "another":
         marker.write_text('{"host": "another"}')
     os.utime(marker, (time.time() - days * 86400,) * 2)
     path = left.path
-    owned.OwnedFolder(tmp_path / "two").create()
+    owned_folder.OwnedFolder(tmp_path / "two").create()
     assert path.exists(), "it is in use"
     del left
-    owned.OwnedFolder(tmp_path / "two").create()
+    owned_folder.OwnedFolder(tmp_path / "two").create()
     assert path.exists() == (host == "another" and not days)
 
 
@@ -141,10 +141,10 @@ def test_a_folder_that_an_older_version_set_aside_is_found(tmp_path: Path) -> No
     folder = CheckpointFolder(tmp_path, "one")
     save(folder, "first")
     folder.path.rename(tmp_path / ".one.replaced")
-    assert read(folder) == {"first"} and folder.present_tag() == ".one.replaced"
+    assert read(folder) == {"first"} and folder.actual_tag() == ".one.replaced"
     folder = CheckpointFolder(tmp_path, "one")
     folder.prepare()
-    assert folder.present_tag() == "one"
+    assert folder.actual_tag() == "one"
     folder.revert()
     assert read(folder) == {"first"}
 
@@ -189,7 +189,7 @@ def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
         assert names_in(saves) == ["last", "latest"] and names_in(disk) == ["latest", "target", "via"]
     write(folder, "third")
     folder.publish()
-    folder.point()
+    folder.update_latest()
     folder.revert()
     assert read(folder) == {"second"} and names_in(disk) == ["latest", "target", "via"]
 
@@ -197,11 +197,14 @@ def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "found, message",
     [
-        ("file", "/tag must be a folder, or not be there, to be saved to; it is a file. Remove it, or"),
+        ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
         ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
-        ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder, .*; it is nothing. Remove it"),
-        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is nothing. Remove it"),
-        ("mount point", r"/tag \(a link to /proc\) is a mount point, which cannot be replaced as a whole"),
+        (
+            "dangling link",
+            r"/tag \(a link to .*/nowhere\) must be a folder, .*; it is a link without a target. Remove it",
+        ),
+        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
+        ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
     ],
 )
 def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, message: str) -> None:
@@ -227,7 +230,7 @@ def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> 
         for done in range(3):
             folder = CheckpointFolder(tmp_path, tag)
             write(folder, "second")
-            for act in (folder.publish, folder.point)[:done]:
+            for act in (folder.publish, folder.update_latest)[:done]:
                 act()
             folder.revert()
             left = {path.name for path in tmp_path.iterdir()}
@@ -241,7 +244,7 @@ def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pyte
     save(previous, "first")
     folder = CheckpointFolder(tmp_path, tag)
     write(folder, "second")
-    flush = owned.sync
+    flush = owned_folder.sync
 
     def fail_on_parent(path: Path) -> None:
         if Path(path) == tmp_path:
@@ -249,11 +252,11 @@ def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pyte
         flush(path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owned, "sync", fail_on_parent)
+        patch.setattr(owned_folder, "sync", fail_on_parent)
         with pytest.raises(OSError, match="Input/output error"):
             folder.publish()
     folder.revert()
-    assert read(previous) == {"first"} and previous.present_tag() == "one"
+    assert read(previous) == {"first"} and previous.actual_tag() == "one"
     assert names_in(tmp_path) == ["latest", "one"] and (tmp_path / "latest").read_text() == "one"
 
 
@@ -314,7 +317,13 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
     with monkeypatch.context() as patch:
         paths = ((Path, name) for name in ("mkdir", "rename", "replace", "write_text"))
         calls = ((os, name) for name in ("link", "unlink", "rmdir"))
-        for owner, name in (*paths, *calls, (shutil, "copystat"), (owned, "_exchange"), (owned, "claim")):
+        for owner, name in (
+            *paths,
+            *calls,
+            (shutil, "copystat"),
+            (owned_folder, "_exchange"),
+            (owned_folder, "create_marker"),
+        ):
             patch.setattr(owner, name, guarded(getattr(owner, name)))
         try:
             save(folder, "second")

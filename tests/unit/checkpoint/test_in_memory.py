@@ -100,18 +100,18 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
 
 # What happens to the last of three saves, to disk and twice in memory; which one is loaded, and what is said of it.
 CASES = {
-    "": ("3", "", "3 is resumed from a save in memory, of step 3, "),
-    "torn": ("2", "", "of 3 4 of 8 files are missing"),
-    "failed": ("2", "no room here", "2 is resumed from a save in memory"),
-    "run": ("", "", "saves in memory of another run in "),  # which stay
-    "full": ("1", "Saves of other runs take room there, too: ", ""),
+    "": ("3", "", "resuming 3 from a save in memory of step 3, "),
+    "torn": ("2", "", "of 3 lacks 4 of 8 files"),
+    "failed": ("2", "no room here", "resuming 2 from a save in memory"),
+    "run": ("", "", "ignoring the saves in memory of another run in "),  # which stay
+    "full": ("1", "Saves of other runs also use it: ", ""),
     "old": ("3 from disk", "", ""),
-    "missing": ("1", "", "the last one on disk is of step"),
-    "edited": ("0", "", "when it was made, latest named 1, and now 0"),
-    "damaged": ("1", "", "saves in memory of another run in "),
+    "missing": ("1", "", "the last checkpoint on disk is of step"),
+    "edited": ("0", "", "latest named 1 at the time of the save, and names 0 now"),
+    "damaged": ("1", "", "ignoring the saves in memory of another run in "),
     "version": ("1", "", ""),
-    "model": ("", "", "of another model"),
-    "others": ("1", "only this user", "are left alone"),
+    "model": ("", "", "to another model"),
+    "others": ("1", "only this user", "ignoring the saves in memory in "),
 }
 
 
@@ -121,9 +121,9 @@ def open_to_others(self: Any, *args: Any, publish: Callable[..., None] = MemoryF
 
 
 CHANGED: dict[str, tuple[str, Any]] = {  # what of the folder in memory is replaced during the saves
-    "torn": ("keep_only", lambda self, number: None),
-    "old": ("forget", lambda self: None),
-    "full": ("free", 1000),
+    "torn": ("remove_others", lambda self, number: None),
+    "old": ("remove", lambda self: None),
+    "full": ("free_bytes", 1000),
     "others": ("publish", open_to_others),
 }
 
@@ -182,8 +182,8 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
             engine.save_checkpoint(folder, "3 from disk")
         else:
             fails = what == "failed" and tag == "3" and dist.get_rank() == 3
-            room = OSError("no room here") if fails else in_memory._made
-            with mock.patch.object(in_memory, "_made", side_effect=room):  # for the copies that it gets
+            room = OSError("no room here") if fails else in_memory._create_mapped_file
+            with mock.patch.object(in_memory, "_create_mapped_file", side_effect=room):  # for the copies that it gets
                 error = snapshots.error_of(deepspeed_ext.save_in_memory, engine, folder, tag)
                 error = snapshots.error_of(engine.checkpoint_engine.finish) or error
     return error
@@ -234,7 +234,7 @@ def refused_case(base: str) -> list[str]:
 @pytest.mark.parametrize("copies", [2, 5])
 def test_next_groups_get_copies_and_limits_are_logged(ranks: Any, tmp_path: Path, copies: int) -> None:
     """Four groups on one node, with which copies are lost, and which have no place for five copies."""
-    warnings = ["on the node of those that they are made of, on 4 rank(s)", "for 5 copies", "so there are 3."]
+    warnings = ["copies of 4 rank(s) are on the same node", "memory_copies is 5", "each file has 3 copies."]
     for rank, (held, needed, expected, numbers, lines, message) in enumerate(
         ranks(4).run(copies_case, str(tmp_path), copies)
     ):
@@ -268,7 +268,7 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
     shards = Path(base).glob(f"deepspeed_ext*/*-{rank}/*optim_states.pt")
     held = sorted(int(path.name.split("_")[3]) for path in shards)
     sizes = {key: size for one in held for key, size in rows[0][one, 2:].view(-1, 2).tolist()}
-    with mock.patch.object(MemoryFolder, "free", 1000):
+    with mock.patch.object(MemoryFolder, "free_bytes", 1000):
         message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")
     engine.destroy()
     warnings = "".join(text for _, text in lines)
@@ -286,11 +286,11 @@ def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
 
 def publish(folder: Any, number: int, **more: Any) -> None:
     """A whole save of one rank."""
-    staging = folder.begin(number, 0)
+    staging = folder.create_staging(number, 0)
     (staging / "file").write_bytes(b"12345")
     identity = Identity(number, "tag", 3, 1.0, "", "model", 1)
     folder.publish(staging, Part(identity, f"{number}-0", {"file": 0}))
-    folder.keep_only(number)
+    folder.remove_others(number)
 
 
 @pytest.mark.quick
@@ -298,18 +298,18 @@ def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> N
     save_dir = tmp_path / "checkpoints"  # a volume of its own in each container
     one, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
     publish(one, 1)
-    writing = one.begin(2, 0)
+    writing = one.create_staging(2, 0)
     publish(two, 3)
-    two.begin(4, 0)
-    assert [part.save.number for part in one.parts()] == [1] and writing.is_dir()
+    two.create_staging(4, 0)
+    assert [part.save.number for part in one.read_parts()] == [1] and writing.is_dir()
     save_dir.mkdir()
     (save_dir / "deepspeed_ext_run").write_text("b" * 32)
     config: Any = type("Config", (), {"_param_dict": {"checkpoint": {"memory_folder": str(tmp_path)}}})
-    memory_folder.forget(config, save_dir)
-    assert [part.save.number for part in one.parts()] == [1] and two.parts() == []
-    (other,) = two.others(same=True)
+    memory_folder.remove_memory_saves(config, save_dir)
+    assert [part.save.number for part in one.read_parts()] == [1] and two.read_parts() == []
+    (other,) = two.describe_others(same=True)
     assert other.startswith(f"{one.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
-    assert folder_of(tmp_path, tmp_path, "b" * 32).others(same=True) == []
+    assert folder_of(tmp_path, tmp_path, "b" * 32).describe_others(same=True) == []
 
 
 @pytest.mark.quick
@@ -323,16 +323,16 @@ def test_errors_of_cleanup_fail_no_save_in_memory(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", out_of_memory)
         publish(folder, 2)
-        folder.drop(1, 0)
-    assert sorted(part.save.number for part in folder.parts()) == [1, 2]
+        folder.remove_files_of(1, 0)
+    assert sorted(part.save.number for part in folder.read_parts()) == [1, 2]
     publish(folder, 3)
-    assert [part.save.number for part in folder.parts()] == [3]
+    assert [part.save.number for part in folder.read_parts()] == [3]
 
 
 @pytest.mark.quick
 def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     killed, writing = (folder_of(tmp_path, tmp_path, "a" * 32) for _ in range(2))
-    left, kept = killed.begin(1, 0), writing.begin(2, 1)
+    left, kept = killed.create_staging(1, 0), writing.create_staging(2, 1)
     del killed
     publish(folder_of(tmp_path, tmp_path, "a" * 32), 2)
     assert kept.is_dir() and not left.parent.exists()
@@ -347,7 +347,7 @@ CHANGES += [{"step": "3"}, {"time": None}, {"tag": 3}, {"color": "blue"}, {"file
 def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = folder_of(tmp_path, tmp_path, "a" * 32)
     publish(folder, 1)
-    assert len(folder.parts()) == 1
+    assert len(folder.read_parts()) == 1
     (manifest,) = folder.path.glob("*/manifest.json")
     content = json.loads(manifest.read_text())
     if change.keys() <= content.keys():
@@ -357,7 +357,7 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
         part = part | change if "files" in change else {**part, "save": part["save"] | change}
         content["part"] = json.dumps(part)
     manifest.write_text(json.dumps(content))
-    assert folder.parts() == []
+    assert folder.read_parts() == []
 
 
 @pytest.mark.quick
@@ -400,9 +400,9 @@ def test_room_is_what_memory_and_control_groups_leave(
     folder.path.mkdir()
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=20 * GIB, f_frsize=1))
     monkeypatch.setattr(type(folder), "is_in_memory", True)
-    assert folder.free == room * GIB
+    assert folder.free_bytes == room * GIB
     monkeypatch.setattr(type(folder), "is_in_memory", False)
-    assert folder.free == 20 * GIB
+    assert folder.free_bytes == 20 * GIB
 
 
 @pytest.mark.quick
@@ -418,4 +418,4 @@ def test_an_older_latest_universal_is_warned_of(tmp_path: Path) -> None:
         _warn_if_older(universal, latest)
     ((level, line),) = lines
     assert level == "WARNING"
-    assert f"{universal} takes precedence, though it is 2 hours old and {latest} only 0 seconds" in line
+    assert f"{universal} takes precedence, although it is 2 hours old and {latest} is only 0 seconds" in line

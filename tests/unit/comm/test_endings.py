@@ -74,7 +74,7 @@ def test_a_save_that_fails_at_the_end_is_in_the_exit_status(ends: dict[str, Ende
     """Whatever the script had wanted it to be; and the error is told."""
     ended = ends[f"failing, {kind}"]
     assert ended.statuses == (1, 1) and not ended.saved and not ended.alive, ended.written
-    assert ended.written.count("could not be written, and what was there is untouched: rank 1: ") >= 3, ended.written
+    assert ended.written.count("failed; existing files are unchanged: rank 1: ") >= 3, ended.written
     assert "No space left on device" in ended.written
 
 

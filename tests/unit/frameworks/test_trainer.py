@@ -108,7 +108,7 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
     from tests.harness import training
     from tests.harness.frameworks import tiny
 
-    complete, returned = Snapshot.complete, threading.Semaphore(0)
+    complete, returned = Snapshot.complete_copies, threading.Semaphore(0)
     begun: list[int] = []
     finishing: list[bool] = []  # whether the end of the training waits for saves
 
@@ -121,7 +121,7 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
 
     weights, zero = [], placed("NIG")
     more = {"save_total_limit": 1, "deepspeed": {**for_trainer(zero), "checkpoint": {"async_save": True}}}
-    with mock.patch.object(Snapshot, "complete", lambda self: returned.acquire() and complete(self)):
+    with mock.patch.object(Snapshot, "complete_copies", lambda self: returned.acquire() and complete(self)):
         for resumes in (False, True):
             trainer = make(folder, "model", more, zero)
             trainer.add_callback(Watch)

@@ -340,7 +340,7 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
 
 def test_loads_warn_of_missing_and_of_unused_errors(ranks: Any, tmp_path: Any) -> None:
     told, *others = ranks(4).run(halves_case, str(tmp_path))
-    assert told == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
+    assert told == [["errors of sums start at zero"], ["errors of sums were saved, but are not loaded"], []]
     assert all(lines == [[], [], []] for lines in others)
 
 
