@@ -54,7 +54,7 @@ from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
@@ -87,8 +87,8 @@ def save_in_memory(
     commit = MemoryCommit(CheckpointFolder(save_dir, tag), dist.get_rank() == 0, True, False, memory=memory)
     with (
         optimizer.writers.in_each_group(engine, optimizer.topology.inter),
-        replaced(files, memory_commit=commit),
-        replaced(engine, _copy_recovery_script=lambda save_path: None),  # to disk
+        replace_attributes(files, memory_commit=commit),
+        replace_attributes(engine, _copy_recovery_script=lambda save_path: None),  # to disk
     ):
         return engine.save_checkpoint(save_dir, tag, dict(client_state or {}), save_latest=False)
 

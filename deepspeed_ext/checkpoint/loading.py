@@ -25,7 +25,7 @@ from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 
 
 @torch.inference_mode(False)  # the next step writes to the loaded tensors
@@ -179,7 +179,7 @@ def _run_load(load: Callable[[], Any], folder: Path) -> Any:
 @contextmanager
 def _disable_universal(engine: Engine) -> Iterator[None]:
     """Disable universal loads within this context."""
-    with replaced(engine._config, load_universal_checkpoint=False):
+    with replace_attributes(engine._config, load_universal_checkpoint=False):
         yield
 
 
@@ -241,6 +241,6 @@ def _read_weights_of_tag(engine: Engine, tag: str, from_universal: bool) -> Abst
     name = "get_fp32_state_dict_from_zero_checkpoint"
     original = getattr(deepspeed.runtime.engine, name)
     if not engine.pipeline_parallelism and not from_universal:
-        return replaced(deepspeed.runtime.engine, **{name: functools.partial(original, tag=tag)})
+        return replace_attributes(deepspeed.runtime.engine, **{name: functools.partial(original, tag=tag)})
     weights: Any = None if engine.pipeline_parallelism else {}
-    return replaced(deepspeed.runtime.engine, **{name: lambda *_, **__: weights})
+    return replace_attributes(deepspeed.runtime.engine, **{name: lambda *_, **__: weights})

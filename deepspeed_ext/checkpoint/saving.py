@@ -19,7 +19,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
@@ -78,7 +78,8 @@ def save_checkpoint(
             files.redirect_to_staging(commit.folder, header, writers, snapshot),
             writers.numbered(engine),
             engine.optimizer.being_saved(snapshot),
-            replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # `require_same` has compared tags
+            # `require_same` above has compared the tags already.
+            replace_attributes(engine, checkpoint_tag_validation_enabled=lambda: False),
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**frozen, **(client_state or {})}, False, exclude_frozen_parameters

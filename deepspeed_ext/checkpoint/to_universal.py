@@ -56,7 +56,7 @@ from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.progress import followed
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.states import under_deepspeeds_names
@@ -113,7 +113,7 @@ def _require_replaceable(target: Path) -> None:
 
 def _convert_into_folder(arguments: argparse.Namespace) -> None:
     """Convert into a hidden folder; see Note [Momentum in universal checkpoints]."""
-    with replaced(
+    with replace_attributes(
         ds_to_universal,
         extract_zero_shards=extract_replicated,
         extract_zero_shards_stage3=extract_partitioned,
@@ -212,7 +212,7 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
             state = {**state, OPTIMIZER_STATE_DICT: present_momentum_as_adam(state[OPTIMIZER_STATE_DICT])}
         return state
 
-    with replaced(torch, load=load_transformed):
+    with replace_attributes(torch, load=load_transformed):
         _consolidate(output_dir, model_files, optim_files)
 
 
@@ -231,7 +231,7 @@ def _transform_loaded_states(transform: Callable[[Mapping[str, Any]], dict[str, 
         state = load(*args, **kwargs)
         return {**state, OPTIMIZER_STATE_DICT: transform(state[OPTIMIZER_STATE_DICT])}
 
-    with replaced(torch, load=load_transformed):
+    with replace_attributes(torch, load=load_transformed):
         yield
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafGradients
-from deepspeed_ext.overrides import checked, override
+from deepspeed_ext.overrides import check_overrides, override
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.families import DENSE, family_of
@@ -48,7 +48,7 @@ from deepspeed_ext.zero.shards import CrossingSpan, FlatShard
 from deepspeed_ext.zero.writers import CheckpointWriters
 
 
-@checked
+@check_overrides
 class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [Order of work, parameters sharded].
 

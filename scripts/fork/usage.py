@@ -276,10 +276,10 @@ def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
 
 
 def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield objects and names in calls such as ``getattr(object, name)`` and ``replaced(object, name=value)``."""
+    """Yield objects and names in ``getattr(object, name)``, ``replace_attributes(object, name=value)`` and the like."""
     for node in ast.walk(tree):
         function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if function == "replaced":
+        if function == "replace_attributes":
             yield from ((node.args[0], keyword.arg) for keyword in node.keywords if keyword.arg)
         elif function in _BY_NAME and len(node.args) > 1:
             name = node.args[1]
