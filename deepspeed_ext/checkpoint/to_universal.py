@@ -57,7 +57,7 @@ from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
 from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
 from deepspeed_ext.overrides import replace_attributes
-from deepspeed_ext.progress import followed
+from deepspeed_ext.progress import track_progress
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.states import under_deepspeeds_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled
@@ -119,11 +119,11 @@ def _convert_into_folder(arguments: argparse.Namespace) -> None:
         extract_zero_shards_stage3=extract_partitioned,
         _consolidate_zero3_autoep_expert_states=consolidate_experts,
         _save_optimizer_state=save_other_states,
-        tqdm=SimpleNamespace(tqdm=partial(followed, what="converting", unit="part")),  # tqdm also floods logs
+        tqdm=SimpleNamespace(tqdm=partial(track_progress, label="converting", unit="part")),  # tqdm also floods logs
     ):
         ds_to_universal.main(arguments)
     moments = sorted(Path(arguments.output_folder, "zero").glob(f"*/{_SECOND_MOMENT}.pt"))
-    for path in followed(moments, "looking for momentum", "parameter"):
+    for path in track_progress(moments, "looking for momentum", "parameter"):
         if _is_mark(tensor_of(inspect(path))):
             path.with_name(f"{_FIRST_MOMENT}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
             path.unlink()

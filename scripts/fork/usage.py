@@ -276,7 +276,7 @@ def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
 
 
 def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield objects and names in ``getattr(object, name)``, ``replace_attributes(object, name=value)`` and the like."""
+    """Yield objects and names in ``getattr(object, name)`` and ``replace_attributes(object, name=value)``."""
     for node in ast.walk(tree):
         function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
         if function == "replace_attributes":

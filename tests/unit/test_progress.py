@@ -32,8 +32,8 @@ def shown_by(work: Callable[[], object]) -> tuple[str, str]:
 
 def bars() -> None:
     """Show both kinds of bars."""
-    assert sum(progress.followed([1, 2, 3], "adding", "number")) == 6
-    with progress.bar(2, "waiting", "turn") as shown:
+    assert sum(progress.track_progress([1, 2, 3], "adding", "number")) == 6
+    with progress.progress_bar(2, "waiting", "turn") as shown:
         shown.update()
         shown.update()
 
