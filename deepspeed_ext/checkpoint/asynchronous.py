@@ -197,9 +197,9 @@ class AsyncSaves:
             SaveFailed: on all ranks; the save failed, and no step has raised it.
         """
         job, commit, failure = self._job, self._commit, None
-        self._pace.lift()
+        self._pace.lift()  # training waits from here on, so the exchange need not leave the links to it
         if job is not None:
-            wait_on_all(job.wait_within)  # not one collective: a disk may be slower than its timeout
+            wait_on_all(job.wait_within)  # not one collective, because a disk may be slower than its timeout
         self.wait_for_copies()
         if job is None or commit is None:
             return

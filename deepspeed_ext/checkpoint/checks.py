@@ -238,7 +238,7 @@ class Check:
         error: CheckpointError | None = None
         if len(set(ids.values())) > 1:
             error = CheckpointError(f"one of these files belongs to another save than the others: {', '.join(ids)}.")
-        raise_together(error, CheckpointError)
+        raise_together(error, CheckpointError)  # on all ranks, or the reduction below would wait for this one
         save_id = next(iter(ids.values()), _NO_SAVE_ID)
         if save_id not in (all_reduce_min(save_id), _NO_SAVE_ID):
             error = CheckpointError(f"{', '.join(ids)} belong to another save than the files that other ranks load.")

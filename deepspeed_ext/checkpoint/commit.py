@@ -51,7 +51,7 @@ class Commit:
         """
         folder = self.folder
         try:
-            raise_together(error, CheckpointError, channel)
+            raise_together(error, CheckpointError, channel)  # first: the count below assumes that all files exist
             total = channel.all_reduce_sum(written)
             if self.is_shared:
                 self._run_on_first(lambda: _wait_for_files(folder, total), channel)

@@ -210,7 +210,7 @@ def _run_converter(folder: Path, owned: OwnedFolder) -> IO[str]:
         command = " ".join(["python -m deepspeed_ext", *arguments])
         raise CheckpointError(f"{command} failed: {done.stdout[-_OUTPUT_CHARACTERS:].strip()}")
     (owned.staging / _SOURCE).write_text(json.dumps(signature))
-    lease = create_marker(owned.staging, shared=True)
+    lease = create_marker(owned.staging, shared=True)  # before `publish`: other jobs remove unlocked conversions
     other_lease = _reuse_conversion(folder, owned.target)
     if other_lease is None:
         try:

@@ -160,7 +160,7 @@ def export_weights(
     _require_loaded_parameters(engine)
     files = divide_into_files(exported_weights(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
     target = CheckpointFolder(path.parent, path.name, NAMES)
-    target.set_token(broadcast_text(new_token(), 0))
+    target.set_token(broadcast_text(new_token(), 0))  # all writers must use the same staging folder
     first = dist.get_rank() == 0
     run_on_all_or_raise(lambda: target.prepare() if first else None, _ACTION, CheckpointError)
     if host_bytes is None:

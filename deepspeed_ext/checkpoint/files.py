@@ -94,7 +94,7 @@ class CheckpointFiles(TorchCheckpointEngine):
         async_saves: asynchronous saves; None to save synchronously.
 
     Attributes:
-        async_saves: the same.
+        async_saves: the asynchronous saves of the engine; None if saves are synchronous.
         memory_commit: commit of an in-memory save, which also chooses the staging folder; None for a save to disk.
     """
 

@@ -145,7 +145,7 @@ class CheckpointFolder:
         if self._target.is_dir():
             ignored = self._ignore_staged if keep_unstaged else self._ignore_replaced
             shutil.copytree(self._target, self.staging, True, ignored, _link_or_copy, dirs_exist_ok=True)
-        self._owned.publish()
+        self._owned.publish()  # after the copy: kept files must never be missing under the final name
         self._published = True
 
     def _ignore_replaced(self, folder: str, names: list[str]) -> set[str]:

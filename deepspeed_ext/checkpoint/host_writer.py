@@ -116,6 +116,7 @@ class HostWriter:
         if self._current is None:
             return
         if not get_accelerator().is_synchronized_device():
+            # Without this event, the thread could write the buffer before the device has filled it.
             self._current.copy_event = get_accelerator().Event()
             self._current.copy_event.record(get_accelerator().current_stream())
         self._full.put(self._current)

@@ -311,6 +311,7 @@ class MemorySave:
             CheckpointError: on all ranks, if one of them failed.
         """
         for names, target, (source, _) in zip(self._to_send, self._ring.targets, self._ring.sources(), strict=True):
+            # A rank that failed alone here would leave its neighbors waiting in the exchange.
             tensors = run_on_all_or_raise(
                 lambda names=names: [_map_file(self._staging / name) for name in names],  # type: ignore[misc]
                 _ACTION,
@@ -319,6 +320,7 @@ class MemorySave:
             )
             sizes = json.dumps(list(zip(names, (tensor.numel() for tensor in tensors), strict=True)))
             received_files = json.loads(channel.exchange_text(sizes, target, source))
+            # All ranks must have room before any of them sends.
             buffers = run_on_all_or_raise(
                 lambda received_files=received_files: [
                     _create_mapped_file(self._staging / name, size) for name, size in received_files

@@ -216,7 +216,7 @@ class MemoryFolder:
         sizes = {name: (staging / name).stat().st_size for name in part.files}
         content = {"part": part.to_json(), "sizes": sizes}
         (staging / _MANIFEST).write_text(json.dumps(content))
-        staging.rename(self.path / part.folder)
+        staging.rename(self.path / part.folder)  # with the manifest, so no visible folder is without one
         self._remove_staging()
 
     def remove_others(self, number: int) -> None:

@@ -163,6 +163,7 @@ def _write(
     written, error = 0, None
     try:
         for number, (name, location) in enumerate(sorted(files.items())):
+            # Each file is copied by one of the ranks that can read it; files take turns among these ranks.
             readers = [rank for rank, other in enumerate(locations) if other == locations[location.first]]
             if readers[number % len(readers)] == dist.get_rank():
                 _copy(folder.path / location.folder / name, Path(target.staging_path(str(target.path / name))))

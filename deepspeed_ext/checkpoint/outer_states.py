@@ -109,7 +109,7 @@ class OuterStates:
             )
             return
         run_on_all_or_raise(self._load_content, f"the load of {self._folder} failed halfway", CheckpointError)
-        self._optimizer.send_parameters()
+        self._optimizer.send_parameters()  # DeepSpeed has loaded the anchors into the model
 
     def _load_content(self) -> None:
         self._outer.load(self._content["outer"])

@@ -79,7 +79,8 @@ class OwnedFolder:
         """Rename the new content to its target. Replaced content stays in this folder until ``remove``.
 
         Raises:
-            OSError: the target cannot be replaced, or the rename cannot be flushed to disk. The target is unchanged.
+            OSError: the target cannot be replaced, or the rename cannot be flushed to disk. ``remove`` then leaves the
+            target as it was.
         """
         sync(self.staging)  # before the rename, or a crash could leave the name without the content
         if not os.path.lexists(self.target):
@@ -102,7 +103,7 @@ class OwnedFolder:
         """Remove the folder, if this process created it. Logs a warning instead of raising."""
         if self._marker_file is None:
             return
-        with self._marker_file:
+        with self._marker_file:  # still locked, or another process could discard the folder at the same time
             try:
                 _discard(self.path)
             except Exception as error:  # if raised, it would fail a committed save on this rank only
@@ -176,7 +177,7 @@ def _discard(folder: Path) -> None:
             remove(replaced.rename(removed))  # otherwise a partial folder could be renamed back
         else:
             replaced.rename(target)
-    (folder / _MARKER).unlink()
+    (folder / _MARKER).unlink()  # last: without it, no process would ever remove the rest
     folder.rmdir()
 
 

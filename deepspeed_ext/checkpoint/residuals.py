@@ -127,7 +127,7 @@ class Residuals:
                 self._redistribute(whereabouts), self._rank_contents[0]["states"].get("steps", 0)
             )
         else:
-            self._error_state.forget()
+            self._error_state.forget()  # errors from before the load belong to other weights
             log_dist(
                 f"deepspeed_ext: {self._folder} has no residuals of reductions, so LoCo's errors start at zero. A "
                 f"checkpoint saved with LoCo has files residuals_rank_*.pt. If it was converted, copy them from the "

@@ -234,9 +234,8 @@ class Snapshot:
         for source, target in self._on_host:
             target.copy_(source)
         if self._read_event is not None:
-            get_accelerator().set_device(
-                self._stream_device
-            )  # a new thread has device 0, and would create a context there
+            # A new thread has device 0, and would create a context there.
+            get_accelerator().set_device(self._stream_device)
             self._read_event.synchronize()
         self._unblock_steps()
         # Allocated here, because an error here is raised on all ranks. During the exchange, others would wait.
@@ -265,9 +264,8 @@ class Snapshot:
             assert self._receive_buffer is not None
             received = self._receive_buffer[: target.nbytes].view(target.dtype)
             yield from relayout.send(source, received, channel)
-            target.copy_(
-                received
-            )  # only after all rounds: `target` and `source` share memory that is still being sent
+            # Only after all rounds, because `target` and `source` share memory that is still being sent.
+            target.copy_(received)
 
     def discard(self) -> None:
         """Discard the copies after those in progress have ended."""
@@ -287,7 +285,7 @@ class Snapshot:
     def wait_for_copies(self) -> None:
         """Order all later work of the current stream and the host after all copies."""
         if self._on_host:
-            self._host_copies_done.wait()
+            self._host_copies_done.wait()  # the writer thread sets it even after an error
         if self._read_event is not None:
             get_accelerator().current_stream().wait_event(self._read_event)
 

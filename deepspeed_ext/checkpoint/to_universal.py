@@ -98,7 +98,7 @@ def convert(arguments: argparse.Namespace) -> None:
         owned.publish()
     finally:
         owned.remove()
-    replace_text(target.with_name(LATEST_UNIVERSAL), target.name)
+    replace_text(target.with_name(LATEST_UNIVERSAL), target.name)  # only now: the folder is complete
 
 
 def _require_replaceable(target: Path) -> None:

@@ -308,9 +308,8 @@ def divide_into_files(weights: Sequence[Weight], max_bytes: int, writers: int) -
     names = [
         f"model-{n:05d}-of-{len(parts):05d}.safetensors" if several else WEIGHTS for n in range(1, len(parts) + 1)
     ]
-    first_rank_files = sum(
-        part[0].from_first_rank for part in parts[1:] if part
-    )  # further files with the first rank's buffers
+    # Further files with the first rank's buffers also have the first rank as writer.
+    first_rank_files = sum(part[0].from_first_rank for part in parts[1:] if part)
     return [
         TensorFile(name, tuple(part), max(0, n - first_rank_files) % writers)
         for n, (name, part) in enumerate(zip(names, parts, strict=True))

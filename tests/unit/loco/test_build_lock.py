@@ -37,7 +37,7 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 def killed_while_it_builds(folder: Path) -> None:
-    with op_builder.built_once(folder, "it"):
+    with op_builder.build_once(folder, "it"):
         (folder / "lock").touch()  # as torch does
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -92,7 +92,7 @@ def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
     together = threading.Barrier(2, timeout=20)
 
     def build() -> None:
-        with op_builder.built_once(folder, "it"):
+        with op_builder.build_once(folder, "it"):
             together.wait()
 
     waiters = [threading.Thread(target=build, daemon=True) for _ in range(2)]
@@ -136,7 +136,7 @@ def no_flock(*_: Any) -> None:
 
 @pytest.mark.usefixtures("blocking")
 def test_a_process_that_builds_is_waited_for(tmp_path: Path, told: list[str]) -> None:
-    builder = op_builder.built_once(tmp_path, "it")
+    builder = op_builder.build_once(tmp_path, "it")
     builder.__enter__()
     (tmp_path / "lock").touch()
 
@@ -158,7 +158,7 @@ def test_a_file_that_torch_locks_itself_is_no_obstacle(
         patch.setattr(op_builder, "_boot_id", lambda: "another")
         assert in_child(lambda: built(tmp_path)) == 0
     assert in_child(lambda: built(tmp_path)) == 0
-    with op_builder.built_once(tmp_path, "it"):
+    with op_builder.build_once(tmp_path, "it"):
         assert lock.exists()
     assert not told
 
@@ -166,5 +166,5 @@ def test_a_file_that_torch_locks_itself_is_no_obstacle(
 def built(folder: Path) -> None:
     """Build, and end; a build that waits does not."""
     threading.Timer(10, lambda: os._exit(1)).start()
-    with op_builder.built_once(folder, "it"):
+    with op_builder.build_once(folder, "it"):
         os._exit(0)
