@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.harness.covering import Excluded, Option, Row, Table
+from tests.harness.combinations import Excluded, Option, Row, Table
 
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
 PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")

@@ -23,7 +23,7 @@ from deepspeed_ext.comm import redistribution
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from tests.harness import experts, mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
-from tests.harness.left_out_waits import sites, under
+from tests.harness.missing_wait_mutations import sites, under
 from tests.harness.stream_order import Order, device_with_streams
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 

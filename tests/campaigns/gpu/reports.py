@@ -28,7 +28,7 @@ from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
 from tests.campaigns.gpu.ranks import GROUP, as_on_nccl, without_short_cuts
 from tests.campaigns.gpu.states import shared_folder
-from tests.harness import reported
+from tests.harness import recorded_trainings
 
 SLEPT = 0.05  # seconds between two moments
 _STREAMS = 4
@@ -41,7 +41,7 @@ _SECTIONS = ("versions", "environment", "groups", "memory and disks", "pinned me
 
 def all_checks(place: Any) -> None:
     """T12: see that a report changes nothing and is sound, and that the doctor accepts a sound GPU."""
-    names = ["IIG"] if place.small else list(reported.SECTIONS)
+    names = ["IIG"] if place.small else list(recorded_trainings.SECTIONS)
     shared = [
         Case("clock", _clock),
         *(Case(f"report, {name}", partial(_reported, name=name)) for name in names),
@@ -90,7 +90,11 @@ def _clock(place: Any) -> None:
 def _reported(place: Any, name: str) -> None:
     with shared_folder() as folder:
         _tell(
-            place, [*reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED), *_faults(folder, name)]
+            place,
+            [
+                *recorded_trainings.training_of(folder, recorded_trainings.SECTIONS[name], recorded_trainings.TRAINED),
+                *_faults(folder, name),
+            ],
         )
         if dist.get_rank() == 0:
             _look_at(place, folder)
@@ -99,7 +103,9 @@ def _reported(place: Any, name: str) -> None:
 def _measured(place: Any) -> None:
     """Measure the links for the predictions, as users do."""
     with shared_folder() as folder:
-        wrong = reported.training_of(folder, reported.SECTIONS["NIG"], reported.TRAINED, links=None)
+        wrong = recorded_trainings.training_of(
+            folder, recorded_trainings.SECTIONS["NIG"], recorded_trainings.TRAINED, links=None
+        )
         _tell(place, [*wrong, *_faults(folder, "NIG")])
         if dist.get_rank() == 0:
             rates = [row["probed_rate"] for row in _report_in(folder)["hops"]]
@@ -108,20 +114,26 @@ def _measured(place: Any) -> None:
 
 
 def _faults(folder: str, name: str) -> list[str]:
-    return reported.faults_of(folder, name) if dist.get_rank() == 0 else []
+    return recorded_trainings.faults_of(folder, name) if dist.get_rank() == 0 else []
 
 
 def _in_four_bits(place: Any) -> None:
     with shared_folder() as folder:
-        wrong = reported.training_of(folder, LOCO, reported.TRAINED)
-        _tell(place, [*wrong, *(reported.unsound(folder) if dist.get_rank() == 0 else [])])
+        wrong = recorded_trainings.training_of(folder, LOCO, recorded_trainings.TRAINED)
+        _tell(place, [*wrong, *(recorded_trainings.unsound(folder) if dist.get_rank() == 0 else [])])
 
 
 def _reported_alone(place: Any, name: str) -> None:
     """Record handles of NCCL's, of which the only rank takes no short cut."""
     section = {"paro_strategy": name, "paro_group_size": 1}
     with shared_folder() as folder, without_short_cuts(), as_on_nccl():
-        _tell(place, [*reported.training_of(folder, section, reported.TRAINED), *reported.unsound(folder)])
+        _tell(
+            place,
+            [
+                *recorded_trainings.training_of(folder, section, recorded_trainings.TRAINED),
+                *recorded_trainings.unsound(folder),
+            ],
+        )
         kinds = {row["name"] for row in _report_in(folder)["operations"]}
         place.report.figure("operations", sorted(kinds))
         place.report.check("what communicates is recorded", any("reduce" in kind for kind in kinds))
@@ -130,8 +142,8 @@ def _reported_alone(place: Any, name: str) -> None:
 def _cost(place: Any) -> None:
     """Note how much longer recorded steps of a GPT of 10.9 million parameters take than those before."""
     after, steps = 20, 5
-    section = {"paro_strategy": "IIG", "paro_group_size": 1, **reported.NOTHING_WHOLE}
-    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), reported.links_given():
+    section = {"paro_strategy": "IIG", "paro_group_size": 1, **recorded_trainings.NOTHING_WHOLE}
+    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), recorded_trainings.links_given():
         model = ByteGPT(dim=384, layers=6, heads=6, sequence_length=128)
         config = {
             "train_micro_batch_size_per_gpu": 4,

@@ -19,7 +19,7 @@ from deepspeed_ext.overrides import _function, list_overrides
 from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from tests.harness.half_frozen import make_engine
+from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
 
 CPU = {"device": "cpu"}

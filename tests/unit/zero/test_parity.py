@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.comm import collectives
 from tests.harness import networks, parity_table, training
-from tests.harness.covering import Row
+from tests.harness.combinations import Row
 from tests.harness.parity_table import STRATEGIES, TABLES
 from tests.harness.training import SMALL, Difference, Job, placed
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness import stream_cases
-from tests.harness.left_out_waits import sites
+from tests.harness.missing_wait_mutations import sites
 from tests.harness.stream_order import device_with_streams
 from tests.harness.tiers import deep
 
