@@ -56,8 +56,8 @@ class Traffic(NamedTuple):
 
 def missing() -> list[str]:
     """Return what this needs but this machine does not have."""
-    found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
-    return found + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    results = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
+    return results + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
 
 
 class Network:
@@ -192,11 +192,11 @@ def _kill(names: Sequence[str]) -> None:
 
 
 def _pids(names: Sequence[str]) -> list[int]:
-    found = []
+    results = []
     for name in names:
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-        found += [int(pid) for pid in listed.stdout.split()]
-    return found
+        results += [int(pid) for pid in listed.stdout.split()]
+    return results
 
 
 def _limits(name: str, switch: str, node: int, mbit: float | None) -> list[list[str]]:
@@ -211,8 +211,8 @@ def _limits(name: str, switch: str, node: int, mbit: float | None) -> list[list[
 
 def _traffic(name: str) -> Traffic:
     """Read the counters of a namespace; without a name, of that that this runs in."""
-    shown = json.loads(_run(["ip", *_within(name), "-s", "-j", "link", "show", "dev", LINK]))
-    counters = shown[0]["stats64"]
+    printed = json.loads(_run(["ip", *_within(name), "-s", "-j", "link", "show", "dev", LINK]))
+    counters = printed[0]["stats64"]
     return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
 
 

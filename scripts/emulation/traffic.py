@@ -111,7 +111,7 @@ class TrafficMeter:
         matrix = self.read()
         intra, inter = [], []
         for dst, row in enumerate(matrix):
-            same = sum(count for src, count in enumerate(row) if src // group_size == dst // group_size)
-            intra.append(same)
-            inter.append(sum(row) - same)
+            is_same = sum(count for src, count in enumerate(row) if src // group_size == dst // group_size)
+            intra.append(is_same)
+            inter.append(sum(row) - is_same)
         return Traffic(intra, inter)

@@ -35,12 +35,12 @@ class Failed(Exception):
 
 def requirement() -> Requirement:
     """Return the base version in ``patches/BASE``, which pip reads as well."""
-    found = re.search(
+    match = re.search(
         r"^deepspeed==(\S+) --hash=sha256:([0-9a-f]{64})$", BASE.read_text(encoding="utf-8"), re.MULTILINE
     )
-    if found is None:
+    if match is None:
         raise Failed(f"{BASE} must have a line 'deepspeed==VERSION --hash=sha256:DIGEST'")
-    return Requirement(*found.groups())
+    return Requirement(*match.groups())
 
 
 def run(command: list[str], **kwargs: object) -> str:

@@ -93,26 +93,26 @@ def problems(scratch: Path, do_import: bool) -> list[str]:
         scratch: an empty folder.
         do_import: whether the tree after each patch is imported, which takes a few seconds for each.
     """
-    found = [problem for mail in series() for problem in mail.problems()]
+    results = [problem for mail in series() for problem in mail.problems()]
 
     def check(tree: Path, name: str) -> None:
-        found.extend(import_problems(tree, name) if do_import else [])
+        results.extend(import_problems(tree, name) if do_import else [])
 
     tree = scratch / "tree"
     try:
-        found += hook_problems(applied(tree, False, check))
+        results += hook_problems(applied(tree, False, check))
     except Failed as failed:
-        found.append(str(failed))
+        results.append(str(failed))
     for mail in (mail for mail in series() if mail.tests):
         git(tree, "checkout", "--quiet", "--force", "--detach", "base")
         try:
             apply(tree, mail)
         except Failed as failed:
-            found.append(f"alone, {failed}")
+            results.append(f"alone, {failed}")
             continue
-        found += [f"{mail.path.name} lacks its {ALONE} {name}" for name in mail.tests if not (tree / name).is_file()]
+        results += [f"{mail.path.name} lacks its {ALONE} {name}" for name in mail.tests if not (tree / name).is_file()]
         check(tree, f"{mail.path.name} alone")
-    return found
+    return results
 
 
 def import_problems(tree: Path, name: str) -> list[str]:

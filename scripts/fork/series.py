@@ -79,8 +79,8 @@ def environment(work: Path) -> Path:
     python = folder / "bin" / "python"
     packages = run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     # Behind its own packages, so that the fork's two come first.
-    here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
+    directory = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in directory)
     (Path(packages) / "active.pth").write_text(lines, encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     run([*pip, "--no-compile", "--no-deps", "--ignore-installed", "--no-index", str(built)])

@@ -107,8 +107,8 @@ class Ended:
     @property
     def weights(self) -> str | None:
         """A hash of what rank 0 has read, if it has."""
-        found = re.search(rf"{_WEIGHTS} (\w+)", self.written)
-        return found and found.group(1)
+        match = re.search(rf"{_WEIGHTS} (\w+)", self.written)
+        return match and match.group(1)
 
     @property
     def alive(self) -> list[str]:
@@ -144,8 +144,8 @@ def run(case: Case) -> Ended:
             statuses[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             ends.append(time.monotonic())
         elif time.monotonic() > begin + _LIMIT:
-            for left in ranks:
-                os.kill(left, signal.SIGKILL)
+            for remaining in ranks:
+                os.kill(remaining, signal.SIGKILL)
         else:
             time.sleep(0.002)
     written, saved = log.read_text(errors="replace"), (folder / "saves" / "latest").exists()
@@ -296,8 +296,8 @@ def load(loops: int) -> Iterator[None]:
     try:
         yield
     finally:
-        for one in busy:
-            one.kill()
+        for item in busy:
+            item.kill()
 
 
 def served(cases: Sequence[Case], stock: bool = False) -> list[Ended]:
@@ -352,9 +352,9 @@ def _collect(args: argparse.Namespace) -> int:
         runs = list(zip(drawn, served(drawn, stock), strict=True))
         counted = collections.Counter(ended.statuses for _, ended in runs)
         seconds = sorted(ended.seconds for _, ended in runs)
-        said = ", ".join(f"{statuses} x {count}" for statuses, count in counted.most_common())
+        answer = ", ".join(f"{statuses} x {count}" for statuses, count in counted.most_common())
         row = f"{kind:22} {'stock' if stock else 'ours':6} {len(runs):5}"
-        print(f"{row} {seconds[len(runs) // 2]:27.2f} {seconds[-1]:8.2f}  {said}", flush=True)
+        print(f"{row} {seconds[len(runs) // 2]:27.2f} {seconds[-1]:8.2f}  {answer}", flush=True)
         for case, ended in () if stock else runs:
             other = kind == "read" and ended.weights != first.setdefault(case.strategy, ended.weights)
             if ended.statuses not in KINDS[kind][1] or ended.alive or other:

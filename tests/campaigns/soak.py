@@ -139,15 +139,15 @@ def growth(samples: list[Sample]) -> list[str]:
     """What the second half of the samples, after a fifth, has more of than the first."""
     settled = samples[len(samples) // 5 :]
     early, late = settled[: len(settled) // 2], settled[len(settled) // 2 :]
-    found = []
+    results = []
     for name in Sample._fields:
         before = max(getattr(sample, name) for sample in early)
         after = max(getattr(sample, name) for sample in late)
         # A sample depends on the step before it; if memory grows, the minimum of samples grows, too.
         least, since = (min(getattr(sample, name) for sample in half) for half in (early, late))
         if since > least and after > before + (RESIDENT_MB if name == "resident_mb" else 0):
-            found.append(f"{name} grows from {before:,.0f} to {after:,.0f}")
-    return found
+            results.append(f"{name} grows from {before:,.0f} to {after:,.0f}")
+    return results
 
 
 def main() -> None:
@@ -172,10 +172,10 @@ def main() -> None:
             ]
             spans = (f"{a:,.0f}-{b:,.0f}" for a, b in zip(worst[len(worst) // 5], worst[-1], strict=True))
             print(f"{name:<36}{len(worst):>8}", *spans, flush=True)
-            found = growth(worst)
+            results = growth(worst)
             if not all(sound for _, sound in by_ranks):
-                found.append("losses are not finite, or replicas differ")
-            wrong += [f"{name}: {what}" for what in found]
+                results.append("losses are not finite, or replicas differ")
+            wrong += [f"{name}: {subject}" for subject in results]
     finally:
         pool.close()
     print("\n".join(wrong) or "nothing grows")

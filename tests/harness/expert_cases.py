@@ -77,7 +77,9 @@ def resume_case(
     rows = []
     for name in names:
         keys = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
-        found = snapshots.resume(f"{folder}/{name}", job, keys, 1, 2)[1:]
+        results = snapshots.resume(f"{folder}/{name}", job, keys, 1, 2)[1:]
         # Tokens that this rank has sent are not saved.
-        rows.append((name, *({key: one[key] for key in one if "tokens_per_expert" not in key} for one in found)))
+        rows.append(
+            (name, *({key: result[key] for key in result if "tokens_per_expert" not in key} for result in results))
+        )
     return rows

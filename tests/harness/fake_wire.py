@@ -132,7 +132,7 @@ class Wire:
             _spoil(tensor)
 
     def _launch(self, group: Any, late: Late, plan: Callable[[], "Plan"]) -> None:
-        self._under_way = [one for one in self._under_way if not one.is_completed()]  # the others may be freed
+        self._under_way = [item for item in self._under_way if not item.is_completed()]  # the others may be freed
         if group.group_name not in self._streams:
             self._streams[group.group_name] = torch.cuda.Stream()
         stream = self._streams[group.group_name]
@@ -191,22 +191,22 @@ def _total(part: Tensor, ranks: int, op: Any) -> Tensor:
 
 
 def _all_gather_single(group: Any, out: Tensor, shard: Tensor, opts: Any = None) -> Plan:
-    others = [part for part in out.view(-1).chunk(group.size()) if part.data_ptr() != shard.data_ptr()]
+    other_ranks = [part for part in out.view(-1).chunk(group.size()) if part.data_ptr() != shard.data_ptr()]
 
     def arrive() -> None:
-        for part in others:
+        for part in other_ranks:
             part.copy_(shard.view(-1))
 
-    return others, [out, shard], arrive
+    return other_ranks, [out, shard], arrive
 
 
 def _all_gather(group: Any, outs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> Plan:
     def arrive() -> None:
-        for some, shard in zip(outs, shards, strict=True):
-            for out in some:
+        for subset, shard in zip(outs, shards, strict=True):
+            for out in subset:
                 out.copy_(shard)
 
-    return [out for some in outs for out in some], shards, arrive
+    return [out for subset in outs for out in subset], shards, arrive
 
 
 def _reduce_scatter_single(group: Any, out: Tensor, flat: Tensor, opts: Any) -> Plan:
@@ -236,9 +236,9 @@ def _all_to_all_single(
     equal = [sent.shape[0] // group.size()] * group.size()
 
     def arrive() -> None:
-        mine = sent.split(splits or equal)[group.rank()]
+        own = sent.split(splits or equal)[group.rank()]
         for part in out.split(out_splits or equal):
-            part.copy_(mine)
+            part.copy_(own)
 
     return [out], [sent], arrive
 

@@ -101,19 +101,19 @@ def killed_case(folder: str, kill: Kill) -> None:
             os.kill(pid, signal.SIGKILL)
 
     def at(name: str, number: int, act: Callable[[], Any]) -> Any:
-        mine = name == kill.call and number == kill.number
-        if mine and not kill.after:
+        own = name == kill.call and number == kill.number
+        if own and not kill.after:
             die()
         result = act()
-        if mine:
+        if own:
             die()
         return result
 
     run = Run(folder, kill.strategy, "aside" if kill.aside else "at once")
     for number, tag in enumerate((FIRST, FIRST if kill.same else SECOND)):
-        seen = run.step()
+        observed = run.step()
         if dist.get_rank() == 0:
-            torch.save(seen, f"{folder}/seen{number}.pt")
+            torch.save(observed, f"{folder}/seen{number}.pt")
         dist.barrier()
         if number and dist.get_rank() == kill.rank:
             if kill.call:
@@ -144,16 +144,18 @@ def survived_case(folder: str, strategy: str) -> Found:
 
     run = Run(folder, strategy, "aside")
     run.load()
-    seen = run.snapshot()
-    both = [number for number in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), seen)]
+    observed = run.snapshot()
+    both = [
+        number for number in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), observed)
+    ]
     replaced = Path(folder, "committed").exists() and both != [1]
-    seen = run.step()
+    observed = run.step()
     for tag in (FIRST, SECOND):  # what was left of either is cleared
         error = run.start(tag)
         assert not error, error
     run.step()
     run.load()
-    again = snapshots.difference(seen, run.snapshot())
+    again = snapshots.difference(observed, run.snapshot())
     dist.barrier()
     run.engine.destroy()
     return Found(both[0] if len(both) == 1 and not replaced else -1, again, hidden_names(f"{folder}/saved"))
@@ -182,17 +184,17 @@ def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tup
     except RankError as error:
         if "killed by SIGKILL" not in str(error):
             return -1, str(error)
-    found: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
-    wrong = [one for one in found if one.which < 0 or one.again or set(one.left) - set(hidden)]
-    wrong += [one for one in found if one.which != found[0].which]
-    return found[0].which, str(wrong[0]) if wrong else ""
+    results: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
+    wrong = [result for result in results if result.which < 0 or result.again or set(result.left) - set(hidden)]
+    wrong += [result for result in results if result.which != results[0].which]
+    return results[0].which, str(wrong[0]) if wrong else ""
 
 
 def draw(chance: random.Random) -> Kill:
     """Draw a kill, at one of the calls of a save, or at any time."""
-    strategy, same, everyone = chance.choice(("NIG", "IIG", "NII")), chance.random() < 0.5, chance.random() < 0.5
+    strategy, is_same, everyone = chance.choice(("NIG", "IIG", "NII")), chance.random() < 0.5, chance.random() < 0.5
     if chance.random() < 0.3:
-        return Kill(strategy, same, chance.randrange(4), everyone, seconds=chance.uniform(0, 0.15))
+        return Kill(strategy, is_same, chance.randrange(4), everyone, seconds=chance.uniform(0, 0.15))
     call = chance.choice(sorted(CALLS))
     rank = chance.randrange(4) if call in OF_ALL else 0
-    return Kill(strategy, same, rank, everyone, call, chance.choice((0, 0, 0, 1, 2)), chance.random() < 0.5)
+    return Kill(strategy, is_same, rank, everyone, call, chance.choice((0, 0, 0, 1, 2)), chance.random() < 0.5)

@@ -30,16 +30,16 @@ def memory_of(base: str, **more: Any) -> dict[str, Any]:
 
 def held_by(base: str, node: int) -> dict[str, int]:
     """Files of saves in a node's memory, and in how many folders there each of them is."""
-    found = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
-    return {name: found.count(name) for name in found}
+    results = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
+    return {name: results.count(name) for name in results}
 
 
 def writers_in(base: str, node: int) -> dict[str, int]:
     """Files of saves in a node's memory, and the rank that has written each of them."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for manifest in Path(base, f"node{node}").glob("*/[0-9]*/manifest.json"):
-        found |= json.loads(json.loads(manifest.read_text())["part"])["files"]
-    return found
+        results |= json.loads(json.loads(manifest.read_text())["part"])["files"]
+    return results
 
 
 def lose(base: str, node: int) -> None:
@@ -76,7 +76,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
         engine.checkpoint_engine.finish()
     assert [path.name for path in Path(folder).iterdir()] == [RUN], "nothing but a small file is on disk"
     dist.barrier()
-    held = held_by(base, 0), held_by(base, 1)
+    retained = held_by(base, 0), held_by(base, 1)
     writers = writers_in(base, 0), writers_in(base, 1)
     engine.destroy()
     lose(base, node)
@@ -91,4 +91,4 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     dist.barrier()
     assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
     engine.destroy()
-    return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
+    return retained, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called

@@ -29,15 +29,15 @@ def sites() -> dict[str, Site]:
     "zero/streams.py:ReductionStream.after_current:wait_stream 2".
     """
     package = Path(find_spec("deepspeed_ext").origin).parent  # type: ignore[arg-type, union-attr]
-    found: dict[str, Site] = {}
+    results: dict[str, Site] = {}
     for path in sorted(package.rglob("*.py")):
-        seen: Counter[str] = Counter()
+        observed: Counter[str] = Counter()
         for function, call, attribute in _ordering_calls(ast.parse(path.read_text()), ""):
             name = f"{path.relative_to(package)}:{function}:{attribute}"
-            seen[name] += 1
-            name += f" {seen[name]}" if seen[name] > 1 else ""
-            found[name] = str(path), call.lineno, call.end_lineno or call.lineno
-    return found
+            observed[name] += 1
+            name += f" {observed[name]}" if observed[name] > 1 else ""
+            results[name] = str(path), call.lineno, call.end_lineno or call.lineno
+    return results
 
 
 def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call, str]]:

@@ -60,8 +60,8 @@ def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{source}: {done.stderr[-5000:]}")
-    said = done.stdout + done.stderr
-    return list(taken(source, said)), said
+    answer = done.stdout + done.stderr
+    return list(taken(source, answer)), answer
 
 
 def arguments(capabilities: Sequence[str]) -> list[str]:
@@ -85,7 +85,7 @@ def taken(source: str, said: str) -> Iterator[Taken]:
     """Read ptxas' output; each kernel has an entry, properties and a line of what it uses."""
     parts = _ENTRY.split(said)
     for symbol, architecture, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        memory, used, shared = (found.search(text) for found in (_MEMORY, _USED, _SHARED))
+        memory, used, shared = (results.search(text) for results in (_MEMORY, _USED, _SHARED))
         names = _NAME.findall(symbol)
         assert memory and used and names, f"ptxas says of {symbol} something else than expected: {text[:500]}"
         stack, stored, loaded = map(int, memory.groups())
@@ -104,13 +104,13 @@ def taken(source: str, said: str) -> Iterator[Taken]:
 def knows(capability: str) -> bool:
     """Return whether this nvcc compiles for an architecture: "10.0". An older one does not know the newest."""
     assert NVCC is not None
-    said = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
-    return f"compute_{capability.replace('.', '')}" in said.split()
+    answer = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    return f"compute_{capability.replace('.', '')}" in answer.split()
 
 
 def version() -> str:
     """Return nvcc's version: 13.0."""
     assert NVCC is not None
-    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release ([\d.]+)", said)
-    return found[1] if found else "unknown"
+    answer = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release ([\d.]+)", answer)
+    return match[1] if match else "unknown"

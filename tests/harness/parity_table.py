@@ -227,11 +227,11 @@ NOT_OF_STOCK = ("offload", "parameters", "updates", "sync")
 
 def merged(kind: str, row: Row) -> dict[str, Any]:
     """Return all that the values of a row change."""
-    found: dict[str, Any] = {"zero": {}, "config": {}}
+    results: dict[str, Any] = {"zero": {}, "config": {}}
     for option in TABLES[kind].options:
         for name, change in option.values[row[option.name]].items():
-            found[name] = {**found[name], **change} if name in ("zero", "config") else change
-    return found
+            results[name] = {**results[name], **change} if name in ("zero", "config") else change
+    return results
 
 
 def job_fields(kind: str, row: Row) -> dict[str, Any]:
@@ -253,14 +253,14 @@ def job_fields(kind: str, row: Row) -> dict[str, Any]:
 def resting(steps: int, accumulation: int) -> tuple[tuple[int, int], ...]:
     """Return (micro-step, layer): layer 1 is used in the first micro-step of a step only, layer 2 in the last only and
     in the second step not at all; without accumulation, in turns."""
-    found = []
+    results = []
     for number in range(steps * accumulation):
         step, at = divmod(number, accumulation)
         if at or (accumulation == 1 and step % 2):
-            found.append((number, 1))
+            results.append((number, 1))
         if at < accumulation - 1 or (step == 1 if accumulation > 1 else not step % 2):
-            found.append((number, 2))
-    return tuple(found)
+            results.append((number, 2))
+    return tuple(results)
 
 
 def stock_row(kind: str, row: Row) -> Row:
@@ -302,13 +302,13 @@ def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 def write_rows() -> None:
     """Compute the rows, and write them to the file."""
     tiers = {"first": (2, {"N": "1", "I, G": "10"}), "deep": (3, {"N": "", "I, G": ""})}  # salts that give few rows
-    found = {
+    results = {
         tier: {
             kind: [row_name(kind, row) for row in table.rows(strength, salts[kind])] for kind, table in TABLES.items()
         }
         for tier, (strength, salts) in tiers.items()
     }
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def bounds(row: Row) -> dict[str, float]:

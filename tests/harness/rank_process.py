@@ -194,8 +194,10 @@ def _function_caches() -> list[Any]:
     cache_type = type(functools.cache(_copied))
     entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
     # Cached signatures of DeepSpeed's functions are the same for every case.
-    kept = "deepspeed_ext.integration.symbols"
-    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != kept]
+    retained = "deepspeed_ext.integration.symbols"
+    return [
+        entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != retained
+    ]
 
 
 def _copied(value: Any) -> Any:

@@ -96,8 +96,8 @@ _TICK = 2e-5  # seconds: what a device's clock may be wrong by
 
 def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     trained, plain = report["training"], name.startswith("ZeRO")
-    wanted = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
-    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in wanted.items()):
+    expected = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
+    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in expected.items()):
         yield f"another training: {trained}"
     if [row["rank"] for row in report["ranks"]] != [0, 1, 2, 3]:
         yield f"other ranks: {report['ranks']}"
@@ -110,8 +110,8 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     recorded = Recorded.of(report)
     again = WhatIf(recorded, recorded.described.cluster, recorded.described.model).now
     (now,) = (row for row in report["choices"] if row["now"])
-    same = plain or math.isclose(again.prediction.busy["between"], now["between"])
-    if recorded.described.name != name or not same:
+    is_same = plain or math.isclose(again.prediction.busy["between"], now["between"])
+    if recorded.described.name != name or not is_same:
         yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()

@@ -64,8 +64,8 @@ def lost_files(base: str | Path) -> list[str]:
 def leftovers(base: str | Path) -> list[str]:
     """Return what is left of failed saves: hidden names that ``plant`` did not write."""
     planted = {Path(base, *Path(name).parts[:depth]) for name in FOREIGN for depth in range(1, 4)}
-    found = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
-    return sorted(path.name for path in found)
+    results = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
+    return sorted(path.name for path in results)
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,9 @@ class Fault:
     error: int | None
 
     def __str__(self) -> str:
-        what = f"{SLOW:g} s" if self.error is None else repr(ERRORS[self.error])
+        case = f"{SLOW:g} s" if self.error is None else repr(ERRORS[self.error])
         tag = "same" if self.same else "new"
-        return f"{self.strategy} {self.kind}, {tag} tag, rank {self.rank}: {what} in {self.call} {self.number}"
+        return f"{self.strategy} {self.kind}, {tag} tag, rank {self.rank}: {case} in {self.call} {self.number}"
 
 
 class Outcome(NamedTuple):
@@ -144,8 +144,8 @@ def fault_case(base: str, fault: Fault) -> Outcome:
         mock.patch.stopall()
     torch.distributed.barrier()
     run.load()
-    seen = run.snapshot()
-    both = [snapshots.difference(wanted, seen) == {} for wanted in (first, second)]
+    observed = run.snapshot()
+    both = [snapshots.difference(expected, observed) == {} for expected in (first, second)]
     third = run.step()
     again = run.save("third")
     run.step()
@@ -213,15 +213,15 @@ def intercept(calls: Mapping[str, tuple[str, str]], act: Callable[[str, int, Cal
     import pkgutil
 
     for name, (owner, attribute) in calls.items():
-        place: Any = pkgutil.resolve_name(owner)
-        original, numbers = getattr(place, attribute), itertools.count()
+        location: Any = pkgutil.resolve_name(owner)
+        original, numbers = getattr(location, attribute), itertools.count()
 
         def intercepted(
             *args: Any, name: str = name, original: Any = original, numbers: Any = numbers, **kwargs: Any
         ) -> Any:
             return act(name, next(numbers), lambda: original(*args, **kwargs))
 
-        mock.patch.object(place, attribute, intercepted).start()
+        mock.patch.object(location, attribute, intercepted).start()
 
 
 def _limit_collectives(base: str) -> None:

@@ -46,8 +46,8 @@ Save = Callable[[str], None]
 
 def files_below(folder: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, bytes]:
     """Content of each file, by its path; ``read`` returns it."""
-    found = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): read(path) for path in found}
+    results = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): read(path) for path in results}
 
 
 def as_from_host(path: Path) -> bytes:
@@ -130,11 +130,11 @@ class Run:
         """Run all micro-steps, and a step."""
         coalesced = self.job.boundary == "coalesce"
         with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
-            for left in reversed(range(self.job.accumulation)):
+            for remaining in reversed(range(self.job.accumulation)):
                 if self.job.boundary == "user":
-                    self.engine.set_gradient_accumulation_boundary(not left)
+                    self.engine.set_gradient_accumulation_boundary(not remaining)
                 self.micro_step()
-                if left and self.job.boundary == "engine":
+                if remaining and self.job.boundary == "engine":
                     self.engine.step()
         self.engine.step()
 
@@ -184,8 +184,8 @@ class Run:
 
     def _trained(self) -> list[nn.Parameter]:
         """Two parameters, one of which most ranks have elements of."""
-        found = [param for param in self.model.parameters() if param.requires_grad and _numel(param)]
-        return [max(found, key=_numel), found[0]]
+        results = [param for param in self.model.parameters() if param.requires_grad and _numel(param)]
+        return [max(results, key=_numel), results[0]]
 
     def _state(self, param: Any) -> str:
         return snapshots.MUON[param.use_muon][0] if self.job.optimizer == "Muon" else "exp_avg"
@@ -276,11 +276,11 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
             runs[-1].everything()
             runs[-1].engine.destroy()
             dist.barrier()
-    one, two = (files_below(f"{folder}/{kind}", read) for kind in KINDS)
+    item, two = (files_below(f"{folder}/{kind}", read) for kind in KINDS)
     outcomes = [(run.losses, run.raised) for run in runs]
-    different = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
+    different = [name for name in item.keys() | two.keys() if item.get(name) != two.get(name)]
     tags = sorted({Path(name).parts[0] for name in different})
-    return Twins(tags, len(one), outcomes[0] == outcomes[1], runs[1].raised)
+    return Twins(tags, len(item), outcomes[0] == outcomes[1], runs[1].raised)
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:

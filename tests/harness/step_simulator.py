@@ -160,8 +160,8 @@ class _Tasks:
         if not (move.within or move.between or self._step.orthogonalize):
             return before
         for _ in range(move.units):
-            there = self._round(before)
-            done = [self._line.add(COMPUTE, self._step.orthogonalize / move.units, there, UPDATE)]
+            node = self._round(before)
+            done = [self._line.add(COMPUTE, self._step.orthogonalize / move.units, node, UPDATE)]
             ends += self._round(done)
         return ends
 
@@ -189,14 +189,14 @@ class _Tasks:
         layers, overlap = self._layers, self._overlap
         reduced: list[int] = []
         gathered = self._gather(0, [*before, *arrived[0]])
-        for place, layer in enumerate([*range(layers), *reversed(range(layers))]):
-            forward = place < layers
+        for location, layer in enumerate([*range(layers), *reversed(range(layers))]):
+            forward = location < layers
             begins = [*before, *gathered, *(arrived[layer] if forward else ())]
-            ahead = arrived[layer + 1] if place + 1 < layers else []
-            gathered = self._gather(place + 1, [*(before if overlap.within else begins), *ahead])
+            ahead = arrived[layer + 1] if location + 1 < layers else []
+            gathered = self._gather(location + 1, [*(before if overlap.within else begins), *ahead])
             share = FORWARD if forward else 1 - FORWARD
             before = [self._line.add(COMPUTE, share * self._step.compute / layers, begins)]
-            leaving = 0 if forward else self._due(place + 1 - layers) - self._due(place - layers)
+            leaving = 0 if forward else self._due(location + 1 - layers) - self._due(location - layers)
             for _ in range(leaving):
                 ends = self._unit(self._step.reduce, before, reduces=True)
                 if overlap.gradients:

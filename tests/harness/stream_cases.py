@@ -195,18 +195,20 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     if options == BY_HAND:
         gather_by_hand(order, name)
         return
-    given = OPTIONS[options]
-    if given.pipe is not None:
-        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
+    provided = OPTIONS[options]
+    if provided.pipe is not None:
+        engine: Any = pipelines.make_pipeline(
+            provided.pipe, placed(name, **{"group_size": 1, **provided.zero, **more})
+        )
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         with stepping_on_host(engine, order), order.watch():
-            for _ in range(steps or given.pipe.steps):
+            for _ in range(steps or provided.pipe.steps):
                 engine.train_batch(data)
         engine.destroy()
         return
     job = job_of(options, name, steps)
-    zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
-    if given.reported:
+    zero = {key: value for key, value in provided.zero.items() if key not in _AHEAD or not name.isdigit()}
+    if provided.reported:
         more["paro_report"] = {"folder": f"{folder}/{name}", "after": 2, "steps": 1, "probe": False}
     engine, model = training.make_engine(job, placed(name, **zero, **more))
     data = training.batches(job)
@@ -214,18 +216,18 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     with stepping_on_host(engine, order), order.watch():
         for number, batch in enumerate(batches):
             last = (number + 1) % job.accumulation == 0
-            micro_step(engine, model, job, number, batch, given.gathering)
+            micro_step(engine, model, job, number, batch, provided.gathering)
             if job.no_sync and not last:
                 engine.micro_steps += 1  # no_sync leaves the counting to the caller
             elif last or job.boundary != "step":
                 engine.step()
-            if last and given.saving:
+            if last and provided.saving:
                 read_by_host(engine.optimizer)
                 engine.save_checkpoint(folder, tag=f"{name}-{number}")
                 engine.load_checkpoint(folder, tag=f"{name}-{number}")
-            if last and given.aside:
+            if last and provided.aside:
                 engine.save_checkpoint(folder, tag=name)
-            if last and given.gathering and name[0] == name[2] != "N":
+            if last and provided.gathering and name[0] == name[2] != "N":
                 next(model.parameters()).ds_tensor.mul_(0.9)  # the user writes what this rank holds of a parameter
     engine.destroy()
 
@@ -238,7 +240,7 @@ def job_of(options: str, name: str, steps: int = 0) -> Job:
         # Ranks must use the same parameters there; not all of them.
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
     skipped, overflow = (
-        [at for at in which if at[0] < steps * job.accumulation] for which in (job.skipped, job.overflow)
+        [at for at in index if at[0] < steps * job.accumulation] for index in (job.skipped, job.overflow)
     )
     return replace(job, steps=steps, skipped=skipped, overflow=overflow)
 
@@ -266,7 +268,7 @@ def gather_by_hand(order: Order, name: str) -> float:
     """
     engine, model = training.make_engine(Job(sizes=networks.SQUARE, empty=False, zero=SMALL), placed(name))
     ahead, used = get_accelerator().Stream(), get_accelerator().current_stream()
-    params, others = list(model.layers[0].parameters()), list(model.layers[1].parameters())
+    params, other_ranks = list(model.layers[0].parameters()), list(model.layers[1].parameters())
     with order.watch():
         ahead.wait_stream(used)
         with get_accelerator().stream(ahead):
@@ -276,16 +278,16 @@ def gather_by_hand(order: Order, name: str) -> float:
         with get_accelerator().stream(ahead):
             handle.wait()
             torch.zeros(10)
-            handle = others[0].all_gather_coalesced(others)
+            handle = other_ranks[0].all_gather_coalesced(other_ranks)
         handle.wait()
         with get_accelerator().stream(ahead):
             torch.zeros(10)
         used.wait_stream(ahead)
-        whole = sum(param.abs().sum() for param in params + others)
-        params[0].partition(param_list=params + others)
+        full = sum(param.abs().sum() for param in params + other_ranks)
+        params[0].partition(param_list=params + other_ranks)
         torch.zeros(10)
     engine.destroy()
-    return float(whole)
+    return float(full)
 
 
 @contextlib.contextmanager
@@ -304,9 +306,9 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     families = getattr(optimizer, "gradients", {}).values()  # stock's have none
     if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    on_host = [one for one in families if isinstance(one, ShardedGradients) and one.held.device.type == "cpu"]
-    on_host = [one for one in on_host if one.rows == 1]
-    parts += [(one, name) for one in on_host for name in ("_begin", "_clear_padding")]
+    on_host = [item for item in families if isinstance(item, ShardedGradients) and item.held.device.type == "cpu"]
+    on_host = [item for item in on_host if item.rows == 1]
+    parts += [(item, name) for item in on_host for name in ("_begin", "_clear_padding")]
     aligned_rows = redistribution.aligned_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
@@ -332,8 +334,8 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         if measure is not None and engine.optimizer_name() == "muon":
             patches.enter_context(mock.patch.object(shards, "hand_over", measured))
         if on_host and engine.zero_cpu_offload():
-            for one in on_host:
-                patches.enter_context(mock.patch.object(one, "_take", blocking(one._take)))
+            for item in on_host:
+                patches.enter_context(mock.patch.object(item, "_take", blocking(item._take)))
             patches.enter_context(mock.patch.object(redistribution, "aligned_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
@@ -342,7 +344,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
 
 def read_by_host(optimizer: Any) -> None:
     """Let the host read parameters that it holds, as it may once DeepSpeed has announced a checkpoint."""
-    on_host = [one for one in getattr(optimizer, "slices", {}).values() if one.rows.on_host]
+    on_host = [value for value in getattr(optimizer, "slices", {}).values() if value.rows.on_host]
     if on_host:
         optimizer.checkpoint_event_prologue()
     for slices in on_host:

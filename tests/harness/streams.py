@@ -115,7 +115,7 @@ def merge(clock: Clock, other: Clock) -> None:
 @functools.cache
 def _named(path: str) -> str:
     """Return a file's path in its package if places in it are named."""
-    package = next((one for one in ("/deepspeed_ext/", "/deepspeed/", "/tests/") if one in path), "")
+    package = next((item for item in ("/deepspeed_ext/", "/deepspeed/", "/tests/") if item in path), "")
     return path.rpartition(package)[2] if package and not path.endswith(_SIMULATION) else ""
 
 

@@ -45,12 +45,12 @@ def main() -> None:
             sys.exit(bool(problems))
         deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
         shrinking = 0.0 if arguments.first else 60.0
-        found = campaign.Campaign(pool, arguments.seed, tuple(arguments.worlds), shrinking, arguments.batch)
-        found.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
+        results = campaign.Campaign(pool, arguments.seed, tuple(arguments.worlds), shrinking, arguments.batch)
+        results.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
     finally:
         pool.close()
-    print(found.report())
-    sys.exit(bool(found.failures))
+    print(results.report())
+    sys.exit(bool(results.failures))
 
 
 if __name__ == "__main__":

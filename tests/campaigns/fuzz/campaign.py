@@ -48,13 +48,13 @@ def problems_of(pool: RankPool, case: Any, happened: Counter[str] | None = None)
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
             verdicts = pool(case.world).run(in_ranks.judged, case, timeout=TIMEOUT * max(1.0, case.world / 4))
     except (RankTimeout, RankError) as error:
-        what = "hang" if isinstance(error, RankTimeout) else "error"
+        subject = "hang" if isinstance(error, RankTimeout) else "error"
         if ORACLE not in str(error):
-            return [f"{what}: {_told(str(error))}"]
-        happened[f"stock ends in a {what}"] += 1
+            return [f"{subject}: {_told(str(error))}"]
+        happened[f"stock ends in a {subject}"] += 1
         return []
     happened.update({event for _, events in verdicts for event in events})
-    return list(dict.fromkeys(problem for found, _ in verdicts for problem in found))
+    return list(dict.fromkeys(problem for results, _ in verdicts for problem in results))
 
 
 def _told(message: str) -> str:
@@ -96,8 +96,8 @@ class Campaign:
     def run(self, drawn: Sequence[str], number: int, deadline: float) -> None:
         """Run so many cases, of all kinds in turns, or until the deadline (of ``time.monotonic``)."""
         batch = 0
-        while (left := number - self.counts.total()) > 0 and time.monotonic() < deadline:
-            self._run_batch(drawn[batch % len(drawn)], batch, min(self._batch, left), deadline)
+        while (remaining := number - self.counts.total()) > 0 and time.monotonic() < deadline:
+            self._run_batch(drawn[batch % len(drawn)], batch, min(self._batch, remaining), deadline)
             batch += 1
             if self.failures and not self._shrinking:
                 return
@@ -141,5 +141,5 @@ class Campaign:
     def report(self) -> str:
         """Return what was run and found."""
         rows = [f"{count:>7} of {kind} on {world} ranks" for (kind, world), count in sorted(self.counts.items())]
-        rows += [f"{count:>7} cases: {what}" for what, count in sorted(self.happened.items())]
+        rows += [f"{count:>7} cases: {case}" for case, count in sorted(self.happened.items())]
         return "\n".join([*rows, *(f"\nFAILED {failure}" for failure in self.failures.values())])

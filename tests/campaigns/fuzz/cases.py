@@ -16,13 +16,13 @@ class Plain:
     """Prints what differs from the defaults only."""
 
     def __repr__(self) -> str:
-        given = []
-        for one in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, one.name)
-            default = one.default_factory() if callable(one.default_factory) else one.default
+        provided = []
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            default = item.default_factory() if callable(item.default_factory) else item.default
             if value != default:
-                given.append(f"{one.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(given)})"
+                provided.append(f"{item.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(provided)})"
 
 
 def is_exact(zero: dict[str, Any]) -> bool:

@@ -90,7 +90,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
 
 def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
     """All steps of a case."""
-    accumulation, found = case["accumulation"], []
+    accumulation, results = case["accumulation"], []
     number = draw(one_of(2, 2, 3))
     for _ in range(number):
         micro_steps = draw(some.integers(1, accumulation)) if case["boundary"] == "user" else 0
@@ -111,8 +111,8 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
             if not once and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
-        found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
-    return tuple(found)
+        results.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
+    return tuple(results)
 
 
 def training(draw: Draw, stage: int) -> dict[str, Any]:

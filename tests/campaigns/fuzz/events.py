@@ -67,8 +67,8 @@ def save_and_load(run: Run, value: Any) -> None:
         dist.barrier()  # the first rank removes what was replaced
         tags = [entry for entry in folder.iterdir() if entry.is_dir()]
         assert len(tags) == 1, f"a save leaves {tags}"
-        kept = [(tags[0] / name).exists() for name in (OF_USER, OF_MORE_RANKS)]
-        assert kept == [True, False], f"a save keeps a user's file, and one of an older save: {kept}"
+        retained = [(tags[0] / name).exists() for name in (OF_USER, OF_MORE_RANKS)]
+        assert retained == [True, False], f"a save keeps a user's file, and one of an older save: {retained}"
         path, client_state = run.engine.load_checkpoint(str(folder))
         assert path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}"
 
@@ -125,9 +125,9 @@ def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
 def look(run: Run, value: int) -> None:
     """Gather some parameters and look at them."""
     parameters = list(run.model.parameters())
-    some = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
-    with deepspeed.zero.GatheredParameters(some):
-        run.seen.append(sum(p.detach().float().abs().sum() for p in some))
+    subset = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
+    with deepspeed.zero.GatheredParameters(subset):
+        run.seen.append(sum(p.detach().float().abs().sum() for p in subset))
 
 
 def write_nothing(run: Run, value: int) -> None:
@@ -162,9 +162,9 @@ def change_weights(run: Run, value: float) -> None:
         safe_set_full_fp32_param(param, changed)
         return
     # Stock's stage 3 reads beyond the end of a parameter that ranks do not divide: its last rank raises, others wait.
-    held, group = param.ds_tensor.numel(), param.ds_process_group
-    padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size(group) - changed.numel()))
-    safe_set_local_fp32_param(param, padded[held * dist.get_rank(group) :][:held])
+    retained, group = param.ds_tensor.numel(), param.ds_process_group
+    padded = torch.nn.functional.pad(changed.flatten(), (0, retained * dist.get_world_size(group) - changed.numel()))
+    safe_set_local_fp32_param(param, padded[retained * dist.get_rank(group) :][:retained])
 
 
 def training_size(param: Any) -> int:

@@ -110,16 +110,16 @@ def _without_events(case: Case) -> Case | None:
 
 def _refused(case: Case, error: Exception) -> Verdict:
     """What we raise, and stock does not."""
-    told = f"{type(error).__name__}: {error}"
+    messages = f"{type(error).__name__}: {error}"
     # After two backwards for one forward, stock may raise the same; otherwise its exception may differ.
-    for given in (case, oracles.as_stock_runs_it(case, case.stage)):
+    for provided in (case, oracles.as_stock_runs_it(case, case.stage)):
         try:
-            runs.train(given, oracles.keys_of(case, case.stage), False)
+            runs.train(provided, oracles.keys_of(case, case.stage), False)
         except Exception as other:
-            if given is not case or type(other) is type(error):
+            if provided is not case or type(other) is type(error):
                 return Verdict([], [f"both raise: stock {type(other).__name__}: {str(other)[:60]}"])
     trace = "".join(traceback.format_tb(error.__traceback__)[-4:]).rstrip()
-    return Verdict([f"raises {told}\n{trace}"], [])
+    return Verdict([f"raises {messages}\n{trace}"], [])
 
 
 def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
@@ -153,9 +153,9 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
         if case.optimizer != "Muon":  # it takes directions, which few bits may turn
             yield from _far(case, ours, stock)
         return
-    found = _relative(ours.weights, stock.weights)
-    if not found <= _bound(case, WEIGHTS):
-        yield f"weights {found:.1e} apart"
+    results = _relative(ours.weights, stock.weights)
+    if not results <= _bound(case, WEIGHTS):
+        yield f"weights {results:.1e} apart"
     elif case.dtype != "fp32" and case.optimizer != "Muon":
         yield from _far(case, ours, stock)  # which small steps are in 16 bits
     for name, bounds in (("losses", LOSSES), ("norms", MOMENTS)):
@@ -193,19 +193,19 @@ def _states(
         if ours[name].shape != stock[name].shape:
             yield f"{name}: shape {tuple(ours[name].shape)}, stock's {tuple(stock[name].shape)}"
         elif stock[name].numel():
-            found = (ours[name].float() - stock[name].float()).abs().max().item() / largest[kind]
-            if not found <= bound:
-                yield f"{name} is {found:.1e} of the largest apart"
+            results = (ours[name].float() - stock[name].float()).abs().max().item() / largest[kind]
+            if not results <= bound:
+                yield f"{name} is {results:.1e} of the largest apart"
                 return
 
 
 def _far(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
     """How far the way of all weights is from stock's, but for what an ulp of each is."""
     first = runs.first_weights(case)
-    way, other = ours.weights - first, stock.weights - first
+    route, other = ours.weights - first, stock.weights - first
     rounding = torch.finfo(DTYPES[case.dtype]).eps * first.norm()
-    if other.norm() > 0 and not (way - other).norm() <= LOSSY * other.norm() + rounding:
-        yield f"the way of the weights is {(way - other).norm() / other.norm():.2f} of itself apart"
+    if other.norm() > 0 and not (route - other).norm() <= LOSSY * other.norm() + rounding:
+        yield f"the way of the weights is {(route - other).norm() / other.norm():.2f} of itself apart"
 
 
 def _bound(case: Case, bounds: dict[str, float]) -> float:

@@ -132,11 +132,11 @@ def stage_for(case: Case) -> int | None:
         return None if any(not fault.without for fault in faults(case, nearest)) else nearest
     # A model that is made in 16 bits has other weights.
     made_in_16_bits = case.zero_init is not None and case.dtype != "fp32"
-    others = [] if made_in_16_bits else [stage for stage in (2, 1, 3, 0) if stage != nearest]
+    other_ranks = [] if made_in_16_bits else [stage for stage in (2, 1, 3, 0) if stage != nearest]
     # In a step in which the loss scale grows, stage 3 divides gradients by the next scale, and ours with it.
     if "loss_scale_window" in case.config.get("fp16", {}):
-        others = [] if nearest == 3 else [stage for stage in others if stage != 3]
-    able = (stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
+        other_ranks = [] if nearest == 3 else [stage for stage in other_ranks if stage != 3]
+    able = (stage for stage in (nearest, *other_ranks) if not any(not fault.without for fault in faults(case, stage)))
     return next(able, None)
 
 

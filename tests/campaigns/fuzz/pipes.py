@@ -105,8 +105,8 @@ def _apart(case: PipeCase, pipe: Pipe, ours: Trained, stock: Trained) -> Iterato
     apart = pipelines.apart(case.strategy, ours, stock)
     # Losses are summed over stages, and learning rates are larger there.
     bounds = (2 * WEIGHTS[pipe.dtype], 2 * LOSSES[pipe.dtype], 2 * MOMENTS[pipe.dtype])
-    for name, found, bound in zip(("weights", "losses", "norms"), apart[1:4], bounds, strict=True):
-        if not found <= bound:
-            yield f"{name} {found:.1e} apart"
+    for name, results, bound in zip(("weights", "losses", "norms"), apart[1:4], bounds, strict=True):
+        if not results <= bound:
+            yield f"{name} {results:.1e} apart"
     if ours.applied != stock.applied and not rests(pipe):  # torch skips none
         yield f"steps {ours.applied}, stock's {stock.applied}"

@@ -92,8 +92,8 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     run.destroy()
     del run
     # What the record itself has is no remainder.
-    kept = sum(one.untyped_storage().nbytes() for one in (*trained.states.values(), trained.weights))
-    trained.left = _settled() - before - kept
+    retained = sum(item.untyped_storage().nbytes() for item in (*trained.states.values(), trained.weights))
+    trained.left = _settled() - before - retained
     return trained
 
 

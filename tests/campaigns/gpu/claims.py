@@ -41,27 +41,30 @@ class Verdict(NamedTuple):
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     """Return what outcomes say of each claim; one that did not run to its end, or checked nothing, settles nothing."""
     # Without a check nothing could have failed: figures alone show only that the program has ended.
-    kinds = {one.name: one.kind if one.checks or one.kind != PASSED else "checked nothing" for one in outcomes}
-    found = []
+    kinds = {
+        outcome.name: outcome.kind if outcome.checks or outcome.kind != PASSED else "checked nothing"
+        for outcome in outcomes
+    }
+    results = []
     for claim, names in CLAIMS:
         came = [kinds.get(name, NOT_RUN) for name in names]
         kind = FAILS if FAILED in came else HOLDS if set(came) == {PASSED} else OPEN
-        told = ", ".join(f"{name} {kind}" for name, kind in zip(names, came, strict=True))
-        found.append(Verdict(claim, kind, told))
-    return found
+        messages = ", ".join(f"{name} {kind}" for name, kind in zip(names, came, strict=True))
+        results.append(Verdict(claim, kind, messages))
+    return results
 
 
 def told(found: Sequence[Verdict]) -> str:
     """Return a line for each verdict."""
-    return "\n".join(f"{one.kind:13} {one.claim} ({one.experiments})" for one in found)
+    return "\n".join(f"{item.kind:13} {item.claim} ({item.experiments})" for item in found)
 
 
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
     """Return what the README says of these verdicts, without the full stop."""
-    date, counts = about["date"][:10], Counter(one.kind for one in found)
-    others = [(counts[FAILS], "does not" if counts[FAILS] == 1 else "do not"), (counts[OPEN], "not settled")]
-    told = "".join(f", {count} {what}" for count, what in others if count)
-    holding = f"{counts[HOLDS]} of {len(found)} claims hold{told}"
+    date, counts = about["date"][:10], Counter(item.kind for item in found)
+    other_ranks = [(counts[FAILS], "does not" if counts[FAILS] == 1 else "do not"), (counts[OPEN], "not settled")]
+    messages = "".join(f", {count} {case}" for count, case in other_ranks if count)
+    holding = f"{counts[HOLDS]} of {len(found)} claims hold{messages}"
     return f"on a GPU ({about['device']}, {date}) {holding}, [as found]({TABLE.parent.as_posix()}/README.md)"
 
 
@@ -86,5 +89,5 @@ def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> Non
         rows = csv.writer(file, lineterminator="\n")
         if fresh:
             rows.writerow(COLUMNS)
-        rows.writerows([*(about[name] for name in COLUMNS[:4]), *one] for one in found)
+        rows.writerows([*(about[name] for name in COLUMNS[:4]), *item] for item in found)
     readme.write_text(text, encoding="utf-8")

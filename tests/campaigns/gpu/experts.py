@@ -36,7 +36,7 @@ def experts(place: Any) -> None:
     replicated, partitioned = (names[-1:] if place.small else names for names in (REPLICATED, PARTITIONED))
     stage2 = {"strategies": replicated, "stage": 2}
     stage3 = {"strategies": partitioned, "stage": 3}
-    made = [
+    created = [
         _beside("MoE layers", expert_cases.routed_case, (2, TWO_STEPS, GROUP), stage2, FP32),
         _beside(
             "MoE layers, parameters sharded",
@@ -48,7 +48,7 @@ def experts(place: Any) -> None:
         _beside("AutoEP", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage2, FP32),
         _beside("AutoEP, parameters sharded", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage3, FP32),
     ]
-    run_cases(place, made if place.small else sorted([*made, *_others()], key=_order))
+    run_cases(place, created if place.small else sorted([*created, *_others()], key=_order))
 
 
 def _order(case: Case) -> tuple[bool, bool, bool]:

@@ -98,8 +98,8 @@ def memory(place: Any) -> None:
         ("IIG in four bits, monitored", "IIG", {"zeropp_loco_param": {}}, monitored),
     ]
     for title, name, more, config in cases:
-        wanted = dataclasses.replace(job, config={**JOB.config, **config})
-        place.report.figure(title, memory_of(place, wanted, name, more))
+        expected = dataclasses.replace(job, config={**JOB.config, **config})
+        place.report.figure(title, memory_of(place, expected, name, more))
 
 
 def memory_of(place: Any, job: Any, name: str, more: dict[str, Any]) -> dict[str, float]:

@@ -63,9 +63,9 @@ def run_cases(place: Any, cases: Sequence[Case], alone: bool = False) -> None:
         cases: in this order.
         alone: whether there is one rank.
     """
-    left = list(cases)
-    while left:
-        left = left[_run_while_good(place, left, 1 if alone else RANKS) :]
+    remaining = list(cases)
+    while remaining:
+        remaining = remaining[_run_while_good(place, remaining, 1 if alone else RANKS) :]
 
 
 def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
@@ -76,8 +76,8 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = rank, ranks, place.device, place.small, folder, list(cases), theirs
-            process = context.Process(target=_rank, args=given, daemon=True)
+            provided = rank, ranks, place.device, place.small, folder, list(cases), theirs
+            process = context.Process(target=_rank, args=provided, daemon=True)
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
@@ -101,7 +101,7 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
 
 def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
     """Take down what ranks find, until the case is over on all of them; return why it has failed, if so."""
-    until, held, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
+    until, retained, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
     while running:
         ready = wait(list(running.values()), timeout=max(0.0, until - time.monotonic()))
         if not ready:
@@ -112,15 +112,15 @@ def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float)
             except EOFError:
                 return f"the process of rank {rank} has ended"
             if kind == "check":
-                held[name] = held.get(name, True) and value
-                report.check(f"{case.name}: {name}", held[name])
+                retained[name] = retained.get(name, True) and value
+                report.check(f"{case.name}: {name}", retained[name])
             elif kind == "figure" and rank == 0:
                 report.figure(f"{case.name}: {name}", value)
             elif kind == _OVER:
                 if value:
                     return f"rank {rank}: {value}"
                 del running[rank]
-    return "" if held else "it checked nothing"
+    return "" if retained else "it checked nothing"
 
 
 class _RankReport:
@@ -136,14 +136,14 @@ def _rank(
     rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
 ) -> None:
     report = _RankReport(pipe)
-    place = Place(device, small, report)
+    location = Place(device, small, report)
     run = partial(_run, cases=cases)
     try:
         if ranks == 1:
-            enter_alone(place)
-            run(place)
+            enter_alone(location)
+            run(location)
         else:
-            _share_gpu(rank, place, folder, run)
+            _share_gpu(rank, location, folder, run)
     except BaseException as error:
         lines = traceback.format_exception(error)
         report.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
@@ -184,10 +184,10 @@ def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -
 @contextlib.contextmanager
 def batches_on(place: Any) -> Iterator[None]:
     """Within this context, ``training`` puts its batches on the device."""
-    made = training.batches
+    created = training.batches
 
     def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for x, y in made(job):
+        for x, y in created(job):
             yield x.to(place.device), y.to(place.device)
 
     with mock.patch.object(training, "batches", moved):

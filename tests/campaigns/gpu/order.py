@@ -56,9 +56,9 @@ def slow_step(place: Any) -> None:
     names = ["III", "GGG", "IIG"] if not place.small else ["GGG"]
     for name in names:
         expected = _train_slowly(place, name, synchronized=True)
-        found = _train_slowly(place, name, synchronized=False)
-        same = bool(torch.isfinite(expected).all()) and torch.equal(found, expected)
-        place.report.check(f"{name} ends with the same weights", same)
+        results = _train_slowly(place, name, synchronized=False)
+        is_same = bool(torch.isfinite(expected).all()) and torch.equal(results, expected)
+        place.report.check(f"{name} ends with the same weights", is_same)
 
 
 def _train_slowly(place: Any, name: str, synchronized: bool) -> torch.Tensor:
@@ -115,8 +115,8 @@ def compare(place: Any, name: str, more: dict[str, Any], job: Job = JOB, what: s
             return train_over(wire, job, placed(name, group_size=3, **more))
 
     begin, options = time.perf_counter(), " ".join([*(f"{key} {value}" for key, value in more.items()), what])
-    expected, found = trained(True), trained(False)
-    place.report.check(f"{name} {options}".strip(), expected[1] and found == expected)
+    expected, results = trained(True), trained(False)
+    place.report.check(f"{name} {options}".strip(), expected[1] and results == expected)
     place.report.figure("seconds of the last comparison", round(time.perf_counter() - begin, 2))
 
 
@@ -144,17 +144,17 @@ def _watch_strategies(place: Any, names: Sequence[str]) -> None:
 
 def _watch(place: Any, name: str, run: Callable[[], Any]) -> None:
     """Check that the sanitizer finds nothing; it raises what it has found, after it has printed it."""
-    found = ""
+    results = ""
     with _of_elements(place):
         try:
             run()
         except Exception as error:
             if type(error).__name__ != "CUDASanitizerErrors":
                 raise
-            found = "\n".join(map(str, getattr(error, "errors", [error])))
-    place.report.check(name, not found)
-    if found:
-        place.report.figure(f"found in {name}", found[:12000])
+            results = "\n".join(map(str, getattr(error, "errors", [error])))
+    place.report.check(name, not results)
+    if results:
+        place.report.figure(f"found in {name}", results[:12000])
 
 
 @contextlib.contextmanager

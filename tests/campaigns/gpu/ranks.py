@@ -35,13 +35,13 @@ def gloo_ranks(place: Any) -> None:
     every: tuple[tuple[int, Sequence[str]], ...] = ((2, REPLICATED), (3, PARTITIONED))
     for title, job, more, bounds in _sections(place.small):
         for stage, names in every:
-            some = names[-1:] if place.small else names
-            run = partial(_compare, job=job, more=more, names=some, stage=stage, bounds=bounds)
+            subset = names[-1:] if place.small else names
+            run = partial(_compare, job=job, more=more, names=subset, stage=stage, bounds=bounds)
             cases.append(Case(f"stage {stage}, {title}", run))
     on_nccl: tuple[tuple[int, Sequence[str]], ...] = ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG")))
     for stage, names in on_nccl:
-        some = names[-1:] if place.small else names
-        cases.append(Case(f"stage {stage}, hops as on NCCL", partial(_as_on_nccl, names=some, stage=stage)))
+        subset = names[-1:] if place.small else names
+        cases.append(Case(f"stage {stage}, hops as on NCCL", partial(_as_on_nccl, names=subset, stage=stage)))
     run_cases(place, cases)
 
 
@@ -126,27 +126,27 @@ def nccl_alone(place: Any) -> None:
             if more and name not in ("NIG", "IGG"):
                 continue
             with batches_on(place), without_short_cuts(), as_on_nccl():
-                found = training.train(job, placed(name, 1, **more)).weights
+                results = training.train(job, placed(name, 1, **more)).weights
             title = f"{name} in four bits" if more else name
             if more:  # rounded
-                place.report.check(f"{title}: finite weights", bool(torch.isfinite(found).all()))
+                place.report.check(f"{title}: finite weights", bool(torch.isfinite(results).all()))
                 continue
             with batches_on(place):
                 expected = training.train(job, placed(name, 1)).weights
-            place.report.check(f"{title}: the weights of the short cuts", torch.equal(found, expected))
+            place.report.check(f"{title}: the weights of the short cuts", torch.equal(results, expected))
 
 
 def _hops_alone(place: Any) -> None:
     group = dist.new_group([0])
-    others = [dist.new_group([0]) for _ in range(3)]
+    other_ranks = [dist.new_group([0]) for _ in range(3)]
     numbers = torch.arange(1000, dtype=torch.float32, device=place.device)
     gather, reduce = GatherHop(group, "alone"), make_reduce(group, "alone")
-    whole = make_reduce(group, "alone", False)
+    full = make_reduce(group, "alone", False)
     cases = {
         "all-gather": lambda: gather.all_gather(numbers.clone()),
         "reduce-scatter": lambda: reduce.reduce_scatter(numbers.clone(), [1000]),
         "all-reduce": lambda: reduce.all_reduce(numbers.clone()),
-        "all-reduce that keeps a part": lambda: whole.reduce_scatter(numbers.clone(), [1000]),
+        "all-reduce that keeps a part": lambda: full.reduce_scatter(numbers.clone(), [1000]),
     }
     for title, start in cases.items():
         before = _peak(place)
@@ -159,9 +159,9 @@ def _hops_alone(place: Any) -> None:
     place.report.check(title, torch.equal(_finished(place, title, gather.all_gather(out, out=out), 2), numbers))
     _collectives_alone(place, reduce.collectives, numbers)
     title, coarse = "a reduction in four bits", LocoHop(group, "alone", LocoSettings())
-    found = _finished(place, title, coarse.reduce_scatter(numbers.clone(), [1000]))
-    place.report.check(title, bool((found - numbers).abs().max() < 100))
-    for other in others:
+    results = _finished(place, title, coarse.reduce_scatter(numbers.clone(), [1000]))
+    place.report.check(title, bool((results - numbers).abs().max() < 100))
+    for other in other_ranks:
         next(make_reduce(other, "dropped").all_reduce(torch.ones(10, device=place.device)))  # and nobody waits
     if place.cuda:
         torch.cuda.synchronize()

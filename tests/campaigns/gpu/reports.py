@@ -71,12 +71,12 @@ def _clock(place: Any) -> None:
     if not place.cuda:
         return
     # Made before, since the first one takes long; several, since two streams may share a queue of the hardware.
-    others = [get_accelerator().Stream() for _ in range(_STREAMS)]
+    other_ranks = [get_accelerator().Stream() for _ in range(_STREAMS)]
     begin = clock.mark()
     pause(place, SLEPT * 1e3)
     end = clock.mark()
     early = []
-    for other in others:  # beside the stream that sleeps
+    for other in other_ranks:  # beside the stream that sleeps
         with get_accelerator().stream(other):
             early.append(clock.mark())
             place.report.check("another stream does not train", not clock.trains())
@@ -157,10 +157,10 @@ def _cost(place: Any) -> None:
             engine.backward(engine(text[:, :-1], text[:, 1:]))
             engine.step()
         engine.destroy()
-        found = _report_in(folder)["steps"]
-    place.report.figure("seconds of a step before", found["undisturbed"])
-    place.report.figure("seconds of recorded steps", found["seconds"])
-    place.report.check("recorded steps take about as long", found["overhead"] < COST_BOUND)
+        results = _report_in(folder)["steps"]
+    place.report.figure("seconds of a step before", results["undisturbed"])
+    place.report.figure("seconds of recorded steps", results["seconds"])
+    place.report.check("recorded steps take about as long", results["overhead"] < COST_BOUND)
 
 
 def _tell(place: Any, faults: list[str]) -> None:
@@ -182,8 +182,8 @@ def _look_at(place: Any, folder: str) -> None:
 
 
 def _report_in(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(folder, "report.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads(Path(folder, "report.json").read_text())
+    return results
 
 
 def _doctor(place: Any) -> None:
@@ -204,21 +204,21 @@ def _doctor(place: Any) -> None:
 
 def _command(place: Any) -> None:
     """Run the doctor's command with one rank, which connects it through NCCL itself."""
-    found = _said_by_command(place, [KERNELS])
-    if found is None:
+    results = _said_by_command(place, [KERNELS])
+    if results is None:
         return
-    _judge(place, found, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
-    backend = next(one for one in found["sections"] if one["title"] == "process groups")["findings"][0]["subject"]
+    _judge(place, results, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
+    backend = next(item for item in results["sections"] if item["title"] == "process groups")["findings"][0]["subject"]
     place.report.check("through the device's backend", backend == ("nccl" if place.cuda else "gloo"))
 
 
 def _kernels(place: Any) -> None:
     """Have the doctor compare the kernels with their reference; it builds them, unless that was done before."""
-    found = _said_by_command(place, [title for title in CHECKS if title != KERNELS])
-    if found is None:
+    results = _said_by_command(place, [title for title in CHECKS if title != KERNELS])
+    if results is None:
         return
-    _judge(place, found, [KERNELS])
-    measured = next(one for one in found["sections"] if one["title"] == KERNELS)["measured"]["0"]
+    _judge(place, results, [KERNELS])
+    measured = next(item for item in results["sections"] if item["title"] == KERNELS)["measured"]["0"]
     place.report.check("there are kernels for the GPU", measured["kernels"] and measured["device"].startswith("cuda"))
 
 
@@ -233,19 +233,19 @@ def _said_by_command(place: Any, skipped: Sequence[str]) -> dict[str, Any] | Non
         if not document.exists():
             place.report.figure("it says", (done.stdout + done.stderr)[-2000:])
             return None
-        found: dict[str, Any] = json.loads(document.read_text())
-        return found
+        results: dict[str, Any] = json.loads(document.read_text())
+        return results
 
 
 def _judge(place: Any, found: dict[str, Any], titles: list[str]) -> None:
     """Check that all checks were made, and that none has found something wrong; note what is to be looked at."""
-    there = [one["title"] for one in found["sections"]]
-    place.report.check("all checks were made", set(titles) <= set(there))
+    node = [item["title"] for item in found["sections"]]
+    place.report.check("all checks were made", set(titles) <= set(node))
     for section in found["sections"]:
-        said = [f"{one['subject']}: {one['found']}" for one in section["findings"] if one["level"] != "ok"]
-        if said:
-            place.report.figure(f"{section['title']} says", said)
-        bad = [one for one in section["findings"] if one["level"] == "wrong" or one["subject"] == "left out"]
+        answer = [f"{item['subject']}: {item['found']}" for item in section["findings"] if item["level"] != "ok"]
+        if answer:
+            place.report.figure(f"{section['title']} says", answer)
+        bad = [item for item in section["findings"] if item["level"] == "wrong" or item["subject"] == "left out"]
         place.report.check(f"nothing wrong: {section['title']}", not bad)
 
 
@@ -253,8 +253,8 @@ def _port() -> int:
     """Return a port that is free, the same on all ranks."""
     shared = [0]
     if dist.get_rank() == 0:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            shared = [taken.getsockname()[1]]
+        with socket.socket() as copies:
+            copies.bind(("127.0.0.1", 0))
+            shared = [copies.getsockname()[1]]
     dist.broadcast_object_list(shared, src=0)
     return int(shared[0])

@@ -58,19 +58,19 @@ EXPORTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 def aside(place: Any) -> None:
     """T11: see that what is saved beside the training on a GPU is what is saved at once."""
-    some = 1 if place.small else None
-    made = [
+    subset = 1 if place.small else None
+    created = [
         Case("pinned memory", _memory),
         Case("without the wait", _seen_without_the_wait),
-        *(Case(f"files, {_title(*row)}", partial(_twins, row=row)) for row in TWINS[:some]),
-        *(Case(f"export, {name} {how}", partial(_exported, name=name, how=how)) for name, how in EXPORTS[:some]),
+        *(Case(f"files, {_title(*row)}", partial(_twins, row=row)) for row in TWINS[:subset]),
+        *(Case(f"export, {name} {how}", partial(_exported, name=name, how=how)) for name, how in EXPORTS[:subset]),
         Case("export without the wait", _seen_without_the_event),
-        *(Case(f"in memory, {name}", partial(_in_memory, name=name, node=node)) for name, node in IN_MEMORY[:some]),
-        *(Case(f"resumed, {_title(*row)}", partial(_resumed, row=row)) for row in RESUMED[:some]),
+        *(Case(f"in memory, {name}", partial(_in_memory, name=name, node=node)) for name, node in IN_MEMORY[:subset]),
+        *(Case(f"resumed, {_title(*row)}", partial(_resumed, row=row)) for row in RESUMED[:subset]),
     ]
     # Those that may have to wait for kernels to be built come last.
-    slow = [dataclasses.replace(case, limit=150) for case in made if "loco" in case.name.lower()]
-    run_cases(place, [*(case for case in made if "loco" not in case.name.lower()), *slow])
+    slow = [dataclasses.replace(case, limit=150) for case in created if "loco" in case.name.lower()]
+    run_cases(place, [*(case for case in created if "loco" not in case.name.lower()), *slow])
     run_cases(place, [Case("files over NCCL", partial(_twins, row=ALONE, group_size=1))], alone=True)
 
 
@@ -118,12 +118,12 @@ def _twins(place: Any, row: tuple[str, str, dict[str, Any], str], group_size: in
     """Compare files, and losses, of a run that saves at every turn."""
     name, dtype, zero, optimizer = row
     with shared_folder() as folder, late(place) as behind:
-        found = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
-    place.report.check("the same files", found.different == [] and found.files >= 28)
-    if found.different:
-        place.report.figure("where they differ", found.different[:5])
-    place.report.check("the same losses and errors", found.same)
-    place.report.figure("files", found.files)
+        results = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
+    place.report.check("the same files", results.different == [] and results.files >= 28)
+    if results.different:
+        place.report.figure("where they differ", results.different[:5])
+    place.report.check("the same losses and errors", results.same)
+    place.report.figure("files", results.files)
     elsewhere = "offload_optimizer" in zero or "paro_outer_optimizer" in zero
     place.report.check("the device copies behind the steps", (sum(behind) > 0) == (place.cuda and not elsewhere))
 
@@ -145,9 +145,9 @@ def _seen_without_the_wait(place: Any) -> None:
         settle = Snapshot.wait_for_copies if waits else lambda self: None
         patched = mock.patch.object(Snapshot, "wait_for_copies", settle)
         with shared_folder() as folder, late(place, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
-            found = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
+            results = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
         title = "files are the same with the wait" if waits else "files differ without the wait"
-        place.report.check(title, found.files > 0 and (found.different == []) == waits)
+        place.report.check(title, results.files > 0 and (results.different == []) == waits)
 
 
 def _memory(place: Any) -> None:
@@ -166,9 +166,11 @@ def _memory(place: Any) -> None:
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, str(number))
             engine.checkpoint_engine.finish()
-            held = [one for many in engine.checkpoint_engine.async_saves.buffers._free.values() for one in many]
-            pinned |= {one.is_pinned() for one in held}
-            at.append({one.data_ptr() for one in held})
+            retained = [
+                item for group in engine.checkpoint_engine.async_saves.buffers._free.values() for item in group
+            ]
+            pinned |= {item.is_pinned() for item in retained}
+            at.append({item.data_ptr() for item in retained})
         with mock.patch.object(HostWriter, "_next_buffer", taken):
             import deepspeed_ext
 
@@ -199,14 +201,15 @@ def _seen_without_the_event(place: Any) -> None:
 def _in_memory(place: Any, name: str, node: int) -> None:
     """Lose a node, and go on from what the other one has in memory."""
     with shared_folder() as folder, late(place):
-        held, _, sent, changed, same, latest, again = memory_saves.lost_case(folder, name, node)
+        retained, _, sent, changed, is_same, latest, again = memory_saves.lost_case(folder, name, node)
     if changed:
         place.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
     place.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
-    place.report.check("going on is what it was", same)
+    place.report.check("going on is what it was", is_same)
     crosses = name[2] == "G"
     place.report.check(
-        "each node has all, and only what the other lacks is sent", held[0] == held[1] and (sent > 0) == crosses
+        "each node has all, and only what the other lacks is sent",
+        retained[0] == retained[1] and (sent > 0) == crosses,
     )
 
 
@@ -222,6 +225,6 @@ def _resumed(place: Any, row: tuple[str, dict[str, Any], str]) -> None:
         return stack
 
     with shared_folder() as folder:
-        found = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
-    place.report.check("loaded is what was saved", not found.loaded)
-    place.report.check("resumed is uninterrupted", not (found.resumed or found.elsewhere))
+        results = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
+    place.report.check("loaded is what was saved", not results.loaded)
+    place.report.check("resumed is uninterrupted", not (results.resumed or results.elsewhere))

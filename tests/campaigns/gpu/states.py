@@ -32,7 +32,7 @@ RESUMED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 
 def check(place: Any) -> None:
     """Check them all; collective."""
-    together = [title for title, given in cases.OPTIONS.items() if outer_oracle.KEY not in given.zero]
+    together = [title for title, provided in cases.OPTIONS.items() if outer_oracle.KEY not in provided.zero]
     for title in together[: 2 if place.small else None]:
         for name in cases.OPTIONS[title].strategies:
             _train(place, title, name)
@@ -43,9 +43,9 @@ def check(place: Any) -> None:
         job = snapshots.job_of("bf16", zero, optimizer)
         for name in names:
             with shared_folder() as folder:
-                found = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
+                results = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
             title = f"{name}, {optimizer} {' '.join(zero)}: resumed is uninterrupted"
-            place.report.check(title, not (found.loaded or found.resumed or found.elsewhere))
+            place.report.check(title, not (results.loaded or results.resumed or results.elsewhere))
     for pinned in (True, False) if place.cuda else ():
         for name in ("NIG", "IIG"):
             title = f"{name}, {'pinned' if pinned else 'pageable'}: offloaded and reloaded"
@@ -62,17 +62,17 @@ def _train_apart(place: Any, name: str, outer: dict[str, Any]) -> None:
 
 
 def _train(place: Any, title: str, name: str) -> None:
-    given = cases.OPTIONS[title]
+    provided = cases.OPTIONS[title]
     places: list[tuple[str, str]] = []
-    ours = training.train(given.job, placed(name, **given.zero), look=partial(cases.look, places))
-    whole = {key: value for key, value in given.zero.items() if key in WHOLE}
+    ours = training.train(provided.job, placed(name, **provided.zero), look=partial(cases.look, places))
+    full = {key: value for key, value in provided.zero.items() if key in WHOLE}
     # Stock DeepSpeed's Muon is another: it knows no groups.
-    oracle = placed("NNN", **whole) if given.job.optimizer == "Muon" else {"stage": 2 + (name[0] != "N"), **whole}
-    row = training.difference(name, ours, training.train(given.job, oracle), "")
+    oracle = placed("NNN", **full) if provided.job.optimizer == "Muon" else {"stage": 2 + (name[0] != "N"), **full}
+    row = training.difference(name, ours, training.train(provided.job, oracle), "")
     place.report.figure(f"{name}, {title}: largest difference of weights", row.weights)
-    near = row.weights <= (EXACT if given.stock else ROUNDED)  # not of what is not a number
+    near = row.weights <= (EXACT if provided.stock else ROUNDED)  # not of what is not a number
     place.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
-    optimizers = "cpu" if "offload_optimizer" in given.zero else place.device
+    optimizers = "cpu" if "offload_optimizer" in provided.zero else place.device
     place.report.check(f"{name}, {title}: places", places == [(place.device, optimizers)])
 
 

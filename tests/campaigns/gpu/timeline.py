@@ -120,16 +120,16 @@ def timeline(place: Any) -> None:
     for groups in (1, 2):
         updates_under_forward(place, groups)
     for name in ("GGG", "IGG"):
-        found = under_backward(place, placed(name, GROUP), accumulation=1)
-        place.report.check(f"(c) {name}: reductions under the backward", found["any"])
-    found = under_backward(place, placed("IIG", GROUP), 2, SHORT_HOP, LONG_LAYER)
+        results = under_backward(place, placed(name, GROUP), accumulation=1)
+        place.report.check(f"(c) {name}: reductions under the backward", results["any"])
+    results = under_backward(place, placed("IIG", GROUP), 2, SHORT_HOP, LONG_LAYER)
     # The CPU has no streams: there, the host waits for one hop before the next, and by default overlap_comm is off.
     settled = place.report.check if place.cuda else place.report.figure
-    settled("(d) IIG: between groups, under the last backward", found["between groups"])
+    settled("(d) IIG: between groups, under the last backward", results["between groups"])
     by_default: list[dict[str, Any]] = [{}] if place.cuda else []
     for more in (*by_default, {"overlap_comm": True}):
-        found = under_backward(place, placed("NIG", GROUP, **more), accumulation=1)
-        place.report.check(f"(e) NIG {more or 'default'}: reductions under the backward", found["any"])
+        results = under_backward(place, placed("NIG", GROUP, **more), accumulation=1)
+        place.report.check(f"(e) NIG {more or 'default'}: reductions under the backward", results["any"])
 
 
 def updates_under_forward(place: Any, groups: int) -> None:
@@ -144,8 +144,8 @@ def updates_under_forward(place: Any, groups: int) -> None:
         if place.cuda:
             torch.cuda.synchronize()
         ended = gathers[-1].ended if gathers else None
-        found = ended is not None and run.before(run.forward[0][0], ended)
-        place.report.check(f"(b) {groups} parameter groups: the first layer runs before the last gather ends", found)
+        results = ended is not None and run.before(run.forward[0][0], ended)
+        place.report.check(f"(b) {groups} parameter groups: the first layer runs before the last gather ends", results)
 
 
 def under_backward(
@@ -213,7 +213,7 @@ def counter_of(place: Any) -> Iterator[Any]:
             with order.watch(), asking(order):
                 before = Counter(order.synchronizations)
                 yield counts
-                counts.update({str(one): count for one, count in (order.synchronizations - before).items()})
+                counts.update({str(item): count for item, count in (order.synchronizations - before).items()})
 
         yield counted
 
@@ -254,8 +254,8 @@ def _where() -> str:
     tests = str(ROOT / "tests")  # the repository may lie in a folder of the package's name
     while frame is not None:
         path = frame.f_code.co_filename
-        known = "/deepspeed_ext/" in path or ("/deepspeed/" in path and "/accelerator/" not in path)
-        if known and not path.startswith(tests):
+        registered = "/deepspeed_ext/" in path or ("/deepspeed/" in path and "/accelerator/" not in path)
+        if registered and not path.startswith(tests):
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return waits.ELSEWHERE

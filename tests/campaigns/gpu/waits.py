@@ -45,10 +45,10 @@ WAITS = {
 def check(place: Any, title: str, counts: dict[str, int]) -> None:
     """Note where the host has waited, and check that it was no more often than ``WAITS`` has of this case."""
     place.report.figure(title, counts)
-    found, most = of(counts), WAITS[title]
-    others = most.others + (most.copies if place.cuda else 0)
-    place.report.check(f"{title}: at most {most.events} waits for events", found.events <= most.events)
-    place.report.check(f"{title}: at most {others} other waits", found.others <= others)
+    results, most = of(counts), WAITS[title]
+    other_ranks = most.others + (most.copies if place.cuda else 0)
+    place.report.check(f"{title}: at most {most.events} waits for events", results.events <= most.events)
+    place.report.check(f"{title}: at most {other_ranks} other waits", results.others <= other_ranks)
 
 
 def of(counts: dict[str, int]) -> Waits:

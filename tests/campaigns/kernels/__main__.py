@@ -62,11 +62,11 @@ def main() -> int:
 
     kernels = Emulator(library) if library else OnDevice(arguments.device)
     compare = Comparison(kernels, arguments.build == "checked", fail)
-    place = arguments.build if emulated else arguments.device
-    for name in arguments.only or (sections.OF_BUILDS[place] if emulated else sections.ON_DEVICE):
+    location = arguments.build if emulated else arguments.device
+    for name in arguments.only or (sections.OF_BUILDS[location] if emulated else sections.ON_DEVICE):
         before = compare.cases.total()
         sections.SECTIONS[name](compare, Drawing(arguments.seed), arguments.amount)
-        print(f"{place} {name}: {compare.cases.total() - before} cases", flush=True)
+        print(f"{location} {name}: {compare.cases.total() - before} cases", flush=True)
     print(f"{compare.cases.total()} cases, {compare.runs} runs, {compare.emulator.counts()}")
     print(f"{len(failures)} failures" if failures else "all bits equal")
     return bool(failures)

@@ -168,12 +168,12 @@ def found(fault: Fault, libraries: Path) -> str:
         ]
         command += ["--build", fault.build, "--only", fault.section, "--amount", "0.02", "--first"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIMIT)
-    told = [line for line in (done.stdout + done.stderr).splitlines() if _FOUND.fullmatch(line)]
+    messages = [line for line in (done.stdout + done.stderr).splitlines() if _FOUND.fullmatch(line)]
     if done.returncode < 0:  # an address that nothing is at
-        told.append(f"ended by signal {-done.returncode}")
-    if done.returncode and not told:
+        messages.append(f"ended by signal {-done.returncode}")
+    if done.returncode and not messages:
         raise RuntimeError(done.stderr[-3000:])
-    return told[0] if done.returncode else ""
+    return messages[0] if done.returncode else ""
 
 
 def main() -> int:
@@ -185,12 +185,14 @@ def main() -> int:
     missed = []
     for number in numbers:
         try:
-            told = found(FAULTS[number], arguments.libraries)
+            messages = found(FAULTS[number], arguments.libraries)
         except (RuntimeError, ValueError) as error:  # it does not compile, or its text is not there: no fault
             print(error)
-            told = ""
-        missed += [] if told else [number]
-        print(f"{number:3} {FAULTS[number].file:18} {FAULTS[number].build:8} {told[:200] or 'NOT FOUND'}", flush=True)
+            messages = ""
+        missed += [] if messages else [number]
+        print(
+            f"{number:3} {FAULTS[number].file:18} {FAULTS[number].build:8} {messages[:200] or 'NOT FOUND'}", flush=True
+        )
     print(f"{len(numbers) - len(missed)} of {len(numbers)} found" + "".join(f", not {number}" for number in missed))
     return bool(missed)
 

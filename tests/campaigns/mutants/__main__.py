@@ -57,11 +57,11 @@ def tests_of(recording: recordings.Recording, most: float) -> Command:
     status, printed = _run(ROOT, [*_TESTS, "-m", "not deep", "--collect-only"], 300.0)
     if status:
         raise RuntimeError("\n".join(printed[-20:]))
-    known = {line for line in printed if "::" in line and not line.startswith(_NO_TESTS)}
+    registered = {line for line in printed if "::" in line and not line.startswith(_NO_TESTS)}
 
     def command(mutant: Mutant) -> Sequence[str]:
         file = mutant.path.as_posix()
-        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & known, [file], most)
+        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & registered, [file], most)
         return [*_TESTS, *chosen] if chosen else []
 
     return command
@@ -138,11 +138,11 @@ def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int
 
 def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
     """How many changes of each room were found, and each that was not."""
-    found: defaultdict[str, Counter[bool]] = defaultdict(Counter)
+    results: defaultdict[str, Counter[bool]] = defaultdict(Counter)
     for mutant, outcome in rows:
         for room in (mutant.room, "all") if outcome.kind != "no code" else ():
-            found[room][outcome.kind in ("killed", "hangs")] += 1
-    lines = [f"{room:<20}{counts[True]:>8}{counts.total():>6}" for room, counts in sorted(found.items())]
+            results[room][outcome.kind in ("killed", "hangs")] += 1
+    lines = [f"{room:<20}{counts[True]:>8}{counts.total():>6}" for room, counts in sorted(results.items())]
     survived = [f"SURVIVED {mutant}" for mutant, outcome in rows if outcome.kind == "survived"]
     return "\n".join([f"{'room':<20}{'killed':>8}{'of':>6}", *lines, *survived])
 
@@ -176,8 +176,8 @@ def main() -> None:
     chosen = drawn(arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ()))
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     arguments.rows.touch()
-    known = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
-    before = {row["change"]: Outcome(*row["outcome"]) for row in known}
+    registered = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
+    before = {row["change"]: Outcome(*row["outcome"]) for row in registered}
     over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
     end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
     for mutant, outcome in tried(new, command, limit, arguments.at_once):

@@ -134,9 +134,9 @@ class Emulator:
 
     def counts(self) -> Counts:
         """What the library has done so far."""
-        found = (ctypes.c_int64 * len(Counts._fields))()
-        self._library.cuda_on_cpu_counts(found)
-        return Counts(*found)
+        results = (ctypes.c_int64 * len(Counts._fields))()
+        self._library.cuda_on_cpu_counts(results)
+        return Counts(*results)
 
     def current_device(self) -> int:
         """The device that is current between operators: 0, if they put it back."""

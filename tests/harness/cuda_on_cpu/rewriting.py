@@ -66,14 +66,16 @@ def rewritten(name: str, text: str) -> str:
     Raises:
         ValueError: it has something that is not rewritten, or other than so many of what is.
     """
-    others = set(_BOUNDS.findall(text)) - {"kThreads"}
-    if others:
-        raise ValueError(f"{name}: expected all kernels to be bounded by and launched with kThreads, got {others}")
+    other_ranks = set(_BOUNDS.findall(text)) - {"kThreads"}
+    if other_ranks:
+        raise ValueError(
+            f"{name}: expected all kernels to be bounded by and launched with kThreads, got {other_ranks}"
+        )
     for rewrite in _REWRITES:
         text, count = re.subn(rewrite.pattern, rewrite.by, text)
         expected = rewrite.counts.get(name, 0)
         if count != expected:
             raise ValueError(f"{name}: expected {expected} of {rewrite.pattern}, got {count}")
-    if left := _UNKNOWN.findall(text):
-        raise ValueError(f"{name}: expected nothing that only nvcc knows to be left, got {left}")
+    if remaining := _UNKNOWN.findall(text):
+        raise ValueError(f"{name}: expected nothing that only nvcc knows to be left, got {remaining}")
     return text

@@ -99,7 +99,7 @@ class _Work:
     def __init__(self, work: Any, args: Any) -> None:
         self._work, self._args = work, args
         # Those that nobody waits for.
-        self._under_way.difference_update([one for one in list(self._under_way) if one.is_completed()])
+        self._under_way.difference_update([item for item in list(self._under_way) if item.is_completed()])
         self._under_way.add(self)
 
     def wait(self, *args: Any) -> Any:

@@ -48,13 +48,13 @@ def built(folder: Path = LIBRARIES) -> Path:
 
 
 def _object(folder: Path, file: str) -> str:
-    made = folder / f"{Path(file).stem}.o"
+    created = folder / f"{Path(file).stem}.o"
     includes = [f"-isystem{_torch() / 'include' / name}" for name in ("", "torch/csrc/api/include")]
-    run(COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(made))
-    return str(made)
+    run(COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(created))
+    return str(created)
 
 
 def _torch() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    results = importlib.util.find_spec("torch")
+    assert results is not None and results.origin is not None
+    return Path(results.origin).parent

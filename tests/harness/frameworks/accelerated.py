@@ -59,8 +59,8 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
             accelerator.save_state(folder)
     saved = accelerator.get_state_dict(engine)
     run = tiny.ended(engine, losses)
-    whole = saved and torch.cat([saved[name].float().flatten() for name, _ in model.named_parameters()])
-    return run, start, not saved or torch.equal(whole, run.weights)
+    full = saved and torch.cat([saved[name].float().flatten() for name, _ in model.named_parameters()])
+    return run, start, not saved or torch.equal(full, run.weights)
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> Row:

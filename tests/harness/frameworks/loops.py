@@ -41,9 +41,9 @@ def train(
         loss_of: forward.
         parts: of the data, each for as many ranks; by default every rank has its own.
     """
-    given = make()
-    given.setdefault("model", tiny.make_model())
-    engine, *_ = deepspeed.initialize(config=config, **given)
+    provided = make()
+    provided.setdefault("model", tiny.make_model())
+    engine, *_ = deepspeed.initialize(config=config, **provided)
     start = training.whole_weights(engine.module)
     prepare(engine)
     parts = parts or dist.get_world_size()
@@ -68,5 +68,5 @@ def compare(
 ) -> Row:
     """Train with two configurations, of which the same weights are held by all ranks or those of a group."""
     expected, start = train(stock, make, **options)
-    found = train(ours, make, **options)[0]
-    return tiny.compared(start, expected, found, group=group())
+    results = train(ours, make, **options)[0]
+    return tiny.compared(start, expected, results, group=group())

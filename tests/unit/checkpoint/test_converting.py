@@ -29,9 +29,9 @@ RUNS = [
 
 def names_in(folder: str) -> list[str]:
     """Return names of checkpoints in a folder, and of what a load has left there. Collective."""
-    found = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
+    results = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     dist.barrier()
-    return found
+    return results
 
 
 def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
@@ -49,9 +49,9 @@ def save_case(folder: str, name: str) -> None:
     job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
-    seen = snapshots.snapshot(engine, model, job)
+    observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
-        torch.save(seen, f"{folder}.pt")
+        torch.save(observed, f"{folder}.pt")
     engine.destroy()
 
 
@@ -70,9 +70,9 @@ def load_case(folder: str, name: str, group_size: int) -> None:
         with snapshots.converting_here():
             engine.load_checkpoint(folder)
         times.add(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
-    found = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
+    differences = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
     engine.destroy()
-    assert found.keys() <= {"counters"}, found  # samples of a step
+    assert differences.keys() <= {"counters"}, differences  # samples of a step
     assert len(times) == 1 and names_in(folder) == ["global_step3", "global_step3_converted", "latest"]
 
 
@@ -90,22 +90,22 @@ def again_case(folder: str) -> None:
         if number:
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, tag="global_step3")
-        wanted = snapshots.snapshot(engine, model, job)
+        expected = snapshots.snapshot(engine, model, job)
         _, other, copy = begin("NIG")
         with snapshots.converting_here():
             other.load_checkpoint(folder, tag="global_step3")
-        found = snapshots.difference(wanted, snapshots.snapshot(other, copy, job))
-        assert found == {}, found
+        results = snapshots.difference(expected, snapshots.snapshot(other, copy, job))
+        assert results == {}, results
         other.destroy()
     engine.destroy()
 
 
 def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
     """The converter runs in the current folder, and imports nothing from there."""
-    here = tmp_path / "here"
-    here.mkdir()
+    directory = tmp_path / "here"
+    directory.mkdir()
     for name in ("statistics", "queue", "argparse"):
-        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+        (directory / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     ranks(4).run(save_case, str(tmp_path), "IIG")
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
@@ -133,10 +133,10 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
 
 def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "NIG + Muon")
-    ((message, taken, found),) = ranks(1).run(interrupted_case, str(tmp_path))
-    assert message == "OSError: killed" and "exists, and is not a universal checkpoint" in taken
-    saved, made = ["global_step3", "latest"], ["global_step3_universal", "latest_universal"]
-    assert found == [saved, sorted((*saved, *made)), ["global_step3_universal"]]
+    ((message, refused, results),) = ranks(1).run(interrupted_case, str(tmp_path))
+    assert message == "OSError: killed" and "exists, and is not a universal checkpoint" in refused
+    saved, created = ["global_step3", "latest"], ["global_step3_universal", "latest_universal"]
+    assert results == [saved, sorted((*saved, *created)), ["global_step3_universal"]]
 
 
 def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
@@ -152,27 +152,27 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
 
     with mock.patch.object(Path, "rename", stop):
         message = error_of(convert, folder, ours=True)
-    found = [names_in(folder)]
+    results = [names_in(folder)]
     (target / "something else").mkdir(parents=True)
-    taken = error_of(convert, folder, ours=True)
+    refused = error_of(convert, folder, ours=True)
     (target / "something else").rename(target / "zero")  # as if another conversion had been there
     convert(folder, ours=True)
     assert any(target.glob("zero/*/momentum_buffer.pt"))
-    found += [names_in(folder), Path(folder, "latest_universal").read_text().split()]
-    return message, taken, found
+    results += [names_in(folder), Path(folder, "latest_universal").read_text().split()]
+    return message, refused, results
 
 
 def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path) -> None:
-    place = tmp_path / "one"
-    place.mkdir()
-    (place / "file").write_text("")
+    location = tmp_path / "one"
+    location.mkdir()
+    (location / "file").write_text("")
     (tmp_path / "two").mkdir()
     (tmp_path / "two_converted").mkdir()
     hidden = r"\.one_converted\.[0-9a-f]{8}\.saving"
-    failed = rf"CheckpointError: rank 0: {place} cannot be loaded without conversion \(another strategy\), and its "
+    failed = rf"CheckpointError: rank 0: {location} cannot be loaded without conversion \(another strategy\), and its "
     failed += "conversion failed: "
     given_up = (
-        rf"CheckpointError: {place} was not converted: the first rank, which converts it, has not updated "
+        rf"CheckpointError: {location} was not converted: the first rank, which converts it, has not updated "
         rf"{tmp_path}/{hidden}/at_work for 1 s, so it has died or cannot write\."
     )
     apart = (
@@ -186,12 +186,12 @@ def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path
         "taken": rf"CheckpointError: rank 0: {tmp_path}/two_converted exists, and was not created by a load.*",
         "apart": apart,
     }
-    for rank, found in enumerate(ranks(2).run(ends_case, str(tmp_path))):
-        unwritable = rf"CheckpointError: {place} was not converted: ValueError: no text"
-        wanted = {**expected, "gone": given_up if rank else "gone", "unwritable": given_up if rank else unwritable}
-        for what, message in found.items():
-            assert re.fullmatch(wanted.pop(what), message), (what, message)
-        assert not wanted
+    for rank, results in enumerate(ranks(2).run(ends_case, str(tmp_path))):
+        unwritable = rf"CheckpointError: {location} was not converted: ValueError: no text"
+        requested = {**expected, "gone": given_up if rank else "gone", "unwritable": given_up if rank else unwritable}
+        for case, message in results.items():
+            assert re.fullmatch(requested.pop(case), message), (case, message)
+        assert not requested
     assert list((tmp_path / "two_converted").iterdir()) == []
 
 
@@ -219,27 +219,27 @@ def ends_case(folder: str) -> dict[str, str]:
 
         return mock.patch.object(Path, name, fail)
 
-    found = {}
+    results = {}
     with mock.patch.multiple(conversion, _DEAD_SECONDS=1.0, _BEAT_SECONDS=0.05, _POLL_SECONDS=0.05):
         with mock.patch.object(subprocess, "run", side_effect=fail_late):
-            found["late"] = error()
+            results["late"] = error()
         with mock.patch.object(subprocess, "run", side_effect=ValueError("no text")):
-            found["broken"] = error()
+            results["broken"] = error()
             with failing("touch"):
-                found["full"] = error()
-            found["taken"] = error("two")
+                results["full"] = error()
+            results["taken"] = error("two")
             with failing("unlink"):
-                found["unwritable"] = error()
+                results["unwritable"] = error()
         with mock.patch.object(subprocess, "run", side_effect=Gone()):
             try:
-                found["gone"] = error()
+                results["gone"] = error()
             except Gone:
-                found["gone"] = "gone"
+                results["gone"] = "gone"
     own = Path(folder, str(dist.get_rank()))
     (own / "one").mkdir(parents=True)
     with mock.patch.multiple(conversion, _VISIBLE_SECONDS=0.1, _POLL_SECONDS=0.05):
-        found["apart"] = error(inside=str(own))
-    return found
+        results["apart"] = error(inside=str(own))
+    return results
 
 
 def test_two_jobs_may_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
@@ -248,9 +248,9 @@ def test_two_jobs_may_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None
     for name in ("older_converted", "foreign_converted", "used_converted"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "converted_from.json").write_text("[]")
-    for first, second, found, left in ranks(2).run(jobs_case, str(tmp_path)):
-        assert first == second == "one_converted" and found == ["by job 2"]
-        assert left == ["foreign_converted", "one", "one_converted", "used_converted"]
+    for first, second, results, remaining in ranks(2).run(jobs_case, str(tmp_path)):
+        assert first == second == "one_converted" and results == ["by job 2"]
+        assert remaining == ["foreign_converted", "one", "one_converted", "used_converted"]
 
 
 def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
@@ -265,9 +265,9 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
         job = next(jobs)
         if job == 1:
             second.append(conversion.convert_for_load(folder, "one", "another strategy")[0])
-        made = Path(command[-1])
-        made.mkdir()
-        (made / f"by job {job}").touch()
+        created = Path(command[-1])
+        created.mkdir()
+        (created / f"by job {job}").touch()
         return subprocess.CompletedProcess([], 0, "")
 
     wait = conversion._wait_for_conversion
@@ -288,8 +288,8 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
         tag, lease = conversion.convert_for_load(folder, "one", "another strategy")
     dist.barrier()
     names = names_in(folder)
-    found = [path.name for path in Path(folder, tag).glob("by*")]
+    results = [path.name for path in Path(folder, tag).glob("by*")]
     if first and lease is not None:
         lease.close()
         used.close()
-    return tag, second[0], found, names
+    return tag, second[0], results, names

@@ -187,9 +187,9 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
 )
 def test_parameters_of_one_shape_are_matched_by_name(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
     for rows in ranks(2).run(order_case, str(tmp_path), saved, loaded):
-        for what in ("reversed", "reversed, other frozen"):
-            message, _ = rows.pop(what)
-            assert message.startswith("CheckpointError: rank 0: ") and "have another order" in message, (what, message)
+        for case in ("reversed", "reversed, other frozen"):
+            message, _ = rows.pop(case)
+            assert message.startswith("CheckpointError: rank 0: ") and "have another order" in message, (case, message)
             assert "'layers.0.weight' (8, 8)" in message and "'layers.2.weight' (8, 8)" in message, message
         assert rows == dict.fromkeys(("reversed, universal", "renamed", "no names"), ("", 0.0))
 
@@ -242,35 +242,35 @@ def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, flo
         engine.destroy()
     snapshots.convert(f"{folder}/0", ours=True)
     rows = {}
-    for what, network, frozen in (
+    for case, network, frozen in (
         ("reversed", Reversed, ()),
         ("reversed, other frozen", Reversed, (2,)),
         ("reversed, universal", Reversed, ()),
         ("renamed", Renamed, ()),
         ("no names", None, ()),
     ):
-        if what == "no names" and dist.get_rank() == 0:
+        if case == "no names" and dist.get_rank() == 0:
             for path in Path(folder, "0", "good").glob("*.pt"):
                 forget_names(path)
         dist.barrier()
-        universal = "universal" in what
+        universal = "universal" in case
         _, engine, model = make(loaded, network, frozen, universal)
         load = partial(engine.load_checkpoint, f"{folder}/{len(frozen)}", "good_universal" if universal else "good")
         if network is Renamed:
             load = partial(load, custom_load_fn=load_renamed)
         message = error_of(load)
         pairs = zip(trained[len(frozen)], weights_of(model), strict=True)
-        rows[what] = message, max((one - other).abs().max().item() for one, other in pairs)
+        rows[case] = message, max((item - other).abs().max().item() for item, other in pairs)
         engine.destroy()
     return rows
 
 
 @pytest.mark.parametrize("tag", ["same", *deep("new")])
 def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path: Path, tag: str) -> None:
-    for message, found in ranks(4).run(full_disk_case, str(tmp_path), tag):
+    for message, results in ranks(4).run(full_disk_case, str(tmp_path), tag):
         assert message.startswith("CheckpointError: rank 2: ") and "could not be written" in message, message
         assert "No space left on device" in message and SHARD.replace("_1_", "_2_") in message
-        assert found == {}
+        assert results == {}
 
 
 def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
@@ -291,9 +291,9 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
         message = error_of(engine.save_checkpoint, folder, tag=tag)
     assert Path(folder, "latest").read_text() == latest
     engine.load_checkpoint(folder)
-    found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     engine.destroy()
-    return message, found
+    return message, differences
 
 
 def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Path) -> None:
@@ -358,10 +358,10 @@ def node_dir(folder: str) -> str:
 
 @pytest.mark.parametrize("name, tag", [("NGG", "same"), ("IIG", "new"), *deep(("NGG", "new"), ("IIG", "same"))])
 def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Path, name: str, tag: str) -> None:
-    for message, before, left in ranks(4).run(node_local_case, str(tmp_path), name, tag):
+    for message, before, remaining in ranks(4).run(node_local_case, str(tmp_path), name, tag):
         assert message.startswith("CheckpointError: rank 2: the checkpoint could not be saved"), message
         assert "no space for names" in message and before == {}, (message, before)
-        assert left == sorted({"same", tag, "latest"}), left
+        assert remaining == sorted({"same", tag, "latest"}), remaining
 
 
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[str]]:
@@ -397,9 +397,11 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
 
 
 def test_disks_that_are_not_shared_are_noticed(ranks: Any, tmp_path: Path) -> None:
-    for message, left in ranks(4).run(not_shared_case, str(tmp_path)):
+    for message, remaining in ranks(4).run(not_shared_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: rank 0 sees 3 files in ") and "expected 5" in message
-        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in left, left
+        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining, (
+            remaining
+        )
 
 
 def not_shared_case(folder: str) -> tuple[str, list[str]]:

@@ -92,8 +92,8 @@ def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: p
 
 
 def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
-    mine = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
-    for name in mine:  # also those of versions without a marker
+    own = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
+    for name in own:  # also those of versions without a marker
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
         os.utime(tmp_path / name, (0, 0))
@@ -104,11 +104,11 @@ def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     del folder, killed  # its lease ends with the process
     folder = CheckpointFolder(tmp_path, "three")
     save(folder, "done")
-    left = [running.staging.parent.name, *mine, "latest", "notes", "three"]
-    assert names_in(tmp_path) == sorted(left)
-    assert all(names_in(tmp_path / name) == ["file"] for name in mine)
+    remaining = [running.staging.parent.name, *own, "latest", "notes", "three"]
+    assert names_in(tmp_path) == sorted(remaining)
+    assert all(names_in(tmp_path / name) == ["file"] for name in own)
     publish(running)
-    assert read(running) == {"one"} and names_in(tmp_path) == sorted([*left[1:], "one"])
+    assert read(running) == {"one"} and names_in(tmp_path) == sorted([*remaining[1:], "one"])
 
 
 def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> None:
@@ -123,16 +123,16 @@ def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("host, days", [("this", 0), ("another", 0), ("another", 2)])
 def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
-    left = owned_folder.OwnedFolder(tmp_path / "one")
-    left.create()
-    marker = left.path / "owner.json"
+    remaining = owned_folder.OwnedFolder(tmp_path / "one")
+    remaining.create()
+    marker = remaining.path / "owner.json"
     if host == "another":
         marker.write_text('{"host": "another"}')
     os.utime(marker, (time.time() - days * 86400,) * 2)
-    path = left.path
+    path = remaining.path
     owned_folder.OwnedFolder(tmp_path / "two").create()
     assert path.exists(), "it is in use"
-    del left
+    del remaining
     owned_folder.OwnedFolder(tmp_path / "two").create()
     assert path.exists() == (host == "another" and not days)
 
@@ -225,17 +225,17 @@ def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, mess
 def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> None:
     for latest in (None, "one"):
         if latest:
-            one = CheckpointFolder(tmp_path, "one")
-            save(one, "first")
+            item = CheckpointFolder(tmp_path, "one")
+            save(item, "first")
         for done in range(3):
             folder = CheckpointFolder(tmp_path, tag)
             write(folder, "second")
             for act in (folder.publish, folder.update_latest)[:done]:
                 act()
             folder.revert()
-            left = {path.name for path in tmp_path.iterdir()}
-            assert left == ({"one", "latest"} if latest else set())
-            assert not latest or (read(one) == {"first"} and (tmp_path / "latest").read_text() == "one")
+            remaining = {path.name for path in tmp_path.iterdir()}
+            assert remaining == ({"one", "latest"} if latest else set())
+            assert not latest or (read(item) == {"first"} and (tmp_path / "latest").read_text() == "one")
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
@@ -276,9 +276,9 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
         if folder is None:
             break
         latest = (folder.save_dir / "latest").read_text()
-        found = read(type(folder)(folder.save_dir, latest))
-        assert found in ({"first"}, {"second"}), (calls, latest, found)
-        assert (folder.path / "tokenizer.json").exists() or tag == "two" or found == {"first"}
+        results = read(type(folder)(folder.save_dir, latest))
+        assert results in ({"first"}, {"second"}), (calls, latest, results)
+        assert (folder.path / "tokenizer.json").exists() or tag == "two" or results == {"first"}
         calls += 1
         # The next save works, too, and leaves no extra files, but for a folder that was not marked as ours yet.
         folder = type(folder)(folder.save_dir, tag)

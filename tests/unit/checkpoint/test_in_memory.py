@@ -50,17 +50,19 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
     crossing = (*CROSSING, "mp_rank_00_model") if experts else CROSSING
     cut = {"N": 1, "I": 2, "G": 4}[name[2]]
     answers = ranks(4).run(memory_saves.lost_case, str(tmp_path), name, node)
-    for held, writers, sent, changed, same, latest, again in answers:
-        for files in held:  # each node has all states, each file once
+    for retained, writers, sent, changed, is_same, latest, again in answers:
+        for files in retained:  # each node has all states, each file once
             assert set(files.values()) == {1}
             assert sum("optim_states" in name for name in files) == cut and any("model" in name for name in files)
-        assert set(held[0]) == set(held[1])
-        for there, files in enumerate(writers):
-            own = [one for one in files if cut < 4 or (one.startswith("mp_rank") and "model" in one)]
-            assert all(files[one] // 2 == there for one in own if not any(kind in one for kind in crossing)), files
+        assert set(retained[0]) == set(retained[1])
+        for present, files in enumerate(writers):
+            own = [item for item in files if cut < 4 or (item.startswith("mp_rank") and "model" in item)]
+            assert all(files[item] // 2 == present for item in own if not any(kind in item for kind in crossing)), (
+                files
+            )
         if not experts:
             assert (sent > 100) == (cut == 4), "only states that no other group has cross"
-        assert changed == {} and same and latest == "global_step1" and not again
+        assert changed == {} and is_same and latest == "global_step1" and not again
 
 
 def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
@@ -75,9 +77,9 @@ def four_ranks_case(base: str) -> None:
     engine, model = training.make_engine(job, training.placed("IIG"))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
-    seen = snapshots.snapshot(engine, model, job)
+    observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
-        torch.save(seen, f"{base}/seen.pt")
+        torch.save(observed, f"{base}/seen.pt")
     engine.destroy()
     memory_saves.lose(base, 1)
 
@@ -88,14 +90,14 @@ def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
     engine, model = training.make_engine(job, training.placed("NIG", 2))
     assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
     engine.load_checkpoint(f"{base}/saved")
-    found = snapshots.difference(torch.load(f"{base}/seen.pt"), snapshots.snapshot(engine, model, job))
-    found.pop("counters", None)  # samples of a step
+    differences = snapshots.difference(torch.load(f"{base}/seen.pt"), snapshots.snapshot(engine, model, job))
+    differences.pop("counters", None)  # samples of a step
     names = sorted(path.name for path in Path(base, "saved").glob("[!.]*") if path.suffix != ".py")
     deepspeed_ext.save_in_memory(engine, f"{base}/saved", tag="alone")
     engine.destroy()
     dist.barrier()
     assert len(memory_saves.held_by(base, 0)) == 3 and {1} == set(memory_saves.held_by(base, 0).values())
-    return found, names
+    return differences, names
 
 
 # What happens to the last of three saves, to disk and twice in memory; which one is loaded, and what is said of it.
@@ -130,36 +132,36 @@ CHANGED: dict[str, tuple[str, Any]] = {  # what of the folder in memory is repla
 
 @pytest.mark.quick
 def test_the_newest_whole_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(4).run(newest_case, str(tmp_path)):
-        for what, (loaded, error, warning) in CASES.items():
-            assert found[what][0] == loaded, (what, found[what])
-            assert error in found[what][1] and bool(error) == bool(found[what][1]), (what, found[what])
-            assert warning in found[what][2] and bool(warning) == bool(found[what][2]), (what, found[what])
+    for results in ranks(4).run(newest_case, str(tmp_path)):
+        for case, (loaded, error, warning) in CASES.items():
+            assert results[case][0] == loaded, (case, results[case])
+            assert error in results[case][1] and bool(error) == bool(results[case][1]), (case, results[case])
+            assert warning in results[case][2] and bool(warning) == bool(results[case][2]), (case, results[case])
 
 
 def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
     """What is loaded, the error of a save, and warnings of a load, for each of the cases."""
-    found = {}
+    results = {}
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, _ = training.make_engine(job, training.placed("IIG"))
-    for what in CASES:
-        folder = f"{base}/{what}_saved"
-        with mock.patch.object(MemoryFolder, *CHANGED[what]) if what in CHANGED else nullcontext():
-            error = three_saves(engine, job, folder, what)
+    for case in CASES:
+        folder = f"{base}/{case}_saved"
+        with mock.patch.object(MemoryFolder, *CHANGED[case]) if case in CHANGED else nullcontext():
+            error = three_saves(engine, job, folder, case)
         dist.barrier()
         if dist.get_rank() == 0:
-            spoil(base, folder, what)
+            spoil(base, folder, case)
         dist.barrier()
-        if what == "model":
+        if case == "model":
             engine.destroy()
             job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
             engine, _ = training.make_engine(job, training.placed("IIG"))
         with logs.logged() as lines:
             tag = tag_of_a_load(engine, folder)
         warnings = [text for level, text in lines if level == "WARNING" and "in memory" in text]
-        found[what] = tag, error, broadcast_text("; ".join(warnings), 0)
+        results[case] = tag, error, broadcast_text("; ".join(warnings), 0)
     engine.destroy()
-    return found
+    return results
 
 
 def tag_of_a_load(engine: Any, folder: str) -> str:
@@ -228,17 +230,17 @@ def refused_case(base: str) -> list[str]:
             engine.destroy()
 
     more = ({"use_node_local_storage": True}, {"memory_copies": -1}, {"memory_folder": "here"})
-    return [snapshots.error_of(save, {}), *(snapshots.error_of(save, {"async_save": True, **one}) for one in more)]
+    return [snapshots.error_of(save, {}), *(snapshots.error_of(save, {"async_save": True, **item}) for item in more)]
 
 
 @pytest.mark.parametrize("copies", [2, 5])
 def test_next_groups_get_copies_and_limits_are_logged(ranks: Any, tmp_path: Path, copies: int) -> None:
     """Four groups on one node, with which copies are lost, and which have no place for five copies."""
     warnings = ["copies of 4 rank(s) are on the same node", "memory_copies is 5", "each file has 3 copies."]
-    for rank, (held, needed, expected, numbers, lines, message) in enumerate(
+    for rank, (retained, needed, expected, numbers, lines, message) in enumerate(
         ranks(4).run(copies_case, str(tmp_path), copies)
     ):
-        assert held == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
+        assert retained == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
         assert needed == expected, "also what it receives must have room"
         assert numbers == 6, "what a rank sends to all others does not grow with their number"
         assert all((words in lines) == (rank == 0) for words in warnings[: 1 if copies == 2 else 3]), lines
@@ -266,13 +268,13 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
         engine.checkpoint_engine.finish()
     dist.barrier()
     shards = Path(base).glob(f"deepspeed_ext*/*-{rank}/*optim_states.pt")
-    held = sorted(int(path.name.split("_")[3]) for path in shards)
-    sizes = {key: size for one in held for key, size in rows[0][one, 2:].view(-1, 2).tolist()}
+    retained = sorted(int(path.name.split("_")[3]) for path in shards)
+    sizes = {key: size for item in retained for key, size in rows[0][item, 2:].view(-1, 2).tolist()}
     with mock.patch.object(MemoryFolder, "free_bytes", 1000):
         message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")
     engine.destroy()
     warnings = "".join(text for _, text in lines)
-    return held, sent[1][1], sum(sizes.values()), max(map(len, sent)), warnings, message
+    return retained, sent[1][1], sum(sizes.values()), max(map(len, sent)), warnings, message
 
 
 GIB = 2**30
@@ -296,19 +298,19 @@ def publish(folder: Any, number: int, **more: Any) -> None:
 @pytest.mark.quick
 def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> None:
     save_dir = tmp_path / "checkpoints"  # a volume of its own in each container
-    one, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
-    publish(one, 1)
-    writing = one.create_staging(2, 0)
+    item, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
+    publish(item, 1)
+    writing = item.create_staging(2, 0)
     publish(two, 3)
     two.create_staging(4, 0)
-    assert [part.save.number for part in one.read_parts()] == [1] and writing.is_dir()
+    assert [part.save.number for part in item.read_parts()] == [1] and writing.is_dir()
     save_dir.mkdir()
     (save_dir / "deepspeed_ext_run").write_text("b" * 32)
     config: Any = type("Config", (), {"_param_dict": {"checkpoint": {"memory_folder": str(tmp_path)}}})
     memory_folder.remove_memory_saves(config, save_dir)
-    assert [part.save.number for part in one.read_parts()] == [1] and two.read_parts() == []
+    assert [part.save.number for part in item.read_parts()] == [1] and two.read_parts() == []
     (other,) = two.describe_others(same=True)
-    assert other.startswith(f"{one.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
+    assert other.startswith(f"{item.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
     assert folder_of(tmp_path, tmp_path, "b" * 32).describe_others(same=True) == []
 
 
@@ -332,10 +334,10 @@ def test_errors_of_cleanup_fail_no_save_in_memory(tmp_path: Path, monkeypatch: p
 @pytest.mark.quick
 def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
     killed, writing = (folder_of(tmp_path, tmp_path, "a" * 32) for _ in range(2))
-    left, kept = killed.create_staging(1, 0), writing.create_staging(2, 1)
+    remaining, retained = killed.create_staging(1, 0), writing.create_staging(2, 1)
     del killed
     publish(folder_of(tmp_path, tmp_path, "a" * 32), 2)
-    assert kept.is_dir() and not left.parent.exists()
+    assert retained.is_dir() and not remaining.parent.exists()
 
 
 CHANGES: list[dict[str, Any]] = [{"sizes": None}, {"sizes": []}, {"sizes": {}}, {"part": {}}, {"part": "no JSON"}]

@@ -40,10 +40,10 @@ def save_case(
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 3))
-        seen = snapshots.snapshot(engine, model, job)
+        observed = snapshots.snapshot(engine, model, job)
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
         if dist.get_rank() == 0:
-            torch.save(seen, f"{folder}/{name}/seen.pt")
+            torch.save(observed, f"{folder}/{name}/seen.pt")
         if convert:
             snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
         engine.destroy()
@@ -67,12 +67,14 @@ def load_case(
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))  # something to be overwritten
         _, client_state = engine.load_checkpoint(f"{folder}/{saved}")
         assert client_state["epoch"] == 5
-        found = snapshots.difference(torch.load(f"{folder}/{saved}/seen.pt"), snapshots.snapshot(engine, model, job))
+        differences = snapshots.difference(
+            torch.load(f"{folder}/{saved}/seen.pt"), snapshots.snapshot(engine, model, job)
+        )
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         counts = snapshots.snapshot(engine, model, job)["steps"]
         assert counts.tolist() == [4.0], counts  # each of the optimizer's tensors has counted that step, and once
         engine.destroy()
-        rows.append((saved, loaded, found))
+        rows.append((saved, loaded, differences))
     return rows
 
 
@@ -139,8 +141,8 @@ def test_experts_divided_otherwise(
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, saving)
     for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, loading):
         for row in rows:  # samples of a step; and a rank's tokens, which are not saved
-            kept = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
-            assert set(kept) <= {"counters"}, row
+            retained = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
+            assert set(retained) <= {"counters"}, row
 
 
 MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
@@ -168,8 +170,8 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
         before = snapshots.snapshot(engine, model, job)
         engine.load_checkpoint(f"{folder}/{saved}", **part)
-        after, wanted = snapshots.snapshot(engine, model, job), torch.load(f"{folder}/{saved}/seen.pt")
-        gaps = snapshots.difference(wanted, after)
+        after, expected = snapshots.snapshot(engine, model, job), torch.load(f"{folder}/{saved}/seen.pt")
+        gaps = snapshots.difference(expected, after)
         of_model = max((gap for name, gap in gaps.items() if name.endswith((" model", " buffer"))), default=0.0)
         of_masters = max((gap for name, gap in gaps.items() if name.endswith(" fp32")), default=0.0)
         moved = [name for name in snapshots.difference(before, after) if " exp_avg" in name or name == "steps"]
@@ -204,9 +206,9 @@ def test_equally_sharded_states_load_without_conversion(
     case = {"dtype": "fp32", "kind": optimizer}
     ranks(ranks_before).run(save_case, str(tmp_path), (saved,), **case, zero=ONE_SUB_GROUP, convert=False)
     more = {"zero": {"sub_group_size": 40}, "config": {}}
-    for ((_, _, found),) in ranks(ranks_after).run(load_case, str(tmp_path), [(saved, loaded)], **case, **more):
+    for ((_, _, results),) in ranks(ranks_after).run(load_case, str(tmp_path), [(saved, loaded)], **case, **more):
         # Samples of a step go by the number of ranks.
-        assert found.keys() <= ({"counters"} if ranks_before != ranks_after else set()), found
+        assert results.keys() <= ({"counters"} if ranks_before != ranks_after else set()), results
 
 
 # (saved by, loaded by, keys of both, keys of the first)
@@ -268,7 +270,7 @@ def interchange_case(
         engine.destroy()
         if universal:
             snapshots.convert(f"{folder}/{number}", ours=True)
-        found = []
+        results = []
         for resumed in (False, True):
             engine, model = training.make_engine(job, keys(loaded, both))
             if resumed:
@@ -276,17 +278,17 @@ def interchange_case(
             else:
                 snapshots.run(engine, job, first)
             snapshots.run(engine, job, then)
-            seen = snapshots.snapshot(engine, model, job)
+            observed = snapshots.snapshot(engine, model, job)
             kinds = ("model", "momentum_buffer")
-            found.append([[one for key, one in seen.items() if key.endswith(kind)] for kind in kinds])
+            results.append([[item for key, item in observed.items() if key.endswith(kind)] for kind in kinds])
             engine.destroy()
         apart = [
             max(
-                (((one - two).abs().max() / two.abs().max()).item() for one, two in zip(*pair, strict=True)),
+                (((item - two).abs().max() / two.abs().max()).item() for item, two in zip(*pair, strict=True)),
                 default=0.0,
             )
-            for pair in zip(*found, strict=True)
+            for pair in zip(*results, strict=True)
         ]
-        assert all(torch.isfinite(one).all() for kind in found[1] for one in kind)
+        assert all(torch.isfinite(item).all() for kind in results[1] for item in kind)
         rows.append(((saved, loaded, both, more), *apart))
     return rows

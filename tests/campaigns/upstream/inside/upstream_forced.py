@@ -101,13 +101,13 @@ def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
     notes = json.loads(os.environ[FORCED])["notes"]
 
     def replacement(configure: Callable[..., Any]) -> Callable[..., Any]:
-        made = make(configure)
+        created = make(configure)
 
         @functools.wraps(configure)
         def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
             from deepspeed_ext.config.section import active_strategy
 
-            configured = made(self, optimizer)
+            configured = created(self, optimizer)
             strategy = active_strategy(self._config)
             if strategy is not None:
                 with open(notes, "a", encoding="utf-8") as file:

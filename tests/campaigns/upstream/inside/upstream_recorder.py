@@ -55,9 +55,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Write down where DeepSpeed comes from, and which tests there are."""
-    found = importlib.util.find_spec("deepspeed")
-    place = None if found is None else found.origin
-    _write({"deepspeed": place, "collected": [item.nodeid for item in session.items]})
+    results = importlib.util.find_spec("deepspeed")
+    location = None if results is None else results.origin
+    _write({"deepspeed": location, "collected": [item.nodeid for item in session.items]})
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
