@@ -109,8 +109,8 @@ class Finished(NamedTuple):
         return "finished"
 
 
-class Place(NamedTuple):
-    """A rank's place: what it needs to meet the others."""
+class RankSlot(NamedTuple):
+    """A rank's number, and the address at which it meets the other ranks."""
 
     rank: int
     port: int
@@ -204,9 +204,9 @@ def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
-def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) -> None:
+def serve(conn: connection.Connection, slot: RankSlot, log: Path, stacks: Path) -> None:
     """The life of a rank: answer one case after the other until the parent is gone."""
-    _enter(place, log, stacks)
+    _enter(slot, log, stacks)
     record = recorder.of_this_process()
     state = _ProcessState()
     while True:
@@ -216,10 +216,10 @@ def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) ->
             return
         sys.stdout.flush()
         os.ftruncate(sys.stdout.fileno(), 0)  # the log has one case only
-        conn.send_bytes(_answer(payload, partial(_begin_case, place, state, case, world_size), record))
+        conn.send_bytes(_answer(payload, partial(_begin_case, slot, state, case, world_size), record))
 
 
-def _enter(place: Place, log: Path, stacks: Path) -> None:
+def _enter(slot: RankSlot, log: Path, stacks: Path) -> None:
     """Make the forked process a rank: its output, its signals, its environment."""
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
@@ -230,8 +230,8 @@ def _enter(place: Place, log: Path, stacks: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent decides
     threading.Thread(target=_die_with_parent, name="die_with_parent", daemon=True).start()
     warnings.simplefilter("ignore", FutureWarning)  # torch's deprecations of what DeepSpeed calls
-    rank = str(place.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
+    rank = str(slot.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(slot.port))
     _configure_libraries()
 
 
@@ -280,7 +280,7 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _begin_case(place: Place, state: _ProcessState, case: int, world_size: int) -> None:
+def _begin_case(slot: RankSlot, state: _ProcessState, case: int, world_size: int) -> None:
     """Forget the last case, and meet the other ranks of this case in a new process group."""
     import deepspeed
     import torch
@@ -293,8 +293,8 @@ def _begin_case(place: Place, state: _ProcessState, case: int, world_size: int) 
     deepspeed.init_distributed(
         dist_backend="gloo",
         timeout=_GROUP_TIMEOUT,
-        init_method=f"file://{place.workdir}/case{case}",
-        rank=place.rank,
+        init_method=f"file://{slot.workdir}/case{case}",
+        rank=slot.rank,
         world_size=world_size,
     )
 

@@ -41,7 +41,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import recorder
-from tests.harness.rank_process import Finished, Place, Raised, serve
+from tests.harness.rank_process import Finished, Raised, RankSlot, serve
 
 # What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, and with it
 # a thousand modules of torch's compiler.
@@ -240,7 +240,7 @@ class RankPool:
         if self._workdir is None:
             self._workdir, self._port = Path(tempfile.mkdtemp(prefix="ranks-")), _free_port()
         while len(self._ranks) < world_size:
-            self._ranks.append(self._start(Place(len(self._ranks), self._port, self._workdir)))
+            self._ranks.append(self._start(RankSlot(len(self._ranks), self._port, self._workdir)))
         return self._ranks[:world_size]
 
     def number_of_case(self) -> int:
@@ -260,13 +260,13 @@ class RankPool:
             shutil.rmtree(self._workdir, ignore_errors=True)
             self._workdir = None
 
-    def _start(self, place: Place) -> _Rank:
-        log, stacks = place.workdir / f"rank{place.rank}.log", place.workdir / f"rank{place.rank}.stacks"
+    def _start(self, slot: RankSlot) -> _Rank:
+        log, stacks = slot.workdir / f"rank{slot.rank}.log", slot.workdir / f"rank{slot.rank}.stacks"
         log.touch()
         stacks.touch()
         context = multiprocessing.get_context("forkserver")
         conn, remote = context.Pipe()
-        process = context.Process(target=serve, args=(remote, place, log, stacks), name=log.stem, daemon=True)
+        process = context.Process(target=serve, args=(remote, slot, log, stacks), name=log.stem, daemon=True)
         server = fork_server(self._preload)
         # multiprocessing knows one server only; this is where it asks that one to fork.
         with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):

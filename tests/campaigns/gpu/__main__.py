@@ -49,8 +49,8 @@ from tests.campaigns.gpu.runs import (
     SAID,
     Experiment,
     Outcome,
-    Place,
     Report,
+    Setup,
     has_gpu,
     run_all,
     run_here,
@@ -163,7 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         return conclude(about, [Outcome(**item) for item in about.pop("experiments")], args.write_status)
     if args.report is not None:
         report = Report(args.report)
-        run_here(args.only, Place(args.device, args.small, report))
+        run_here(args.only, Setup(args.device, args.small, report))
         report.done()
         return 0
     if args.device == "cuda" and not has_gpu():

@@ -26,7 +26,7 @@ import torch
 
 import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
 from tests.campaigns.gpu.order import enter_alone
-from tests.campaigns.gpu.runs import Place
+from tests.campaigns.gpu.runs import Setup
 from tests.harness import training
 from tests.harness.training import Job
 
@@ -44,7 +44,7 @@ class Case:
 
     Attributes:
         name: of it; before the names of its checks.
-        run: makes them, on each rank, given its place; can be pickled.
+        run: makes them, on each rank, given its setup; can be pickled.
         limit: seconds.
     """
 
@@ -53,22 +53,22 @@ class Case:
     limit: float = 90.0
 
 
-def run_cases(place: Any, cases: Sequence[Case], alone: bool = False) -> None:
+def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:
     """Run cases on ranks that share the GPU, or alone on one rank of NCCL's.
 
     A check holds if it does on all ranks that make it. Figures are those of rank 0.
 
     Args:
-        place: of the experiment.
+        setup: of the experiment.
         cases: in this order.
         alone: whether there is one rank.
     """
     remaining = list(cases)
     while remaining:
-        remaining = remaining[_run_while_good(place, remaining, 1 if alone else RANKS) :]
+        remaining = remaining[_run_while_good(setup, remaining, 1 if alone else RANKS) :]
 
 
-def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
+def _run_while_good(setup: Any, cases: Sequence[Case], ranks: int) -> int:
     """Run cases until one fails, on new ranks, which are killed in the end; return how many are over."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = list[Any](), list[Connection]()
@@ -76,7 +76,7 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            provided = rank, ranks, place.device, place.small, folder, list(cases), theirs
+            provided = rank, ranks, setup.device, setup.small, folder, list(cases), theirs
             process = context.Process(target=_rank, args=provided, daemon=True)
             process.start()
             stack.callback(process.join)
@@ -86,16 +86,16 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
             pipes.append(ours)
         for number, case in enumerate(cases):
             begin, limit = time.monotonic(), case.limit + (0.0 if number else _START)
-            why = followed(place.report, case, pipes, limit)
-            place.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
-            place.report.check(f"{case.name}: ran to its end", not why)
+            why = followed(setup.report, case, pipes, limit)
+            setup.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
+            setup.report.check(f"{case.name}: ran to its end", not why)
             if why:
-                place.report.figure(f"{case.name}: why", why[-_TEXT:])
+                setup.report.figure(f"{case.name}: why", why[-_TEXT:])
                 return number + 1
         for process in processes:
             process.join(timeout=_END)
         ended = all(process.exitcode == 0 for process in processes)
-        place.report.check(f"ranks that ran {cases[-1].name} ended well", ended)
+        setup.report.check(f"ranks that ran {cases[-1].name} ended well", ended)
     return len(cases)
 
 
@@ -136,27 +136,27 @@ def _rank(
     rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
 ) -> None:
     report = _RankReport(pipe)
-    location = Place(device, small, report)
+    setup = Setup(device, small, report)
     run = partial(_run, cases=cases)
     try:
         if ranks == 1:
-            enter_alone(location)
-            run(location)
+            enter_alone(setup)
+            run(setup)
         else:
-            _share_gpu(rank, location, folder, run)
+            _share_gpu(rank, setup, folder, run)
     except BaseException as error:
         lines = traceback.format_exception(error)
         report.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
         time.sleep(3600)  # until it is killed: if it ended, others would raise because of that
 
 
-def _run(place: Any, cases: Sequence[Case]) -> None:
+def _run(setup: Any, cases: Sequence[Case]) -> None:
     for case in cases:
-        case.run(place)
-        place.report.over("")
+        case.run(setup)
+        setup.report.over("")
 
 
-def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
+def _share_gpu(rank: int, setup: Any, folder: str, run: Callable[[Any], None]) -> None:
     """Run checks as one of the ranks that have the GPU in common, and meet in a folder.
 
     Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
@@ -165,7 +165,7 @@ def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -
     sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     torch.set_num_threads(1)
-    if place.cuda:
+    if setup.cuda:
         torch.cuda.set_device(0)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:gloo",
@@ -175,20 +175,20 @@ def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -
         timeout=_TIMEOUT,
     )
     deepspeed.init_distributed()
-    with batches_on(place):
-        run(place)
+    with batches_on(setup):
+        run(setup)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def batches_on(place: Any) -> Iterator[None]:
+def batches_on(setup: Any) -> Iterator[None]:
     """Within this context, ``training`` puts its batches on the device."""
     created = training.batches
 
     def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for x, y in created(job):
-            yield x.to(place.device), y.to(place.device)
+            yield x.to(setup.device), y.to(setup.device)
 
     with mock.patch.object(training, "batches", moved):
         yield

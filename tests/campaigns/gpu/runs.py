@@ -128,7 +128,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Place:
+class Setup:
     """Where an experiment runs: "cuda" or "cpu", quickly rather than thoroughly if small; and what it reports to."""
 
     device: str
@@ -141,12 +141,12 @@ class Place:
         return self.device == "cuda"
 
 
-def run_here(name: str, place: Place) -> None:
+def run_here(name: str, setup: Setup) -> None:
     """Run the experiment of this name in this process."""
     import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
 
     function = next(experiment.function for experiment in EXPERIMENTS if experiment.name == name)
-    pkgutil.resolve_name(f"tests.campaigns.gpu.{function}")(place)
+    pkgutil.resolve_name(f"tests.campaigns.gpu.{function}")(setup)
 
 
 def has_gpu() -> bool:

@@ -56,9 +56,9 @@ EXPORTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def aside(place: Any) -> None:
+def aside(setup: Any) -> None:
     """T11: see that what is saved beside the training on a GPU is what is saved at once."""
-    subset = 1 if place.small else None
+    subset = 1 if setup.small else None
     created = [
         Case("pinned memory", _memory),
         Case("without the wait", _seen_without_the_wait),
@@ -70,8 +70,8 @@ def aside(place: Any) -> None:
     ]
     # Those that may have to wait for kernels to be built come last.
     slow = [dataclasses.replace(case, limit=150) for case in created if "loco" in case.name.lower()]
-    run_cases(place, [*(case for case in created if "loco" not in case.name.lower()), *slow])
-    run_cases(place, [Case("files over NCCL", partial(_twins, row=ALONE, group_size=1))], alone=True)
+    run_cases(setup, [*(case for case in created if "loco" not in case.name.lower()), *slow])
+    run_cases(setup, [Case("files over NCCL", partial(_twins, row=ALONE, group_size=1))], alone=True)
 
 
 def _title(*row: Any) -> str:
@@ -79,7 +79,7 @@ def _title(*row: Any) -> str:
 
 
 @contextlib.contextmanager
-def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
+def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
 
     On the host a thread copies late instead: ``saves.late_copies``.
@@ -89,7 +89,7 @@ def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copy(self, [])  # makes the stream
         with get_accelerator().stream(self._stream):
-            pause(place, milliseconds if pairs is self._on_device else AT_ONCE)
+            pause(setup, milliseconds if pairs is self._on_device else AT_ONCE)
         copy(self, pairs)
 
     def sealed(self: Any) -> None:
@@ -97,7 +97,7 @@ def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
         seal(self)
 
     def handed(self: Any, *args: Any, **kwargs: Any) -> int:
-        pause(place, AT_ONCE)
+        pause(setup, AT_ONCE)
         return put(self, *args, **kwargs)
 
     with (
@@ -114,18 +114,18 @@ def _job_of(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> traini
     return dataclasses.replace(job, config={**job.config, **WITHOUT_TIMER})
 
 
-def _twins(place: Any, row: tuple[str, str, dict[str, Any], str], group_size: int = 2) -> None:
+def _twins(setup: Any, row: tuple[str, str, dict[str, Any], str], group_size: int = 2) -> None:
     """Compare files, and losses, of a run that saves at every turn."""
     name, dtype, zero, optimizer = row
-    with shared_folder() as folder, late(place) as behind:
+    with shared_folder() as folder, late(setup) as behind:
         results = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
-    place.report.check("the same files", results.different == [] and results.files >= 28)
+    setup.report.check("the same files", results.different == [] and results.files >= 28)
     if results.different:
-        place.report.figure("where they differ", results.different[:5])
-    place.report.check("the same losses and errors", results.same)
-    place.report.figure("files", results.files)
+        setup.report.figure("where they differ", results.different[:5])
+    setup.report.check("the same losses and errors", results.same)
+    setup.report.figure("files", results.files)
     elsewhere = "offload_optimizer" in zero or "paro_outer_optimizer" in zero
-    place.report.check("the device copies behind the steps", (sum(behind) > 0) == (place.cuda and not elsewhere))
+    setup.report.check("the device copies behind the steps", (sum(behind) > 0) == (setup.cuda and not elsewhere))
 
 
 class _Short(saves.Run):
@@ -139,18 +139,18 @@ class _Short(saves.Run):
         self.step()
 
 
-def _seen_without_the_wait(place: Any) -> None:
+def _seen_without_the_wait(setup: Any) -> None:
     """See that files differ if steps do not wait for copies: otherwise these checks would show nothing."""
     for waits in (True, False):
         settle = Snapshot.wait_for_copies if waits else lambda self: None
         patched = mock.patch.object(Snapshot, "wait_for_copies", settle)
-        with shared_folder() as folder, late(place, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
+        with shared_folder() as folder, late(setup, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
             results = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
         title = "files are the same with the wait" if waits else "files differ without the wait"
-        place.report.check(title, results.files > 0 and (results.different == []) == waits)
+        setup.report.check(title, results.files > 0 and (results.different == []) == waits)
 
 
-def _memory(place: Any) -> None:
+def _memory(setup: Any) -> None:
     """See that host memory is pinned where there is a GPU, and made once."""
     job, pinned = training.Job(optimizer="Adam", empty=False, config=saves.ASIDE), set[bool]()
     empty, at = HostWriter._next_buffer, list[set[int]]()
@@ -176,55 +176,55 @@ def _memory(place: Any) -> None:
 
             deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=1)
     engine.destroy()
-    place.report.check("pinned if there is a GPU", pinned == {place.cuda})
-    place.report.check("made once", bool(at[0]) and at == [at[0]] * 3)
+    setup.report.check("pinned if there is a GPU", pinned == {setup.cuda})
+    setup.report.check("made once", bool(at[0]) and at == [at[0]] * 3)
 
 
-def _exported(place: Any, name: str, how: dict[str, Any]) -> None:
-    with shared_folder() as folder, late(place):
+def _exported(setup: Any, name: str, how: dict[str, Any]) -> None:
+    with shared_folder() as folder, late(setup):
         changed = cases.exported(f"{folder}/weights", name, **how)
-    place.report.check("the weights of the model", changed == [])
+    setup.report.check("the weights of the model", changed == [])
 
 
-def _seen_without_the_event(place: Any) -> None:
+def _seen_without_the_event(setup: Any) -> None:
     """See that an export differs on a GPU if its thread reads buffers before they are filled."""
     write, (name, how) = HostWriter._write, EXPORTS[-1]
 
     def early(self: HostWriter, buffer: Any) -> None:
         write(self, dataclasses.replace(buffer, copied=None))
 
-    with shared_folder() as folder, late(place), mock.patch.object(HostWriter, "_write", early):
+    with shared_folder() as folder, late(setup), mock.patch.object(HostWriter, "_write", early):
         changed = cases.exported(f"{folder}/weights", name, **how)
-    place.report.check("weights differ on a GPU without the wait", (changed != []) == place.cuda)
+    setup.report.check("weights differ on a GPU without the wait", (changed != []) == setup.cuda)
 
 
-def _in_memory(place: Any, name: str, node: int) -> None:
+def _in_memory(setup: Any, name: str, node: int) -> None:
     """Lose a node, and go on from what the other one has in memory."""
-    with shared_folder() as folder, late(place):
+    with shared_folder() as folder, late(setup):
         retained, _, sent, changed, is_same, latest, again = memory_saves.lost_case(folder, name, node)
     if changed:
-        place.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
-    place.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
-    place.report.check("going on is what it was", is_same)
+        setup.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
+    setup.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
+    setup.report.check("going on is what it was", is_same)
     crosses = name[2] == "G"
-    place.report.check(
+    setup.report.check(
         "each node has all, and only what the other lacks is sent",
         retained[0] == retained[1] and (sent > 0) == crosses,
     )
 
 
-def _resumed(place: Any, row: tuple[str, dict[str, Any], str]) -> None:
+def _resumed(setup: Any, row: tuple[str, dict[str, Any], str]) -> None:
     """Go on from a save that was still being written when training went on."""
     name, zero, optimizer = row
     job = snapshots.job_of("bf16", zero, optimizer, **saves.ASIDE, **WITHOUT_TIMER)
 
     def slowly() -> Any:
         stack = contextlib.ExitStack()
-        stack.enter_context(late(place))
+        stack.enter_context(late(setup))
         stack.enter_context(saves.late_copies())
         return stack
 
     with shared_folder() as folder:
         results = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
-    place.report.check("loaded is what was saved", not results.loaded)
-    place.report.check("resumed is uninterrupted", not (results.resumed or results.elsewhere))
+    setup.report.check("loaded is what was saved", not results.loaded)
+    setup.report.check("resumed is uninterrupted", not (results.resumed or results.elsewhere))

@@ -30,38 +30,38 @@ RESUMED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
-def check(place: Any) -> None:
+def check(setup: Any) -> None:
     """Check them all; collective."""
     together = [title for title, provided in cases.OPTIONS.items() if outer_oracle.KEY not in provided.zero]
-    for title in together[: 2 if place.small else None]:
+    for title in together[: 2 if setup.small else None]:
         for name in cases.OPTIONS[title].strategies:
-            _train(place, title, name)
-    for name in OUTER[: 1 if place.small else None]:
+            _train(setup, title, name)
+    for name in OUTER[: 1 if setup.small else None]:
         for keys in ({"fragments": 3}, {"fragments": 3, "offload": "cpu"}, {"delay": 1}):
-            _train_apart(place, name, {"steps": 3, **keys})
-    for optimizer, zero, names in RESUMED[: 1 if place.small else None]:
+            _train_apart(setup, name, {"steps": 3, **keys})
+    for optimizer, zero, names in RESUMED[: 1 if setup.small else None]:
         job = snapshots.job_of("bf16", zero, optimizer)
         for name in names:
             with shared_folder() as folder:
                 results = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
             title = f"{name}, {optimizer} {' '.join(zero)}: resumed is uninterrupted"
-            place.report.check(title, not (results.loaded or results.resumed or results.elsewhere))
-    for pinned in (True, False) if place.cuda else ():
+            setup.report.check(title, not (results.loaded or results.resumed or results.elsewhere))
+    for pinned in (True, False) if setup.cuda else ():
         for name in ("NIG", "IIG"):
             title = f"{name}, {'pinned' if pinned else 'pageable'}: offloaded and reloaded"
-            place.report.check(title, cases.offloaded(name, "Muon", pinned, {}) == (name, True, ("cpu", True), "cuda"))
+            setup.report.check(title, cases.offloaded(name, "Muon", pinned, {}) == (name, True, ("cpu", True), "cuda"))
 
 
-def _train_apart(place: Any, name: str, outer: dict[str, Any]) -> None:
+def _train_apart(setup: Any, name: str, outer: dict[str, Any]) -> None:
     """Train with an outer optimizer, beside ten lines in one process."""
     job = replace(cases.OPTIONS["outer"].job, optimizer="SGD", steps=7)
     (row,) = outer_oracle.beside([name], job, outer, 2)
     title = f"{name}, outer {outer}"
-    place.report.figure(f"{title}: largest difference of weights", row.weights)
-    place.report.check(title, row.weights <= EXACT and row.anchors and row.together)
+    setup.report.figure(f"{title}: largest difference of weights", row.weights)
+    setup.report.check(title, row.weights <= EXACT and row.anchors and row.together)
 
 
-def _train(place: Any, title: str, name: str) -> None:
+def _train(setup: Any, title: str, name: str) -> None:
     provided = cases.OPTIONS[title]
     places: list[tuple[str, str]] = []
     ours = training.train(provided.job, placed(name, **provided.zero), look=partial(cases.look, places))
@@ -69,11 +69,11 @@ def _train(place: Any, title: str, name: str) -> None:
     # Stock DeepSpeed's Muon is another: it knows no groups.
     oracle = placed("NNN", **full) if provided.job.optimizer == "Muon" else {"stage": 2 + (name[0] != "N"), **full}
     row = training.difference(name, ours, training.train(provided.job, oracle), "")
-    place.report.figure(f"{name}, {title}: largest difference of weights", row.weights)
+    setup.report.figure(f"{name}, {title}: largest difference of weights", row.weights)
     near = row.weights <= (EXACT if provided.stock else ROUNDED)  # not of what is not a number
-    place.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
-    optimizers = "cpu" if "offload_optimizer" in provided.zero else place.device
-    place.report.check(f"{name}, {title}: places", places == [(place.device, optimizers)])
+    setup.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
+    optimizers = "cpu" if "offload_optimizer" in provided.zero else setup.device
+    setup.report.check(f"{name}, {title}: places", places == [(setup.device, optimizers)])
 
 
 @contextlib.contextmanager

@@ -42,13 +42,13 @@ WAITS = {
 }
 
 
-def check(place: Any, title: str, counts: dict[str, int]) -> None:
+def check(setup: Any, title: str, counts: dict[str, int]) -> None:
     """Note where the host has waited, and check that it was no more often than ``WAITS`` has of this case."""
-    place.report.figure(title, counts)
+    setup.report.figure(title, counts)
     results, most = of(counts), WAITS[title]
-    other_ranks = most.others + (most.copies if place.cuda else 0)
-    place.report.check(f"{title}: at most {most.events} waits for events", results.events <= most.events)
-    place.report.check(f"{title}: at most {other_ranks} other waits", results.others <= other_ranks)
+    other_ranks = most.others + (most.copies if setup.cuda else 0)
+    setup.report.check(f"{title}: at most {most.events} waits for events", results.events <= most.events)
+    setup.report.check(f"{title}: at most {other_ranks} other waits", results.others <= other_ranks)
 
 
 def of(counts: dict[str, int]) -> Waits:
