@@ -53,7 +53,7 @@ DEEP += [("IIG", "pipeline", "bf16", {}, "Adam"), ("NIG", "pipeline of experts",
 
 
 @pytest.mark.parametrize("row", [*ROWS, *deep(*((row,) for row in DEEP))], ids=str)
-def test_files_are_those_of_synchronous_saves(ranks: Any, tmp_path: Path, row: tuple[Any, ...]) -> None:
+def test_files_match_synchronous_saves(ranks: Any, tmp_path: Path, row: tuple[Any, ...]) -> None:
     for results in ranks(4).run(twins_case, str(tmp_path), *row):
         assert results.different == [] and results.files >= 28 and results.same, tuple(results)
 
@@ -113,7 +113,7 @@ def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, 
     return rows
 
 
-def test_a_snapshot_holds_what_each_file_was_given(ranks: Any) -> None:
+def test_a_snapshot_copies_the_content_of_each_file(ranks: Any) -> None:
     """Memory of one file may be reused when the next one is copied; storages stay shared."""
     assert ranks(1).run(taken_case) == [(list(range(5)), True, [1.0, 7.0])]
 
@@ -192,7 +192,7 @@ class Failure(NamedTuple):
         *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
     ],
 )
-def test_a_failed_save_is_raised_on_all_ranks(
+def test_a_failed_save_raises_on_all_ranks(
     ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]
 ) -> None:
     answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, faults, timeout=120.0)
@@ -306,7 +306,7 @@ class Uncopyable:
         raise MemoryError
 
 
-def test_a_save_may_outlive_the_process_groups(ranks: Any, tmp_path: Path) -> None:
+def test_a_save_outlives_the_process_groups(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1).run(outliving_case, str(tmp_path)) == ["1"]
 
 
@@ -322,7 +322,7 @@ def outliving_case(folder: str) -> str:
 
 
 @pytest.mark.parametrize("seconds", [0.0, *deep(4.0)])
-def test_saves_go_on_after_slow_disks_and_lost_connections(ranks: Any, tmp_path: Path, seconds: float) -> None:
+def test_saves_work_after_slow_disks_and_lost_connections(ranks: Any, tmp_path: Path, seconds: float) -> None:
     for slow, lost, after, remaining in ranks(2).run(connections_case, str(tmp_path), seconds):
         assert slow == ["", "slow"]
         for message in lost:

@@ -56,7 +56,9 @@ def save_case(folder: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
-def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
+def test_a_smaller_run_continues_from_a_checkpoint(
+    ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int
+) -> None:
     ranks(4).run(save_case, str(tmp_path), saved)
     ranks(2).run(load_case, str(tmp_path), loaded, group_size)
 
@@ -76,7 +78,7 @@ def load_case(folder: str, name: str, group_size: int) -> None:
     assert len(times) == 1 and names_in(folder) == ["global_step3", "global_step3_converted", "latest"]
 
 
-def test_a_fitting_save_is_not_converted_a_newer_one_is_again(ranks: Any, tmp_path: Path) -> None:
+def test_only_saves_that_do_not_fit_are_converted(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "IIG")
     ranks(4).run(again_case, str(tmp_path))
 
@@ -100,7 +102,7 @@ def again_case(folder: str) -> None:
     engine.destroy()
 
 
-def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_a_failed_conversion_raises_and_leaves_no_files(ranks: Any, tmp_path: Path) -> None:
     """The converter runs in the current folder, and imports nothing from there."""
     directory = tmp_path / "here"
     directory.mkdir()
@@ -131,7 +133,7 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     return message, changed, names_in(folder)
 
 
-def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_no_output(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "NIG + Muon")
     ((message, refused, results),) = ranks(1).run(interrupted_case, str(tmp_path))
     assert message == "OSError: killed" and "exists, and is not a universal checkpoint" in refused
@@ -162,7 +164,7 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
     return message, refused, results
 
 
-def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path) -> None:
+def test_no_rank_hangs_if_the_first_rank_fails(ranks: Any, tmp_path: Path) -> None:
     location = tmp_path / "one"
     location.mkdir()
     (location / "file").write_text("")
@@ -242,7 +244,7 @@ def ends_case(folder: str) -> dict[str, str]:
     return results
 
 
-def test_two_jobs_may_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
+def test_two_jobs_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file").write_text("")
     for name in ("older_converted", "foreign_converted", "used_converted"):

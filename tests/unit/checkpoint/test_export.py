@@ -38,9 +38,7 @@ HOST_BYTES = 992  # in two buffers, less than most tensors have
     ],
     ids=by_strategies,
 )
-def test_exported_weights_are_those_of_the_model(
-    ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]
-) -> None:
+def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
     for rank, rows in enumerate(ranks(4).run(parity_case, str(tmp_path), dtype, names)):
         for name, differing, tied, trained, most in rows:
             assert differing == [] and tied == ["layers.2.weight"] and trained, (name, differing, tied, trained)
@@ -128,7 +126,7 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
     ],
     ids=by_strategies,
 )
-def test_experts_have_the_names_of_a_whole_model(
+def test_exported_experts_have_the_names_of_a_full_model(
     ranks: Any, tmp_path: Path, kind: str, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(experts_case, str(tmp_path), kind, names):
@@ -170,7 +168,7 @@ def experts_case(folder: str, kind: str, names: tuple[str, ...]) -> list[tuple[s
 
 
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
-def test_training_goes_on_while_weights_are_written(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_training_continues_while_weights_are_written(ranks: Any, tmp_path: Path, name: str) -> None:
     ranks(2).run(asynchronous_case, tmp_path / "weights", name)
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.safetensors", "notes"}
 
@@ -197,7 +195,7 @@ def asynchronous_case(folder: Path, name: str) -> None:
     engine.destroy()
 
 
-def test_a_failed_export_leaves_the_folder_as_it_was(ranks: Any, tmp_path: Path) -> None:
+def test_a_failed_export_does_not_change_the_folder(ranks: Any, tmp_path: Path) -> None:
     for at_once, later, names, is_same, again in ranks(2).run(full_disk_case, str(tmp_path)):
         for message in (at_once, later):
             assert message.startswith("CheckpointError: rank 1: ") and "model-00002-of-" in message, message

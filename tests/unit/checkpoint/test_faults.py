@@ -335,7 +335,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("kill, loaded", KILLS, ids=str)
-def test_a_rank_killed_in_a_save_leaves_one_whole_save(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
+def test_a_rank_killed_in_a_save_leaves_a_complete_save(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
     assert run_kill(ranks, str(tmp_path / "it"), kill) == (loaded, "")
 
 
@@ -396,7 +396,7 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
     return message, before, sorted(path.name for path in Path(disk).iterdir() if path.suffix != ".py")
 
 
-def test_disks_that_are_not_shared_are_noticed(ranks: Any, tmp_path: Path) -> None:
+def test_unshared_disks_raise_an_error(ranks: Any, tmp_path: Path) -> None:
     for message, remaining in ranks(4).run(not_shared_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: rank 0 sees 3 files in ") and "expected 5" in message
         assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining, (
@@ -416,7 +416,7 @@ def not_shared_case(folder: str) -> tuple[str, list[str]]:
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())
 
 
-def test_another_checkpoint_writer_is_left_alone(ranks: Any) -> None:
+def test_other_checkpoint_writers_are_not_replaced(ranks: Any) -> None:
     assert ranks(1).run(writer_case) == [(True, False, True)]
 
 

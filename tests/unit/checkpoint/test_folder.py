@@ -57,7 +57,7 @@ pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("_rename")]
 
 
 @pytest.mark.parametrize("tag", ["global_step10", "a/b", ".hidden", "a b.c"])
-def test_a_checkpoint_is_where_deepspeed_puts_it(tmp_path: Path, tag: str) -> None:
+def test_checkpoints_have_deepspeeds_paths(tmp_path: Path, tag: str) -> None:
     folder = CheckpointFolder(tmp_path, tag)
     write(folder, "one")
     assert not (tmp_path / tag).exists() and not (tmp_path / "latest").exists()
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_where_deepspeed_puts_it(tmp_path: Path, tag: str) -> No
     ] == []
 
 
-def test_files_beside_the_folder_are_not_staged(tmp_path: Path) -> None:
+def test_files_outside_of_the_folder_are_not_staged(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "one")
     assert folder.staging_path(str(tmp_path / "zero_to_fp32.py")) == str(tmp_path / "zero_to_fp32.py")
     assert folder.staging_path(str(tmp_path / "one_more" / "file")) == str(tmp_path / "one_more" / "file")
@@ -91,7 +91,7 @@ def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: p
     assert read(folder) == {"third"} and names_in(tmp_path) == ["latest", "one"]
 
 
-def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
+def test_only_folders_of_killed_saves_are_removed(tmp_path: Path) -> None:
     own = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
     for name in own:  # also those of versions without a marker
         (tmp_path / name).mkdir()
@@ -111,7 +111,7 @@ def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     assert read(running) == {"one"} and names_in(tmp_path) == sorted([*remaining[1:], "one"])
 
 
-def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_latest_of_another_engine(tmp_path: Path) -> None:
     actor, critic = CheckpointFolder(tmp_path, "actor"), CheckpointFolder(tmp_path, "critic")
     for folder in (actor, critic):
         write(folder, "new")
@@ -122,7 +122,7 @@ def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("host, days", [("this", 0), ("another", 0), ("another", 2)])
-def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
+def test_folders_of_another_host_are_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
     remaining = owned_folder.OwnedFolder(tmp_path / "one")
     remaining.create()
     marker = remaining.path / "owner.json"
@@ -137,7 +137,7 @@ def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host:
     assert path.exists() == (host == "another" and not days)
 
 
-def test_a_folder_that_an_older_version_set_aside_is_found(tmp_path: Path) -> None:
+def test_folders_replaced_by_older_versions_are_found(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "one")
     save(folder, "first")
     folder.path.rename(tmp_path / ".one.replaced")
@@ -150,12 +150,12 @@ def test_a_folder_that_an_older_version_set_aside_is_found(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "../other", "/absolute", "a/../.."])
-def test_a_tag_names_a_folder_inside(tmp_path: Path, tag: str) -> None:
+def test_tags_outside_of_the_save_dir_are_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="must name a folder in"):
         CheckpointFolder(tmp_path, tag)
 
 
-def test_tags_may_nest(tmp_path: Path) -> None:
+def test_nested_tags_keep_each_other(tmp_path: Path) -> None:
     outer, inner = CheckpointFolder(tmp_path, "run"), CheckpointFolder(tmp_path, "run/step5")
     for folder, text in ((outer, "one"), (inner, "two"), (outer, "three")):
         save(folder, text)
@@ -169,7 +169,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
+def test_saves_follow_links_and_keep_them(tmp_path: Path) -> None:
     saves, disk = tmp_path / "saves", tmp_path / "disk"
     (disk / "target").mkdir(parents=True)
     saves.mkdir()
@@ -207,7 +207,7 @@ def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
         ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
     ],
 )
-def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, message: str) -> None:
+def test_paths_that_are_no_folder_are_refused(tmp_path: Path, found: str, message: str) -> None:
     tag, other = tmp_path / "tag", tmp_path / "other"
     other.write_text("mine")
     if found == "file":
@@ -222,7 +222,7 @@ def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, mess
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> None:
+def test_a_save_that_fails_on_another_rank_is_undone(tmp_path: Path, tag: str) -> None:
     for latest in (None, "one"):
         if latest:
             item = CheckpointFolder(tmp_path, "one")
@@ -261,7 +261,9 @@ def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("tag, disk", [("two", False), ("one", True), *deep(("one", False))])
-def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
+def test_a_save_killed_at_any_call_leaves_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool
+) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save.
 
     The tag may be a link to another disk.
@@ -341,7 +343,7 @@ OF_A_LARGER_RUN = (
 )
 
 
-def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_in_the_folder_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path, "one")
     (tmp_path / "one" / "tokenizer").mkdir(parents=True)
     (tmp_path / "one" / "tokenizer" / "vocabulary.json").write_text("mine")

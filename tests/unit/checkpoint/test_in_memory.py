@@ -45,7 +45,7 @@ MORE = deep(
 
 
 @pytest.mark.parametrize("name, node", [*LOST, *MORE])
-def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, name: str, node: int) -> None:
+def test_files_of_a_lost_node_are_read_from_other_nodes(ranks: Any, tmp_path: Path, name: str, node: int) -> None:
     experts = name.endswith("experts")
     crossing = (*CROSSING, "mp_rank_00_model") if experts else CROSSING
     cut = {"N": 1, "I": 2, "G": 4}[name[2]]
@@ -65,7 +65,7 @@ def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, na
         assert changed == {} and is_same and latest == "global_step1" and not again
 
 
-def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
+def test_half_of_the_ranks_continue_from_memory(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(four_ranks_case, str(tmp_path))
     for differences, names in ranks(2).run(two_ranks_case, str(tmp_path)):
         assert differences == {} and names == ["deepspeed_ext_run", "global_step1", "global_step1_converted", "latest"]
@@ -131,7 +131,7 @@ CHANGED: dict[str, tuple[str, Any]] = {  # what of the folder in memory is repla
 
 
 @pytest.mark.quick
-def test_the_newest_whole_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
+def test_the_newest_complete_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
     for results in ranks(4).run(newest_case, str(tmp_path)):
         for case, (loaded, error, warning) in CASES.items():
             assert results[case][0] == loaded, (case, results[case])
@@ -332,7 +332,7 @@ def test_errors_of_cleanup_fail_no_save_in_memory(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.quick
-def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
+def test_a_save_removes_folders_of_killed_saves(tmp_path: Path) -> None:
     killed, writing = (folder_of(tmp_path, tmp_path, "a" * 32) for _ in range(2))
     remaining, retained = killed.create_staging(1, 0), writing.create_staging(2, 1)
     del killed
@@ -384,7 +384,7 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
         ),
     ],
 )
-def test_room_is_what_memory_and_control_groups_leave(
+def test_free_bytes_respect_memory_and_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, Any], room: int
 ) -> None:
     for name, text in files.items():
@@ -408,7 +408,7 @@ def test_room_is_what_memory_and_control_groups_leave(
 
 
 @pytest.mark.quick
-def test_an_older_latest_universal_is_warned_of(tmp_path: Path) -> None:
+def test_an_older_latest_universal_logs_a_warning(tmp_path: Path) -> None:
     universal, latest = tmp_path / "latest_universal", tmp_path / "latest"
     with logged() as lines:
         universal.touch()

@@ -34,7 +34,7 @@ ALL = (*REPLICATED, *PARTITIONED)
     ],
     ids=by_strategies,
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_matches_the_uninterrupted_run(
     ranks: Any, tmp_path: Path, optimizer: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), optimizer, dtype, names, zero):
@@ -107,7 +107,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize("names, zero, optimizer, dtype, starts", ROWS, ids=by_strategies)
-def test_a_run_may_be_resumed_from_any_step(
+def test_runs_resume_from_any_step(
     ranks: Any, kernels: bool, tmp_path: Path, names: Any, zero: Any, optimizer: str, dtype: str, starts: Any
 ) -> None:
     results = ranks(4).run(every_step_case, str(tmp_path), names, zero, optimizer, dtype, starts)
@@ -168,7 +168,7 @@ PARTS = [
 
 
 @pytest.mark.parametrize("stock, name", [("3", "IIG"), *deep(("2", "NIG"), ("2", "NNG"), ("3", "GGG"))])
-def test_parts_are_loaded_as_deepspeed_does(ranks: Any, tmp_path: Path, stock: str, name: str) -> None:
+def test_partial_loads_match_deepspeed(ranks: Any, tmp_path: Path, stock: str, name: str) -> None:
     for rows in ranks(4).run(parts_case, str(tmp_path), stock, name):
         for part, from_fp32, results in rows:
             assert results == {}, (part, from_fp32, results)
@@ -222,7 +222,7 @@ class Growing(nn.Linear):
         """Nothing."""
 
 
-def test_options_of_saves_and_loads_are_those_of_deepspeed(ranks: Any, tmp_path: Path) -> None:
+def test_options_of_saves_and_loads_match_deepspeed(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(2).run(own_way_case, str(tmp_path)):
         assert rows == [(name, [], [], True, "KeyError") for name in ("NIG", "IIG")]
 

@@ -99,7 +99,9 @@ SOME = ("NII", "IIG", "2", "3")
     ],
     ids=by_strategies,
 )
-def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...], targets: int) -> None:
+def test_each_strategy_loads_from_the_others(
+    ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...], targets: int
+) -> None:
     """Weights, moments, step counts, hyperparameters, frozen parameters, buffers and counters: to the bit."""
     ranks(4).run(save_case, str(tmp_path), sources, dtype)
     for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, targets), dtype):
@@ -115,7 +117,7 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tu
         *deep((6, 2, "fp32", "Adam"), (8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
     ],
 )
-def test_to_other_numbers_of_ranks(
+def test_checkpoints_load_with_other_numbers_of_ranks(
     ranks: Any, tmp_path: Path, world_size: int, group_size: int, dtype: str, optimizer: str
 ) -> None:
     pairs = [("NIG", "IIG"), ("IIG", "GGG"), ("2", "NIG"), ("NIG", "3")][: 2 if optimizer == "Muon" else 4]
@@ -133,7 +135,7 @@ def test_to_other_numbers_of_ranks(
         *deep(*((*shape, "Muon") for shape in ((4, 2, 2, 2), (2, 8, 2, 1)))),
     ],
 )
-def test_experts_divided_otherwise(
+def test_experts_load_with_another_expert_parallel_size(
     ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int, optimizer: str
 ) -> None:
     pairs = [("NIG", "IIG"), ("IIG", "2")][: 1 if optimizer == "Muon" else 2]
@@ -151,7 +153,7 @@ MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
 @pytest.mark.parametrize(
     "parts", [((MODULE, True), (NO_STATES, False)), *deep((((MODULE, False), (NO_STATES, True)),))]
 )
-def test_weights_alone(ranks: Any, tmp_path: Path, parts: Any) -> None:
+def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts: Any) -> None:
     ranks(4).run(save_case, str(tmp_path), ("NIG", "IIG"), "bf16")
     for part, from_fp32 in parts:
         for rows in ranks(4).run(weights_case, str(tmp_path), part, from_fp32):

@@ -106,7 +106,7 @@ MORE_LOADS += [("NIG", 2, {}, {"load_module_only": True}), ("NII", 2, {}, {}), (
 
 
 @pytest.mark.parametrize("loads", [LOADS, *deep(MORE_LOADS)], ids=["some", "more"])
-def test_files_in_the_old_order_load(ranks: Any, tmp_path: Path, loads: list[Any]) -> None:
+def test_files_in_the_old_order_can_be_loaded(ranks: Any, tmp_path: Path, loads: list[Any]) -> None:
     for rows in ranks(4).run(old_case, str(tmp_path), loads):
         assert rows.pop() == ("universal", "", []), rows
         for (name, group, zero, how), error, changed, different in rows:

@@ -122,7 +122,7 @@ def whole_states(engine: Any) -> dict[str, Any]:
     return {name: value for one in everybody for name, value in one.items()}
 
 
-def test_weights_alone(ranks: Any, tmp_path: Path) -> None:
+def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(4).run(weights_case, str(tmp_path)):
         for name, loaded, trained in rows:
             assert loaded == 0.0, name

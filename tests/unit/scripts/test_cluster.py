@@ -162,7 +162,9 @@ def test_bytes_between_nodes_are_counted_and_limited(start: Start) -> None:
         ),
     ],
 )
-def test_nothing_is_left(start: Start, tmp_path: Path, how: str, number: int | None, status: int) -> None:
+def test_the_cluster_leaves_no_process_or_namespace(
+    start: Start, tmp_path: Path, how: str, number: int | None, status: int
+) -> None:
     process = start(LIFE, "--launcher", "none", "--ranks-per-node", "1", arguments=(str(tmp_path), how))
     pids = started(tmp_path)
     if number is not None:

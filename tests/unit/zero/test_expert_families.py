@@ -280,7 +280,7 @@ def exchange_case(folder: str) -> tuple[dict[str, bool], list[str]]:
         *deep(*((kind, 2, False, "Muon", ("NII", "NIG", "INI", "IIG", "GGG")) for kind in ("MoE", "AutoEP"))),
     ],
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_matches_the_uninterrupted_run(
     ranks: Any, tmp_path: Path, kind: str, ep: int, compressed: bool, optimizer: str, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), ep, compressed, kind, optimizer, names):
