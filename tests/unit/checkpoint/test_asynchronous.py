@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous saves hold what synchronous ones hold; if one fails, all ranks raise and the training can go on."""
+"""Asynchronous saves write the files of synchronous saves; if one fails, all ranks raise, and training continues."""
 
 import dataclasses
 import gc
@@ -119,8 +119,8 @@ def test_a_snapshot_copies_the_content_of_each_file(ranks: Any) -> None:
 
 
 def taken_case() -> tuple[list[int], bool, list[float]]:
-    """First elements of tensors that live in one place one after the other; whether two that share a storage do so in
-    what was taken; one that only steps change, before and after it is completed."""
+    """Return the first elements of the copies of tensors that use the same memory one after the other; whether copies
+    of two tensors with one storage share a storage; and a tensor that only steps change, before and after its copy."""
     late, memory, copies = torch.ones(1000), bytearray(4000), []
     snapshot = Snapshot(HostBuffers(), [late])
     for number in range(5):
@@ -170,13 +170,13 @@ def failing(fault: str, rank: int) -> Iterator[None]:
 
 
 def host_groups() -> int:
-    """How many process groups on the host there are, for saves beside the training."""
+    """Return the number of host process groups of asynchronous saves."""
     channels = [channel for channel in gc.get_objects() if isinstance(channel, HostChannel)]
     return sum(group.gloo is not None for channel in channels for group in channel._groups)
 
 
 class Failure(NamedTuple):
-    """A save that failed, what raised its error, type and text, and whether the folder is as it was before."""
+    """A failed save, the call that raised its error, type and text, and whether the folder is unchanged."""
 
     fault: str
     at: str
@@ -212,8 +212,8 @@ def test_a_failed_save_raises_on_all_ranks(
 def faults_case(
     folder: str, name: str, boundary: str, faults: list[str]
 ) -> tuple[list[Failure], list[float], list[float], dict[str, float], int]:
-    """Return the failures; losses of that run, and of an undisturbed one; what a load of the next save does not
-    restore; how many process groups on the host are left."""
+    """Return the failures; losses of that run and of an undisturbed one; differences after a load of the next save;
+    and the number of remaining host process groups."""
     job = snapshots.job_of("bf16", **saves.ASIDE, wall_clock_breakdown=True, steps_per_print=10**6)
     job = dataclasses.replace(job, boundary=boundary, accumulation=2)
     runs = []
@@ -262,8 +262,11 @@ def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
 
 
 def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str, list[int]]:
-    """What two engines load that have saved at the same time, each twice, one on a rank without threads, the other on
-    disks of nodes; what saves raise that cannot be; what ``latest`` names; process groups left as they are destroyed.
+    """Save with two engines at the same time, each twice: one on a rank without threads, the other on disks of nodes.
+
+    Returns:
+        Differences after a load; errors of saves with unsupported content; the tag in ``latest``; the remaining
+        process groups as the engines are destroyed.
     """
     runs = []
     for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
@@ -311,7 +314,7 @@ def test_a_save_outlives_the_process_groups(ranks: Any, tmp_path: Path) -> None:
 
 
 def outliving_case(folder: str) -> str:
-    """What ``latest`` names after that, and after the end of what has saved."""
+    """Return the tag in ``latest`` after a save whose process groups were destroyed."""
     engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
     engine.save_checkpoint(folder, "1")
     deepspeed.comm.destroy_process_group()
@@ -332,9 +335,9 @@ def test_saves_work_after_slow_disks_and_lost_connections(ranks: Any, tmp_path: 
 
 
 def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Return errors and outcomes: of a save slower by so many seconds than the timeout of process groups; of saves to
-    disk (in a vote, in the exchange of states) and to memory in which a rank loses its connections, and of one that an
-    exception ends; of saves after that; and the hidden names that are left."""
+    """Return errors and outcomes of a save that is ``seconds`` slower; of saves to disk (in a vote, in the exchange of
+    states) and to memory in which a rank loses its connections, and of a save that an exception ends; of saves after
+    that; and the remaining hidden names."""
     section = {"async_save": True, "memory_folder": folder}
     job = training.Job(empty=False, zero=training.SMALL, config={"checkpoint": section})
     brief = timedelta(seconds=2.5)

@@ -28,7 +28,7 @@ RUNS = [
 
 
 def names_in(folder: str) -> list[str]:
-    """Return names of checkpoints in a folder, and of what a load has left there. Collective."""
+    """Return the names of checkpoints, and of files that a load has left, in a folder. Collective."""
     results = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     dist.barrier()
     return results
@@ -45,7 +45,7 @@ def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
 
 
 def save_case(folder: str, name: str) -> None:
-    """Take three steps, save, and keep what is in the checkpoint beside it."""
+    """Take three steps, save, and store a snapshot of the states next to the checkpoint."""
     job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
@@ -118,7 +118,7 @@ def test_a_failed_conversion_raises_and_leaves_no_files(ranks: Any, tmp_path: Pa
 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
-    """Return the error, whether a weight or state has changed, and what is in the folder."""
+    """Return the error, whether a weight or state has changed, and the names in the folder."""
     job, engine, model = begin("NIG")
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     before = snapshots.snapshot(engine, model, job)
@@ -142,8 +142,9 @@ def test_a_killed_conversion_leaves_no_output(ranks: Any, tmp_path: Path) -> Non
 
 
 def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
-    """The errors of a conversion that ends while momentum is renamed, and of one over something else; what is in the
-    folder then, and after another, which replaces a universal checkpoint; what is the latest."""
+    """Return the errors of a conversion that is interrupted while it renames momentum, and of a conversion over
+    another folder; the names in the folder before and after a third conversion, which replaces a universal checkpoint;
+    and the latest universal tag."""
     target = Path(folder, "global_step3_universal")
     rename = Path.rename
 
@@ -198,8 +199,8 @@ def test_no_rank_hangs_if_the_first_rank_fails(ranks: Any, tmp_path: Path) -> No
 
 
 def ends_case(folder: str) -> dict[str, str]:
-    """The errors of a converter that fails late, of one that raises, of a full disk, of a name that is taken, of a
-    first rank that is gone, of one that can write nothing more, and where each rank has a folder of its own."""
+    """Return the errors of a converter that fails late or raises, a full disk, an existing name, a first rank that has
+    died or can no longer write, and ranks with separate folders."""
 
     class Gone(BaseException):
         """As if the process were no more."""
@@ -256,9 +257,13 @@ def test_two_jobs_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
 
 
 def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
-    """What two jobs load, of which the second begins and ends while the first converts; what is in it and beside it.
+    """Convert in two jobs; the second starts and ends while the first converts.
 
-    Of earlier conversions one is left by a dead process, one has no marker, and another job loads one."""
+    Three earlier conversions belong to a dead process, have no marker, or are loaded by another job.
+
+    Returns:
+        The tags that the jobs load, the files in the conversion, and the names next to it.
+    """
     first = dist.get_rank() == 0
     second: list[str] = []
     jobs = iter((1, 2))

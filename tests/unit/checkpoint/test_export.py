@@ -67,8 +67,9 @@ def header(path: Path) -> dict[str, tuple[int, int]]:
 
 
 def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
-    """Of each: what differs from DeepSpeed's whole state dict; what is missing; whether training goes on as without an
-    export; elements live at once, of the largest module, and bytes of buffers on the host."""
+    """Return, for each strategy, differences from DeepSpeed's full state dict; missing names; whether training
+    continues as without an export; elements live at once and those of the largest module; and bytes of host
+    buffers."""
     more = {**GATHER, "paro_overlap_updates": True}
     tied = "layers.1.weight", "layers.2.weight"
     job = training.Job(
@@ -204,8 +205,8 @@ def test_a_failed_export_does_not_change_the_folder(ranks: Any, tmp_path: Path) 
 
 
 def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
-    """Errors: of an export, and of the one after an asynchronous one. What is in the folder around then, whether it is
-    as it was, and the error of an export when there is space."""
+    """Return the errors of an export, and of the export after an asynchronous one; the names in the parent folder
+    then, whether the folder is unchanged, and the error of an export when there is space."""
 
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
@@ -248,8 +249,9 @@ def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path
 
 
 def turns_case(folder: str) -> tuple[list[str], str, str]:
-    """What has been done with folders: for a save, an export right after it, one that is asynchronous, a save right
-    after that. What an export raises after a save that fails on one rank, and what is raised once more."""
+    """Return the order of operations on folders in a save, an export right after it, an asynchronous export, and a
+    save right after that; the error that an export raises after a save that failed on one rank; and any later
+    error."""
     turns: list[str] = []
 
     def noted(what: str) -> Any:
@@ -327,7 +329,7 @@ def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Pa
 
 
 def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, list[str], list[str]]]:
-    """Of each: whether it has saved, what differs from the model, and the files after a save that fails."""
+    """Return, for each strategy, whether it saved, differences from the model, and the files after a failed save."""
 
     def fail(state: Any, path: str, **kwargs: Any) -> None:
         Path(path).write_bytes(b"a part")

@@ -52,7 +52,7 @@ def spoil(path: Path, fault: str) -> None:
 
 
 def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, bool]]]:
-    """Yield a file, what is done to it, and which part is loaded."""
+    """Yield a file, its fault, and the arguments of the load."""
     if universal:
         states = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
         for file in (*(f"layers.2.weight/{state}" for state in states), "optimizer_state.pt"):
@@ -80,7 +80,7 @@ def test_a_damaged_file_is_named_before_a_load_changes_anything(
 
 
 def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
-    """Return the error of each load, what these have changed, and what a load of whole files does not restore."""
+    """Return the error of each load, the changes that loads made, and differences after a load of intact files."""
     config = {"checkpoint": {"load_universal": universal}}
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
     engine, model = after_a_step(job, name)
@@ -195,7 +195,7 @@ def test_parameters_of_one_shape_are_matched_by_name(ranks: Any, tmp_path: Path,
 
 
 def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, float]]:
-    """For several models and checkpoints, what a load raises and how far the weights are from the saved ones."""
+    """Return, for several models and checkpoints, the error of a load and the largest difference of weights."""
 
     class Reversed(training.Network):
         """The same names, with the parameters in reverse order of layers, and so of the same shapes."""
@@ -274,7 +274,7 @@ def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path:
 
 
 def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
-    """Return the error, and what a load of the previous checkpoint does not restore."""
+    """Return the error, and differences after a load of the previous checkpoint."""
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = after_a_step(job, "IIG")
     engine.save_checkpoint(folder, tag="same")
@@ -307,7 +307,7 @@ def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Pa
 
 
 def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
-    """Return what a load without a file latest returns; errors of a save and of a load with another tag on each rank,
+    """Return the result of a load without a file latest; errors of a save and of a load with another tag on each rank,
     of a load of a tag that does not exist, and of a save to the name of a file."""
     engine, _ = after_a_step(training.Job(empty=False), "NIG")
     nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
@@ -365,8 +365,11 @@ def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Pat
 
 
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[str]]:
-    """Let a publication fail on the second node only, and disks be slow when the save is taken back; return the error,
-    what a load of the save before does not restore, and what is on the disk after another save."""
+    """Make ``latest`` fail on the second node only, and disks slow while the save is undone.
+
+    Returns:
+        The error, differences after a load of the previous save, and the names on the disk after another save.
+    """
     job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
     engine, model = make_on_nodes(job, name)
     disk = node_dir(folder)
@@ -405,7 +408,7 @@ def test_unshared_disks_raise_an_error(ranks: Any, tmp_path: Path) -> None:
 
 
 def not_shared_case(folder: str) -> tuple[str, list[str]]:
-    """The error where each node has its own disk and nobody has said so, and what is left on the first one."""
+    """Return the error if each node has its own disk without the key for it, and the names on the first disk."""
     engine, _ = make_on_nodes(training.Job(empty=False))
     disk = node_dir(folder)
     (Path(disk) / ".global_step1.saving").mkdir(parents=True, exist_ok=True)
@@ -435,7 +438,8 @@ def test_stock_loads_files_that_are_no_zip_archives(ranks: Any, tmp_path: Path, 
 
 
 def stock_case(folder: str, stage: int) -> float:
-    """Stock DeepSpeed's universal checkpoint, loaded by it, with our package beside it: largest difference."""
+    """Return the largest difference after stock DeepSpeed loads its universal checkpoint with this package
+    installed."""
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
     weights = []
     for universal in (False, True):

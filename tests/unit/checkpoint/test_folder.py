@@ -18,7 +18,7 @@ from tests.harness.tiers import deep
 
 
 class Killed(BaseException):
-    """As if the process were gone."""
+    """Stands in for the end of the process."""
 
 
 def write(folder: Any, text: str) -> None:
@@ -42,7 +42,7 @@ def save(folder: Any, text: str) -> None:
 
 
 def read(folder: Any) -> set[str]:
-    """What the checkpoint says, as a load sees it."""
+    """Return the contents of the checkpoint that a load finds."""
     return {path.read_text() for path in (folder.save_dir / folder.actual_tag()).glob("*_states.pt")}
 
 
@@ -165,7 +165,7 @@ def test_nested_tags_keep_each_other(tmp_path: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a folder, by name."""
+    """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -292,7 +292,7 @@ def test_a_save_killed_at_any_call_leaves_one_save(
 
 
 def left_in(folder: Path) -> list[str]:
-    """What is in a folder, but for empty hidden folders."""
+    """Return the names in a folder, except empty hidden folders."""
     return [name for name in names_in(folder) if name[0] != "." or any((folder / name).iterdir())]
 
 

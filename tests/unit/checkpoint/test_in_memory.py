@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves into memory of nodes: what is left of them after one has died is what the run goes on from.
+"""In-memory saves: after the loss of a node, the run continues from the copies on the other nodes.
 
 A node is a group of two ranks with a folder of its own.
 """
@@ -72,7 +72,7 @@ def test_half_of_the_ranks_continue_from_memory(ranks: Any, tmp_path: Path) -> N
 
 
 def four_ranks_case(base: str) -> None:
-    """A step, a save in memory; a file has what was saved."""
+    """Take a step, save in memory, and store a snapshot of the states in a file."""
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_engine(job, training.placed("IIG"))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
@@ -85,7 +85,7 @@ def four_ranks_case(base: str) -> None:
 
 
 def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
-    """What a load by two ranks does not restore, and the names in the folder. It saves in memory, alone."""
+    """Return differences after a load by two ranks, and the names in the folder; then save in memory."""
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base, load_universal=True))
     engine, model = training.make_engine(job, training.placed("NIG", 2))
     assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
@@ -140,7 +140,7 @@ def test_the_newest_complete_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
 
 
 def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
-    """What is loaded, the error of a save, and warnings of a load, for each of the cases."""
+    """Return, for each case, the loaded tag, the error of a save, and the warnings of a load."""
     results = {}
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, _ = training.make_engine(job, training.placed("IIG"))
@@ -192,7 +192,8 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
 
 
 def spoil(base: str, folder: str, what: str) -> None:
-    """Remove folders of ranks 1 and 3, which have the same files, of the last save or all; or what is on disk."""
+    """Remove the folders of ranks 1 and 3, which have the same files, of the last save or all saves; or change
+    files."""
     if what in ("torn", "missing"):
         for manifest in Path(base).glob("node*/*/*-[13]/manifest.json"):
             tag = json.loads(json.loads(manifest.read_text())["part"])["save"]["tag"]

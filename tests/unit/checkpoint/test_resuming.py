@@ -52,8 +52,8 @@ def resume_case(
     lanes: int = 1,
     **config: Any,
 ) -> list[list[Any]]:
-    """Return what differs after a load and after going on; how far zero_to_fp32's weights are from the optimizer's;
-    what differs after a load of the universal checkpoint."""
+    """Return differences after a load and after further steps, the distance of zero_to_fp32's weights from the
+    optimizer's, and differences after a load of the universal checkpoint."""
     job = dataclasses.replace(job_of(dtype, zero, optimizer, **config), tensor_parallel=lanes)
     universal = {**config.get("checkpoint", {}), "load_universal": True}
     universal = dataclasses.replace(job, config={**job.config, "checkpoint": universal})
@@ -117,7 +117,7 @@ def test_runs_resume_from_any_step(
 def every_step_case(
     folder: str, names: tuple[str, ...], zero: dict[str, Any], optimizer: str, dtype: str, starts: Any
 ) -> list[tuple[str, int, dict[str, float], dict[str, float]]]:
-    """Return what differs after a load of an asynchronous save, and at the end; see ``snapshots.resume``."""
+    """Return differences after a load of an asynchronous save, and at the end; see ``snapshots.resume``."""
     config: dict[str, Any] = {"checkpoint": {"async_save": True}}
     if dtype == "bf16 masters":
         config |= {"bf16": MASTERS, "data_types": {"grad_accum_dtype": "bf16"}}
@@ -175,7 +175,7 @@ def test_partial_loads_match_deepspeed(ranks: Any, tmp_path: Path, stock: str, n
 
 
 def parts_case(folder: str, stock: str, name: str) -> list[tuple[Any, bool, dict[str, float]]]:
-    """Load parts of stock DeepSpeed's checkpoint with it and with a strategy: what differs between the two."""
+    """Load parts of stock DeepSpeed's checkpoint with DeepSpeed and with a strategy; return the differences."""
     rows = []
     first = job_of("bf16")
     engine, model = training.make_engine(first, placed(stock))
@@ -194,7 +194,7 @@ def parts_case(folder: str, stock: str, name: str) -> list[tuple[Any, bool, dict
 
 
 def load_parts(folder: str, job: Any, zero: dict[str, Any], parts: list[dict[str, bool]]) -> list[dict[str, Any]]:
-    """Return what is there after a step of another run and the load of a part, of each part in turn."""
+    """Return, for each part, a snapshot after a step of another run and the load of the part."""
     engine, model = training.make_engine(job, zero)
     rows = []
     for part in parts:
@@ -228,11 +228,12 @@ def test_options_of_saves_and_loads_match_deepspeed(ranks: Any, tmp_path: Path) 
 
 
 def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str]]:
-    """SGD; without frozen parameters; a function that loads; a module whose state changes its shape; another tag.
+    """Use SGD, no frozen parameters, a custom load function, a module whose state changes its shape, and another tag.
 
-    What differs after a load that is not strict of what was saved without frozen parameters, and after one of weights
-    of that tag when it is not the latest; what a user's function has not seen; whether extra state of another length
-    is accepted; what a reserved key in client_state raises.
+    Returns:
+        Differences after a non-strict load of a checkpoint without frozen parameters, and after a load of weights of a
+        tag that is not the latest; names that the custom function did not receive; whether extra state of another
+        length is accepted; the error of a reserved key in client_state.
     """
     job = dataclasses.replace(job_of(), optimizer="SGD", config={})
     rows = []

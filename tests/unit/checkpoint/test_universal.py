@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of any strategy and stage loaded by any other, as they are if both shard alike, or as universal ones."""
+"""Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
 import dataclasses
 from pathlib import Path
@@ -33,7 +33,7 @@ def save_case(
     zero: dict[str, Any] | None = None,
     convert: bool = True,
 ) -> None:
-    """Train, save, convert, and keep what was saved beside it."""
+    """Train, save, convert, and store a snapshot of the saved states."""
     job = job_of_kind(kind, dtype)
     job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     for name in names:
@@ -58,7 +58,7 @@ def load_case(
     zero: dict[str, Any] | None = None,
     config: dict[str, Any] = UNIVERSAL,
 ) -> list[tuple[str, str, dict[str, float]]]:
-    """Load with another strategy; what differs from what was saved."""
+    """Load with another strategy, and return differences from the saved states."""
     job = job_of_kind(kind, dtype, **config)
     job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     rows = []
@@ -79,9 +79,9 @@ def load_case(
 
 
 def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
-    """Each source with some of the others, each a target as often.
+    """Return pairs of each source with some of the others, in which each is a target equally often.
 
-    What DeepSpeed's own ZeRO loads alone, without buffers and frozen parameters, is left to it.
+    Pairs that DeepSpeed loads with its own code, without buffers and frozen parameters, are omitted.
     """
     pairs = [(a, sources[(i + 1 + j * 3) % len(sources)]) for i, a in enumerate(sources) for j in range(targets)]
     sharded = (*PARTITIONED, "3")
@@ -163,7 +163,7 @@ def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts
 
 
 def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tuple[str, str, float, float, bool]]:
-    """Difference of the model and of the optimizer's weights to what was saved; whether moments have changed."""
+    """Return differences of the model's and the optimizer's weights, and whether moments have changed."""
     job = job_of("bf16", **UNIVERSAL)
     job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     rows = []

@@ -23,8 +23,8 @@ from tests.harness.tiers import deep
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-class Alike(training.Network):
-    """What it trains are matrices of one shape, whose order nobody sees by their sizes."""
+class EqualShapes(training.Network):
+    """Trains matrices of one shape, so sizes do not reveal an exchange of two of them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -34,12 +34,12 @@ class Alike(training.Network):
 
 def job_of(**config: Any) -> training.Job:
     return training.Job(
-        sizes=(24,) * 9, optimizer="Adam", empty=False, zero=training.SMALL, network=Alike, config=config
+        sizes=(24,) * 9, optimizer="Adam", empty=False, zero=training.SMALL, network=EqualShapes, config=config
     )
 
 
 def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
-    """Train and save; return what was saved. Collective."""
+    """Train and save; return the saved states. Collective."""
     engine, model = training.make_engine(job, training.placed(name))
     snapshots.run(engine, job, snapshots.steps_of(job, 2))
     assert any(buffer.striped for buffer in engine.optimizer.buffers)
@@ -52,7 +52,7 @@ def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
 
 
 def load(folder: str, name: str, group: int, zero: Mapping[str, Any], **how: Any) -> tuple[str, dict[str, Any], Any]:
-    """Load into a strategy or stage; return the error, what that has changed, and what was loaded."""
+    """Load into a strategy or stage; return the error, the changes of the load, and the states after it."""
     job = job_of(**({"checkpoint": {"load_universal": True}} if "universal" in folder else {}))
     engine, model = training.make_engine(job, training.placed(name, group, **zero))
     snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=5))
@@ -71,7 +71,7 @@ def test_deepspeed_reads_asynchronous_saves(ranks: Any, tmp_path: Path, name: st
 
 
 def readers_case(folder: str, name: str) -> dict[str, dict[str, float]]:
-    """Return of each reader what it has not found as it was saved: the copied script without this package, stock."""
+    """Return, for each reader, differences from the saved states: the copied script, stock, and a universal load."""
     saved = save(folder, job_of(**saves.ASIDE), name)
     results = {}
     if dist.get_rank() == 0:
@@ -119,7 +119,7 @@ def test_files_in_the_old_order_can_be_loaded(ranks: Any, tmp_path: Path, loads:
 
 
 def old_case(folder: str, loads: list[Any]) -> list[Any]:
-    """Of each load its error, what it has changed, and what is not as it was saved; at last of a converted one."""
+    """Return, for each load, its error, its changes, and differences from the saved states; last, a converted one."""
     with mock.patch.object(FlatStates, "in_zeros_order", in_own_order):
         saved = save(folder, job_of(), "NIG")
     rows: list[Any] = []
