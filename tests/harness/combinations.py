@@ -17,11 +17,11 @@ Values = tuple[tuple[str, str], ...]  # (option, name of a value), of some optio
 
 
 class Option(NamedTuple):
-    """Something to choose.
+    """An option of a table.
 
     Attributes:
-        why: what it is for.
-        values: what each changes; the first is the default.
+        why: its purpose.
+        values: the changes of each value; the first is the default.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Excluded(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Options, and what is excluded."""
+    """Options, and the combinations that are excluded."""
 
     options: tuple[Option, ...]
     excluded: tuple[Excluded, ...]
@@ -81,7 +81,8 @@ class Table(NamedTuple):
 
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
         """Return a covering array with the row that has everything, then one for each exclusion that concerns some
-        strategies: the others meet there what is excluded, with each value of another option. Always the same."""
+        strategies: there, the other strategies run the excluded values with each value of another option.
+        The result is always the same."""
         more = {"strength": strength, "presets": [self.everything()]}
         several = [item for item in self.excluded if item.of_several]
         results = self._array(several, {}, salt, more)
@@ -98,7 +99,7 @@ class Table(NamedTuple):
         return covertable.make(values, constraints=[_condition(item.together) for item in excluded], salt=salt, **more)
 
     def with_strategy(self, row: Row, strategy: str) -> Row:
-        """Return a row as a strategy runs it: it has defaults where it has not what is asked."""
+        """Return a row as a strategy runs it: options that it does not support have their defaults."""
         results = [item for item in self.excluded if strategy in (item.strategies or ()) and item.found(row)]
         return {
             **row,

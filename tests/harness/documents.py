@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the repository, taken apart: blocks of code, tables, links, headings."""
+"""The parsed pages of the repository: blocks of code, tables, links, headings."""
 
 import json
 import re
@@ -36,7 +36,7 @@ class Page:
         return _LINK.findall(self.prose())
 
     def anchors(self) -> set[str]:
-        """Return what a link to a heading of this page ends in, as GitHub makes it."""
+        """Return the anchors of the headings of this page, as GitHub generates them."""
         headings = re.findall(r"^#+ (.*)$", self.prose(), re.MULTILINE)
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

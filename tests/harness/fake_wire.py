@@ -1,16 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives whose results arrive late, with ranks that are not there; for the CPU and for one GPU.
+"""Collectives whose results arrive late, with virtual other ranks; for the CPU and for one GPU.
 
 Note [How the wire works]
     One process is a rank of a world in which all other ranks are virtual: torch's "fake" backend makes its process
-    groups, and a ``Wire`` replaces their collectives. The others send what this rank sends: an all-gather brings its
-    shard several times, a sum is a multiple of its part. Such training learns nothing, but it runs the real
-    optimizers, and its bits are the same each time.
+    groups, and a ``Wire`` replaces their collectives. The others send the same data as this rank: an all-gather
+    returns its shard several times, a sum is a multiple of its part. Such training learns nothing, but it runs the
+    real optimizers, and its bits are the same each time.
 
     Until a collective arrives, its output holds bytes 0xFF: NaN in every floating-point type.
 
-    - On the CPU, it arrives when somebody waits for it, and reads its input only then. Code that reads the result
+    - On the CPU, it arrives when code waits for it, and reads its input only then. Code that reads the result
       before that gets NaN; code that overwrites the input before that sends something else.
     - On a GPU, it runs after the current stream, on a stream of its group, which first sleeps for a while. ``wait``
       makes the current stream wait, as with NCCL. Code that reads on another stream, or before that, gets NaN.
@@ -111,7 +111,7 @@ class Wire:
         Args:
             group: process group.
             name: of its method.
-            plan: what it writes and reads, and how; called where it runs.
+            plan: its outputs, inputs, and arithmetic; called when it runs.
         """
         late = Late(name, group.size(), self)
         if self.keep:
@@ -150,7 +150,7 @@ class Wire:
             torch.cuda.synchronize()
 
     def finish(self, late: Late) -> None:
-        """What ``Late.wait`` does."""
+        """Wait, as ``Late.wait`` does."""
         if not self.cpu:
             torch.cuda.current_stream().wait_event(late.ended)
         elif not late.arrived:
@@ -186,7 +186,7 @@ Plan = tuple[Sequence[Tensor], Sequence[Tensor], Callable[[], None]]
 
 
 def _total(part: Tensor, ranks: int, op: Any) -> Tensor:
-    """Of so many equal parts."""
+    """The sum of a number of equal parts."""
     return part * ranks if op == ReduceOp.SUM else part
 
 

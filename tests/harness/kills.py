@@ -50,7 +50,7 @@ class Kill:
         same: whether the second save has the tag of the first one.
         rank: that is killed.
         all: whether all others are killed with it.
-        call: what it does then, of ``CALLS``; empty: whatever it does ``seconds`` after the save has begun.
+        call: the call of ``CALLS`` at which it is killed; empty: ``seconds`` after the start of the save.
         number: of the call, from 0. A rank that makes no such call is killed after the save.
         after: whether the call is done first.
         aside: whether the saves are asynchronous.
@@ -74,12 +74,12 @@ class Kill:
 
 
 class Found(NamedTuple):
-    """What is loaded after a kill.
+    """The result of a load after a kill.
 
     Attributes:
         which: number of the save that is loaded; -1 if it is none of them, or one that was replaced before.
-        again: what a load of the next save does not restore.
-        left: hidden names beside the checkpoints after that.
+        again: differences after a load of the next save.
+        left: hidden names next to the checkpoints after that.
     """
 
     which: int
@@ -167,13 +167,13 @@ def hidden_names(folder: str) -> list[str]:
 
 
 def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
-    """Kill and load; return the number of the save that was loaded, and what is wrong.
+    """Kill and load; return the number of the save that was loaded, and the problems.
 
     Args:
         pool: of ranks.
-        folder: of what it saves; it is created.
+        folder: of its saves; it is created.
         kill: when and whom.
-        hidden: names beside the checkpoints that were there before.
+        hidden: names next to the checkpoints that existed before.
     """
     from tests.harness.ranks import RankError
 

@@ -43,7 +43,7 @@ def writers_in(base: str, node: int) -> dict[str, int]:
 
 
 def lose(base: str, node: int) -> None:
-    """All memory of a node is gone. Collective."""
+    """Remove all memory of a node. Collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(Path(base, f"node{node}"))
@@ -51,8 +51,9 @@ def lose(base: str, node: int) -> None:
 
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
-    """What the nodes hold; bytes that this rank's thread sent; what a load by new engines does not restore, whether
-    losses after it are those of the run that went on; what is on disk then; whether a second load writes it again."""
+    """Return the files on each node; bytes that this rank's thread sent; differences after a load by new engines;
+    whether losses after it match the run that continued; the tag on disk then; and whether a second load writes it
+    again."""
     zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
     sent, exchange = [0], HostChannel.exchange
 

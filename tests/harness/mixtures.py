@@ -206,7 +206,7 @@ class LateLayer(Layer):
         self.aside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
-        """Return the layer's output, and what depends on parameters alone."""
+        """Return the layer's output, and values that depend on parameters alone."""
         return super().forward(x), self.aside(torch.ones(1, WIDTH, dtype=x.dtype, device=x.device))
 
 
@@ -279,7 +279,7 @@ class Collecting(Mixtures):
     layer = CollectingLayer
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """What the layers have collected counts."""
+        """Return the loss with the layers' auxiliary losses."""
         x = self.embed(x)
         observed: list[Tensor] = []
         for layer in self.layers:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the CUDA sources with the builder's flags, and reads what ptxas says that each kernel takes."""
+"""Compiles the CUDA sources with the builder's flags, and reads the resources of each kernel from ptxas."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z_]+_tile")
 
 
 class Taken(NamedTuple):
-    """What one instantiation of a kernel takes."""
+    """Resources of one instantiation of a kernel."""
 
     source: str
     kernel: str  # without its template arguments
@@ -40,12 +40,12 @@ class Taken(NamedTuple):
 
 
 def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
-    """Compile a source as the package's builder does, and return what its kernels take, and all that nvcc has said.
+    """Compile a source as the package's builder does, and return the resources of its kernels, and the output of nvcc.
 
     Args:
         source: one of ``SOURCES``.
         capabilities: ``("8.0", "9.0")``.
-        output: the object that is made.
+        output: path of the object.
         more: arguments of nvcc: ``-c`` for an object, ``-fatbin`` for the device's code alone.
 
     Raises:
@@ -82,7 +82,7 @@ def _toolkit() -> Iterator[None]:
 
 
 def taken(source: str, said: str) -> Iterator[Taken]:
-    """Read ptxas' output; each kernel has an entry, properties and a line of what it uses."""
+    """Read ptxas' output; each kernel has an entry, properties and a line of resources."""
     parts = _ENTRY.split(said)
     for symbol, architecture, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
         memory, used, shared = (results.search(text) for results in (_MEMORY, _USED, _SHARED))

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What an outer optimizer must do, in one process: a copy of the model for each group, and an outer step of ten lines.
+"""A reference of outer optimizers in one process: a copy of the model for each group, and an outer step of ten lines.
 
 Everything here runs inside rank processes, of which each computes all groups.
 """
@@ -25,7 +25,7 @@ class Apart(NamedTuple):
     Attributes:
         losses: of this rank.
         weights: of this rank's group, 1D, all parameters.
-        anchors: what all groups agreed on last, 1D, all trained parameters; of this rank's slice in ours.
+        anchors: the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours.
     """
 
     losses: list[float]
@@ -120,7 +120,7 @@ def _backward(model: Network, job: Job, step: int, batches: Sequence[Any], ranks
 
 
 class Found(NamedTuple):
-    """How a run of ours compares.
+    """The comparison of our run with the oracle.
 
     Attributes:
         strategy: which.

@@ -3,7 +3,7 @@
 """The table of parity with stock DeepSpeed: the options, the values that exclude each other, and the rows that run.
 
 A value of an option changes fields of a ``training.Job``; of ``zero`` and ``config`` it changes keys. A row runs with
-strategies of its kind beside one stock run, on ``world`` ranks in groups of ``group``.
+strategies of its kind, compared with one stock run, on ``world`` ranks in groups of ``group``.
 """
 
 import functools
@@ -292,7 +292,7 @@ def rows_of(kind: str, tier: str = "first") -> tuple[str, ...]:
 
 
 def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield kind, row and strategies of what a tier runs: in the first tier one or two, others in each row, so that
+    """Yield kind, row and strategies of the runs of a tier: in the first tier one or two, others in each row, so that
     each pair of values meets some; in the deep tier all."""
     for kind, every in (("N", 3), ("I, G", 8)):  # with p = N two: only half of these take all values
         for number, name in enumerate(rows_of(kind, tier)):

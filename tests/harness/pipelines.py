@@ -28,7 +28,7 @@ VOCABULARY, WIDTH, ROWS, LENGTH = 23, 13, 2, 3
 
 @dataclass(frozen=True)
 class Pipe:
-    """What to train and how.
+    """A training of a pipeline.
 
     Attributes:
         stages: of the pipeline.
@@ -37,7 +37,7 @@ class Pipe:
         tied: whether embedding and head share a weight.
         frozen: layers, by number, without gradients.
         groups: parameter groups: matrices and the rest.
-        two: number of a layer after which two tensors cross from stage to stage.
+        two: number of a layer after which two tensors are sent from stage to stage.
         experts: into how many ranks the experts of mixtures are divided; 0 for no mixtures.
         mixtures: numbers of the middle layers behind which they are, in rising order.
         method: how layers are dealt to stages.
@@ -107,7 +107,7 @@ class Middle(Seeded):
 
 
 class Mixture(nn.Module):
-    """Adds to its input what one of four experts makes of it: DeepSpeed's layer."""
+    """Adds the output of one of four experts to its input: DeepSpeed's layer."""
 
     def __init__(self, number: int, ranks: int) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ def batches(data_rank: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Trained(NamedTuple):
-    """What a run leaves, the same on all ranks."""
+    """The final state of a run, the same on all ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -351,7 +351,7 @@ def train_whole(pipe: Pipe, replicas: int) -> Trained:
 
 
 class Apart(NamedTuple):
-    """How far a run is from another, relative to the largest."""
+    """The distance of a run from another, relative to the largest value."""
 
     strategy: str
     weights: float

@@ -81,7 +81,7 @@ _caches_of_imports: list[Any] = []  # see ``_function_caches``
 
 
 def prepare() -> None:
-    """Collect garbage, note caches, and freeze what is imported, in the server that ranks are forked from.
+    """Collect garbage, record caches, and freeze imported objects, in the server that ranks are forked from.
 
     A collection visits all of it, and a rank would copy the pages that it shares with the others: half a second for
     each rank of a new pool.
@@ -131,7 +131,7 @@ class _ProcessState:
         self._cases = 0
 
     def restore(self) -> None:
-        """Restore all of it, and free what the last case has left to the garbage collector."""
+        """Restore all of it, and free the garbage of the last case."""
         import torch
 
         _destroy_groups()
@@ -153,7 +153,7 @@ class _ProcessState:
         self._collect()
 
     def _collect(self) -> None:
-        """Collect garbage, and freeze what is left, so that later collections skip it.
+        """Collect garbage, and freeze the remaining objects, so that later collections skip it.
 
         These are imported modules, a hundred times as many objects as a case leaves. Some may have become garbage
         since, so they are visited now and then.
@@ -205,7 +205,7 @@ def _copied(value: Any) -> Any:
 
 
 def serve(conn: connection.Connection, slot: RankSlot, log: Path, stacks: Path) -> None:
-    """The life of a rank: answer one case after the other until the parent is gone."""
+    """The life of a rank: answer one case after the other until the parent has ended."""
     _enter(slot, log, stacks)
     record = recorder.of_this_process()
     state = _ProcessState()

@@ -7,7 +7,7 @@ Note [How a case runs]
     a server that has imported them once, and keeps the ranks. Each case sends the ranks one function, by reference; a
     case with fewer ranks runs on the first ones. Modules that take long to import, and that few cases need, have a
     server of their own (``preload``).
-    Cases are independent, because before every case a rank restores what DeepSpeed keeps in globals and makes a new
+    Cases are independent, because before every case a rank restores DeepSpeed's globals and makes a new
     process group: no group, count or unfinished collective of the last case is left. For the same reason one rank may
     run ahead, since groups of different cases never meet.
     After any surprise (an error, a death, a hang), the ranks are killed, and the next case starts new ones.
@@ -79,7 +79,7 @@ class _Rank:
     stacks: Path
 
     def receive(self) -> _Answer:
-        """Return the answer that waits on the pipe; a broken pipe means that the process is gone."""
+        """Return the answer that waits on the pipe; a broken pipe means that the process has ended."""
         try:
             answer: _Answer = pickle.loads(self.conn.recv_bytes())
         except (EOFError, ConnectionError):
@@ -140,7 +140,7 @@ class Ranks:
     def run_expect_error(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
     ) -> list[Raised]:
-        """Run ``fn``, which must raise on every rank, and return what each raised; the ranks stay alive.
+        """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.
 
         This is for errors that each rank finds by itself, such as a refused configuration. If a rank does not raise,
         this fails like ``run``.
@@ -221,7 +221,7 @@ class RankPool:
     """Processes that all cases share: as many as the largest case needs, started when they are first needed.
 
     Args:
-        preload: modules that are already imported in ranks, beside DeepSpeed.
+        preload: modules that are already imported in ranks, in addition to DeepSpeed.
     """
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
@@ -295,7 +295,8 @@ def _all_skip(answers: Iterable[_Answer]) -> bool:
 
 
 def _free_port() -> int:
-    """A port for code that reads MASTER_PORT. The ranks meet over a file, so nobody else can take it from them."""
+    """A port for code that reads MASTER_PORT. The ranks meet over a file, so no other process can take it from
+    them."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]

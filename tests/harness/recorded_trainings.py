@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings that are reported on, beside the same ones that nobody records; runs inside rank processes."""
+"""Recorded trainings, compared with the same ones without a recorder; runs inside rank processes."""
 
 import json
 import math
@@ -35,7 +35,7 @@ TRAINED |= {"empty": False, "optimizer": "Adam"}
 
 
 def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links: Rates | None = LINKS) -> list[str]:
-    """Train with a section, without and with a report in a folder; return what is wrong on this rank.
+    """Train with a section, without and with a report in a folder; return the problems on this rank.
 
     Args:
         folder, section, job: of the report, of zero_optimization, and of a ``Job``.
@@ -69,13 +69,13 @@ def links_given(links: Rates | None = LINKS) -> Any:
 
 
 def faults_of(folder: str | Path, name: str) -> list[str]:
-    """Return what is wrong with a report in a folder: of ``TRAINED`` by four ranks, with one of ``SECTIONS``."""
+    """Return the problems of a report in a folder: of ``TRAINED`` by four ranks, with one of ``SECTIONS``."""
     report = json.loads(Path(folder, "report.json").read_text())
     return [*unsound(folder), *_untrue(report, name)]
 
 
 def unsound(folder: str | Path) -> Iterator[str]:
-    """Yield what is wrong with a report, whatever was trained: a step is the sum of its parts, and files are there."""
+    """Yield the problems of a report of any training: a step is the sum of its parts, and files are there."""
     report = json.loads(Path(folder, "report.json").read_text())
     seconds, parts = report["steps"]["seconds"], {row["part"]: row["seconds"] for row in report["parts"]}
     if report["steps"]["first"] != AFTER + 3 + 1 or len(seconds) != STEPS:

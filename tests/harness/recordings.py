@@ -40,7 +40,7 @@ _CALLS_KERNELS = "deepspeed_ext/loco/ops.py"
 
 
 class Recording(NamedTuple):
-    """What ran in which test; files and lines are those of the recorded version."""
+    """The lines that ran in each test; files and lines are those of the recorded version."""
 
     about: Mapping[str, Any]
     tests: Mapping[str, float]  # seconds
@@ -99,7 +99,7 @@ def _witnesses(line: int, functions: list[tuple[int, int, int]], run: list[int])
 
 
 def load(folder: Path = FOLDER) -> Recording | None:
-    """Return what was recorded, if there is a recording of this clone."""
+    """Return the recorded lines, if there is a recording of this clone."""
     import coverage
 
     if not (folder / "index.json").exists():
@@ -119,7 +119,7 @@ def load(folder: Path = FOLDER) -> Recording | None:
 
 
 def git(*arguments: str, index: Path | None = None) -> str:
-    """Return what git prints."""
+    """Return the output of git."""
     environment = os.environ | ({"GIT_INDEX_FILE": str(index)} if index else {})
     done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:

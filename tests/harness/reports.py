@@ -53,7 +53,7 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
 
 
 def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
-    """Return what a report has for the planner, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
+    """Return the planner's inputs in a report, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
     letters = {stage: letters for letters, stage in PLAIN.items()}.get(name, name)
     sizes = GroupSizes(ranks, group_size)
     model = replace(Model.of_size(8_400_000, width=4), accumulation=_MICRO_STEPS, compute=0.25 / _MICRO_STEPS)
@@ -142,7 +142,8 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
 
 
 def large(spans: int = 20_000) -> dict[str, Any]:
-    """Return a report of a large training: of 16,384 ranks, and with at least so many spans in each timeline."""
+    """Return a report of a large training: of 16,384 ranks, and with at least this number of spans in each
+    timeline."""
     created = report("IIG", 16_384, 8)
     for timeline in created["timelines"]:
         base = [(lane["spans"], list(lane["spans"])) for lane in timeline["lanes"]]

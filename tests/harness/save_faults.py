@@ -56,13 +56,13 @@ def plant(base: str | Path) -> None:
 
 
 def lost_files(base: str | Path) -> list[str]:
-    """Return which files of other programs are gone or changed."""
+    """Return the files of other programs that are missing or changed."""
     paths = {name: Path(base, name) for name in FOREIGN}
     return [name for name, path in paths.items() if not path.is_file() or path.read_text() != name]
 
 
 def leftovers(base: str | Path) -> list[str]:
-    """Return what is left of failed saves: hidden names that ``plant`` did not write."""
+    """Return leftovers of failed saves: hidden names that ``plant`` did not write."""
     planted = {Path(base, *Path(name).parts[:depth]) for name in FOREIGN for depth in range(1, 4)}
     results = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
     return sorted(path.name for path in results)
@@ -77,9 +77,9 @@ class Fault:
         kind: of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
         same: whether the second save has the tag of the first one.
         rank: where it happens.
-        call: what raises there, of ``CALLS``.
+        call: the call of ``CALLS`` that raises.
         number: of the call, from 0.
-        error: what is raised, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
+        error: the error, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
     """
 
     strategy: str
@@ -103,7 +103,7 @@ class Outcome(NamedTuple):
         fired: whether the call was made.
         error: of the save with the fault.
         loaded: number of the save that a load restores after it, 0 or 1; -1 if neither.
-        again: error of the third save, or what a load of it does not restore.
+        again: error of the third save, or differences after its load.
     """
 
     fired: bool

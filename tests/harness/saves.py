@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that save wherever a save may be called; everything here runs inside rank processes.
 
-``twins`` trains the same run twice, once with saves at once and once with saves beside the training whose copies are
-late, and compares files and losses. So what changes states right after a save shows in its files, unless it waits.
+``twins`` trains the same run twice, once with synchronous saves and once with asynchronous saves whose copies are
+late, and compares files and losses. So code that changes states right after a save, without waiting, changes its
+files.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def files_below(folder: str | Path, read: Callable[[Path], bytes] = Path.read_by
 
 
 def as_from_host(path: Path) -> bytes:
-    """Return what a file would have if all its tensors had been on the host when it was saved."""
+    """Return the content that a file would have if its tensors had been on the host during the save."""
     if path.suffix != ".pt":
         return path.read_bytes()
     saved = io.BytesIO()
@@ -73,13 +74,13 @@ def late_copies(seconds: float = LATE) -> Iterator[None]:
 
 
 class Twins(NamedTuple):
-    """What two runs have left.
+    """The comparison of two runs.
 
     Attributes:
         different: tags of which files differ.
         files: how many there are.
-        same: whether all losses, and what was raised, are the same.
-        raised: by the run beside which saves went on.
+        same: whether all losses and errors are equal.
+        raised: errors of the run with asynchronous saves.
     """
 
     different: list[str]
@@ -93,7 +94,7 @@ class Run:
 
     Args:
         engine, model: to be trained.
-        job: what.
+        job: the training.
         folder: of its checkpoints.
     """
 
@@ -108,7 +109,7 @@ class Run:
         self.engine.save_checkpoint(self.folder, tag, {"tag": tag})
 
     def around_a_load(self) -> None:
-        """Save after a step, and at once load another checkpoint, save, and go on."""
+        """Save after a step, load another checkpoint at once, save, and continue."""
         self.step()
         self.save("before a load")
         self.engine.load_checkpoint(self.folder, "after a step")
@@ -116,7 +117,7 @@ class Run:
         self.step()
 
     def try_to(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Do what may be refused."""
+        """Call a function, and record its error."""
         message = snapshots.error_of(act, *args, **kwargs)
         if message:
             self.raised.append(message.replace(self.folder, ""))
@@ -139,12 +140,12 @@ class Run:
         self.engine.step()
 
     def steps_until_one_raises(self, most: int = 50) -> None:
-        """Do so many at most."""
+        """Take at most this number of steps."""
         for _ in range(most):
             self.step()
 
     def everything(self) -> None:
-        """Save at each point where that may be done, and go on at once with each thing that may be done then."""
+        """Save at each possible point, each time followed at once by another operation."""
         self.save("new")
         self.step()
         self.save("after a step")
@@ -244,7 +245,7 @@ class PipelineRun(Run):
         self.losses.append(float(self.engine.train_batch(self._batches)))
 
     def everything(self) -> None:
-        """Save between steps, and go on at once with each thing that may be done then."""
+        """Save between steps, each time followed at once by another operation."""
         self.step()
         self.save("after a step")
         self.step()
@@ -264,7 +265,7 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
     Args:
         folder: of all checkpoints.
         make: makes a run that saves into a folder.
-        read: returns what of a file is compared.
+        read: returns the part of a file that is compared.
     """
     runs = []
     with mock.patch.object(secrets, "randbits", lambda bits: bits), late_copies():
@@ -284,14 +285,14 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
-    """Of a strategy. Where ranks have a device, files are compared ``as_from_host``: they say where tensors were.
+    """Compare two runs of a strategy. With a device, files are compared ``as_from_host``: they contain device names.
 
     Args:
         folder: of all checkpoints.
         name: of the strategy.
         job: what to train.
         group_size: of the strategy.
-        kind: what is saved, and when.
+        kind: the sequence of steps and saves.
     """
 
     def make(into: str) -> Run:

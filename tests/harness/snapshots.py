@@ -91,7 +91,7 @@ def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
 
 
 def mark(engine: Any, model: nn.Module) -> None:
-    """Change what the seed has set and training does not change: frozen parameters and hyperparameters."""
+    """Change values that the seed sets and training does not change: frozen parameters and hyperparameters."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
         for parameter in frozen:
@@ -154,10 +154,10 @@ def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
 
 
 def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) -> tuple[dict[str, Any], ...]:
-    """Save after the first steps and go on to the last; then load, and go on from there.
+    """Save after the first steps and train to the last; then load, and continue from there.
 
     Returns:
-        What was saved, what differs from it after the load, and what differs at the end.
+        The saved states, differences after the load, and differences at the end.
     """
     engine, model = training.make_engine(job, keys)
     mark(engine, model)
@@ -192,7 +192,7 @@ def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, floa
 
 
 def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Type and message of what an act raises on this rank; empty if nothing."""
+    """Return the type and message of the error that a call raises on this rank; empty without one."""
     try:
         act(*args, **kwargs)
     except Exception as error:

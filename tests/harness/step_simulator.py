@@ -8,7 +8,7 @@ waits for tasks of the links. The part of these tasks that falls into a wait is 
 
 Note [Timeline of a step]
     A step begins when parameters have been updated, and ends with the next update, which waits for all reductions. So
-    steps do not overlap, and the time of one step is the period. Layers are alike.
+    steps do not overlap, and the time of one step is the period. Layers are equal.
 
     - Updated parameters come in the order of the forward. Either each layer waits for its own, or the first layer
       waits for all of them; in the latter case, if gradients do not overlap either, one hop runs after the other.
@@ -55,7 +55,7 @@ def simulated(step: Step, most: int = SIMULATED) -> Usage:
 
 @dataclass
 class Task:
-    """A task of a timeline: what it occupies and counts as; how many others it needs, and which of them ended last;
+    """A task of a timeline: its resource and kind; the number of tasks that it needs, and the last of them to end;
     those that need it; when it is ready, and ends; the task that it waited for last."""
 
     number: int
@@ -209,11 +209,11 @@ class _Tasks:
         return [*before, *reduced]
 
     def _due(self, layers: int) -> int:
-        """Return how many buckets may leave after the backward of so many layers."""
+        """Return the number of buckets that are ready after the backward of this number of layers."""
         return layers * self._step.reduce.units // self._layers
 
     def _cross(self, after: list[int]) -> list[int]:
-        """Add what a bucket sends at the boundary, and the sums that come back."""
+        """Add the transfers of a bucket at the boundary, and those of the returned sums."""
         return self._unit(self._step.back, self._unit(self._step.cross, after, reduces=True))
 
     def _gather(self, place: int, after: list[int]) -> list[int]:

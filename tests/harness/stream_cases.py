@@ -45,7 +45,7 @@ _JOB = Job(
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained, and what a user's script does meanwhile.
+    """A training, and the operations of a user's script during it.
 
     Attributes:
         strategies: the strategies to run.
@@ -54,7 +54,7 @@ class Options:
         gathering: whether parameters are looked at, and changed, between forward and backward, while gathers for the
             backward are on their way.
         saving: whether a checkpoint is saved and loaded after each step.
-        aside: whether one is saved beside the training after each step.
+        aside: whether an asynchronous save starts after each step.
         reported: whether steps are recorded, and reported on.
         pipe: a pipeline instead of the job.
     """
@@ -158,21 +158,22 @@ OPTIONS = {
 
 
 def watch_cases(options: str, folder: str, number: int, **more: Any) -> dict[str, tuple[list[str], int, int]]:
-    """Watch so many of a set's strategies, evenly spread, and of another set others; see ``watch_case``."""
+    """Watch this number of a set's strategies, evenly spread, and others of another set; see ``watch_case``."""
     strategies, first = OPTIONS[options].strategies, list(OPTIONS).index(options)
     names = [strategies[(first + at * len(strategies) // number) % len(strategies)] for at in range(number)]
     return {name: watch_case(name, options, folder, **more) for name in names}
 
 
 def watch_case(name: str, options: str, folder: str, **more: Any) -> tuple[list[str], int, int]:
-    """Train; what has no order, and numbers of accesses and of pairs, as in ``Order``. See ``run_case``."""
+    """Train; return accesses without an order, and numbers of accesses and of pairs, as in ``Order``. See
+    ``run_case``."""
     with device_with_streams() as order:
         run_case(order, name, options, folder, **more)
     return [str(finding) for finding in order.findings], order.accesses, order.pairs
 
 
 def leave_out(place: str, name: str, options: str, folder: str, group_size: int, steps: int) -> list[str]:
-    """Leave out a wait, one of ``left_out_waits.sites``; what has no order. See ``run_case``."""
+    """Omit a wait of ``missing_wait_mutations.sites``; return accesses without an order. See ``run_case``."""
     with device_with_streams() as order:
         order.left_out = under(sites()[place])
         run_case(order, name, options, folder, steps, group_size=group_size)
@@ -233,7 +234,7 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
 
 
 def job_of(options: str, name: str, steps: int = 0) -> Job:
-    """What a strategy trains with a set of options that is no pipeline; 0 steps for as many as these say."""
+    """Train a strategy with a set of options other than a pipeline; 0 steps: the number of the options."""
     job = OPTIONS[options].job
     steps = steps or job.steps
     if name.startswith("N") and job.network is not networks.RoutedOverTwo:
@@ -292,11 +293,11 @@ def gather_by_hand(order: Order, name: str) -> float:
 
 @contextlib.contextmanager
 def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
-    """Within this context, tell the order what the host does with an offloaded optimizer.
+    """Within this context, report the host's accesses of an offloaded optimizer to the order.
 
     It clips and steps, and sums tied gradients. With p = I or G, it also clears accumulated gradients, and converts
-    what goes to the device in another dtype. Muon reads and writes shards on the host, and copies that it waits for.
-    An order that knows the host sees all of this itself.
+    tensors that are sent to the device in another dtype. Muon reads and writes shards on the host, and copies that it
+    waits for. An order that knows the host sees all of this itself.
     """
     if order.knows_host:
         yield
@@ -352,7 +353,8 @@ def read_by_host(optimizer: Any) -> None:
 
 
 def gather_and_change(parameters: list[Any]) -> None:
-    """Look at two parameters, and change another, as users do; DeepSpeed lets nobody change one in flight."""
+    """Look at two parameters, and change another, as users do; DeepSpeed does not support changes of a parameter in
+    flight."""
     with deepspeed.zero.GatheredParameters([parameters[-1], parameters[len(parameters) // 2]]):
         parameters[-1].sum()
     resting = [p for p in parameters if getattr(p, "ds_status", NOT_AVAILABLE) == NOT_AVAILABLE]

@@ -85,9 +85,9 @@ class Order:
 
     Attributes:
         streams: all of them; ``default`` and ``current`` are two.
-        host: what the host has waited for.
-        left_out: whether the call that is made now, of what orders, is to be left out.
-        on_their_way: collectives.
+        host: clock of the operations that the host has waited for.
+        left_out: whether the current ordering call is omitted.
+        on_their_way: collectives in flight.
         findings: accesses without an order, and how often they occurred.
         knows_host: whether operations on tensors of the host are told from those of the device.
         accesses: number of accesses to tensors that were checked.
@@ -115,7 +115,7 @@ class Order:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Look at what is run in this context; what was run before it is over."""
+        """Check the operations in this context; earlier operations have ended."""
         self.synchronize()
         self._memories.clear()
         self._freed.clear()
@@ -142,9 +142,9 @@ class Order:
             yield
 
     def synchronize(self, what: str = "device", *clocks: Clock) -> None:
-        """Make the host wait for all streams, or up to these clocks; ``what``: what it waits for.
+        """Make the host wait for all streams, or up to these clocks; ``what``: the target of the wait.
 
-        Where a thread of ours waits, what computes does not.
+        If one of our threads waits, the computing thread does not.
         """
         if self.left_out() or threading.current_thread().name == THREAD:
             return
@@ -166,7 +166,7 @@ class Order:
         Args:
             stream: which.
             operation: its name.
-            reads, writes: tensors; what is in both is written.
+            reads, writes: tensors; those in both are written.
             made: tensors whose memory is new.
         """
         with self._lock:
@@ -368,7 +368,8 @@ def device_with_streams(
 
 @contextlib.contextmanager
 def asking(order: Order) -> Iterator[None]:
-    """In this context, count what ``watch`` does not see: on a CPU, asking for a tensor's values is no operation."""
+    """In this context, count waits that ``watch`` does not see: on a CPU, asking for a tensor's values is no
+    operation."""
 
     def counting(name: str, plain: Any) -> Any:
         def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:

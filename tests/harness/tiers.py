@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that the first tier of the tests leaves to the deep one, and folders of tests; see tests/README.md."""
+"""Cases that run in the deep tier only, and folders of tests; see tests/README.md."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any

@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and how.
+    """A training of a small network.
 
     Attributes:
         sizes: widths of the network's layers; odd, so that nothing divides evenly.

@@ -70,7 +70,7 @@ def cuda_headers() -> Path | None:
 
 
 def missing() -> str:
-    """Return what lacks to build them; nothing if nothing does."""
+    """Return the tools that are missing for a build; empty if there are none."""
     if os.uname().machine != "x86_64":
         return "x86-64, whose registers the fibers know"
     if shutil.which(COMPILER) is None:
@@ -85,7 +85,7 @@ def built(sources: Path, folder: Path, name: str) -> Path:
 
     Args:
         sources: ``csrc/loco`` of a checkout.
-        folder: where objects and libraries of all builds are kept, by what they were made of.
+        folder: where objects and libraries of all builds are kept, by a hash of their sources.
         name: of the build.
 
     Raises:
@@ -169,7 +169,7 @@ def _library_of_compiler(name: str) -> str:
 
 
 def line_of(library: Path, offset: int) -> str:
-    """Return the lines of the kernels that an address in a library stands for, the innermost first."""
+    """Return the lines of the kernels at an address in a library, the innermost first."""
     command = ["addr2line", "-i", "-e", str(library), hex(offset)]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     places = [re.sub(r" \(.*\)$", "", line).rpartition("/")[2] for line in lines]

@@ -58,7 +58,7 @@ class Comparison:
         Args:
             name: name of the operator.
             arguments: ``Placed`` ones are restored before each run, and left as the last run wrote them.
-            what: says which case it is.
+            what: description of the case.
             variants: the variants that the emulated kernel runs in.
             oracle: replaces the reference if that has no answer.
         """
@@ -88,7 +88,7 @@ class Comparison:
             self._fail(what)
 
     def same(self, found: Tensor, expected: Tensor, what: str) -> None:
-        """Compare two tensors bit by bit; all NaNs are alike."""
+        """Compare two tensors bit by bit; all NaNs are equal."""
         different = (bits_of(found) != bits_of(expected)).sum()
         self.check(not different, f"{what}: {int(different)} of {found.numel()} differ")
 

@@ -52,7 +52,7 @@ class OnDevice(Emulator):
         """Choose nothing: a device does."""
 
     def allow(self, begin: int, nbytes: int, use: Use) -> None:
-        """Allow nothing: nobody knows of accesses."""
+        """Allow nothing, because accesses are not recorded."""
 
     def forget(self) -> None:
         """Keep nothing."""
@@ -66,7 +66,7 @@ class OnDevice(Emulator):
         return torch.cuda.current_device() if self._device == "cuda" else 0
 
     def explained(self, message: str) -> str:
-        """The message as it is."""
+        """Return the message unchanged."""
         return message
 
 

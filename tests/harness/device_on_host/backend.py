@@ -84,10 +84,10 @@ def groups_of_device() -> Iterator[None]:
 
 
 class _Work:
-    """A collective on its way, whose tensors live until somebody has waited for it, and not longer.
+    """A collective in flight, whose tensors are alive until code has waited for it.
 
-    Gloo's threads let go of what they were given when it is their turn, some time after ``wait``. So they are given
-    tensors that keep no memory alive: what is held on the device does not depend on how fast these threads are.
+    Gloo's threads release their tensors some time after ``wait``. So they receive tensors that keep no memory alive,
+    and the memory of the device does not depend on the speed of these threads.
 
     Args:
         work: gloo's.

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the simulated device into a library, once for what it is made of. This imports no torch."""
+"""Compiles the simulated device into a library, once for each version of its sources. This imports no torch."""
 
 import fcntl
 import hashlib
@@ -21,7 +21,7 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragma
 
 
 def missing() -> str:
-    """Return what lacks to build it; nothing if nothing does."""
+    """Return the tools that are missing for a build; empty if there are none."""
     return "" if shutil.which(COMPILER) else COMPILER
 
 

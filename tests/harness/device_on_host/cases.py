@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on the simulated device, beside the same on the host; all of this runs inside rank processes."""
+"""Runs on the simulated device, compared with the same runs on the host; all of this runs inside rank processes."""
 
 import contextlib
 import threading
@@ -35,7 +35,7 @@ _JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained on both.
+    """Options of a training on both.
 
     Attributes:
         strategies: that have a case.
@@ -72,13 +72,13 @@ OPTIONS = {
 
 
 class Beside(NamedTuple):
-    """How a run on the device compares.
+    """The comparison of a run on the device.
 
     Attributes:
         strategy: which.
         as_on_host: whether losses, norms, decisions and weights are those of the same run on the host, to the bit.
         from_stock: of weights, how far they are from those of stock DeepSpeed on the device, relative to the largest.
-        places: of parameters, and of what the optimizer steps with: the types of devices.
+        places: device types of parameters, and of the optimizer's weights and states.
     """
 
     strategy: str
@@ -88,7 +88,8 @@ class Beside(NamedTuple):
 
 
 def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
-    """Train strategies with a set of options on the device, on the host, and what stock DeepSpeed does of it."""
+    """Train strategies with a set of options on the device and on the host, and with stock DeepSpeed if it supports
+    them."""
     register(library)
     provided = OPTIONS[options]
     rows = []
@@ -110,7 +111,7 @@ def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
 
 
 def look(places: list[tuple[str, str]], engine: Any) -> None:
-    """Note where parameters are, and what the optimizer steps with."""
+    """Record the devices of parameters, and of the optimizer's weights and states."""
     places.append(_places(engine))
 
 
@@ -124,7 +125,8 @@ def _only(values: set[str]) -> str:
 
 
 def watched(library: str, options: str, names: Sequence[str], folder: str) -> dict[str, list[str]]:
-    """Train strategies with a set of ``stream_cases``; of each, what has no order between streams and the host."""
+    """Train strategies with a set of ``stream_cases``; return, for each, accesses without an order between streams and
+    the host."""
     register(library)
     results = {}
     for name in names:
@@ -136,12 +138,12 @@ def watched(library: str, options: str, names: Sequence[str], folder: str) -> di
 
 
 class Resumed(NamedTuple):
-    """What differs from the run that was saved.
+    """Differences from the saved run.
 
     Attributes:
         strategy: which.
         loaded, resumed: after a load, and after going on: on the device, to the bit.
-        elsewhere: after a load on the host of what the device has saved, or the other way round.
+        elsewhere: after a load on the host of a save of the device, or vice versa.
     """
 
     strategy: str
@@ -162,7 +164,7 @@ def resume(
 
 
 def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Callable[[], Any]) -> Resumed:
-    """Save in one context; load in it and in another one, and go on where it was saved."""
+    """Save in one context; load in it and in another one, and continue."""
     with here(), _engine(job, name) as (engine, model):
         snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
@@ -221,7 +223,7 @@ def exported(folder: str, name: str, **how: Any) -> list[str]:
 
 
 def twins(library: str, folder: str, rows: Sequence[tuple[str, str, dict[str, Any], str]]) -> list[saves.Twins]:
-    """Of each row of ``saves.job_of_row``, files of saves at once, and of saves beside the training, on the device."""
+    """Of each row of ``saves.job_of_row``, compare the files of synchronous and asynchronous saves on the device."""
     register(library)
     results = []
     for number, (name, *row) in enumerate(rows):
@@ -244,7 +246,7 @@ def _seen(engine: Any, model: Any, job: Job) -> dict[str, Tensor]:
 
 
 class Offloaded(NamedTuple):
-    """What became of states that were offloaded and reloaded after each backward.
+    """The states of a run that offloads and reloads them after each backward.
 
     Attributes:
         strategy: which.
@@ -292,7 +294,7 @@ def offloaded(name: str, optimizer: str, pinned: bool, zero: dict[str, Any]) -> 
 
 
 def _weights(engine: Any) -> list[Tensor]:
-    """Return what the optimizer steps with."""
+    """Return the weights and states of the optimizer."""
     optimizer = engine.optimizer
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3: its groups are filled in a step
     retained = flat or [p for group in optimizer.optimizer.param_groups for p in group["params"]]
@@ -308,7 +310,7 @@ def _held(engine: Any) -> list[Tensor]:
 
 
 class Held(NamedTuple):
-    """What is held of the parameters of a model, in bytes.
+    """Memory of the parameters of a model, in bytes.
 
     Attributes:
         strategy: which.
@@ -327,9 +329,9 @@ class Held(NamedTuple):
 
 
 def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, Any]) -> tuple[int, list[Held]]:
-    """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and what is held.
+    """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and of their memory.
 
-    Here each transfer is over when it is started, so of those that are on their way one is seen.
+    Here each transfer ends when it is started, so at most one transfer in flight is counted.
     """
     register(library)
     rows, full = [], 0

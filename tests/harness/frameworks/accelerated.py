@@ -37,7 +37,8 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     """Train, with a checkpoint after half of the steps, or on from it.
 
     Returns:
-        What the run has left, the weights before it, and whether the state dict for saving has the weights at the end.
+        The final state of the run, the weights before it, and whether the state dict for saving has the weights at the
+        end.
     """
     model = tiny.make_model()
     start = training.whole_weights(model)

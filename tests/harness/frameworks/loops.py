@@ -19,7 +19,7 @@ Look = Callable[[Any], Any]
 
 
 def loss_of(engine: Any, batch: dict[str, Tensor]) -> Tensor:
-    """What the model makes of a micro-batch."""
+    """Return the loss of a micro-batch."""
     loss: Tensor = engine(**batch).loss
     return loss
 
@@ -32,7 +32,7 @@ def train(
     loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = loss_of,
     parts: int | None = None,
 ) -> tuple[tiny.Run, Tensor]:
-    """Train; what the run has left, and the weights before it.
+    """Train; return the final state of the run, and the weights before it.
 
     Args:
         config: configuration.

@@ -41,7 +41,7 @@ def arguments(arguments_class: type, zero: dict[str, Any], folder: str, **more: 
 
 
 def train(make: MakeTrainer, zero: dict[str, Any], checkpoint: str | None = None) -> tuple[tiny.Run, Tensor]:
-    """Train, from a checkpoint if one is given; what the run has left, and the weights before it."""
+    """Train, from a checkpoint if one is given; return the final state of the run, and the weights before it."""
     trainer = make(zero)
     start = training.whole_weights(trainer.model)
     trainer.train(resume_from_checkpoint=checkpoint)
