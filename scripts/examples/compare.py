@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Train the same model twice, with stock ZeRO-3 and with a PaRO strategy, and show what differs.
+"""Train the same model twice, with stock ZeRO-3 and with a PaRO strategy, and show the differences.
 
 Both runs use the stock ``deepspeed`` launcher, the same script and the same data; only the configuration file differs.
-The losses must agree, and the bytes that cross between groups must be those of the formula. All ranks are CPU
+The losses must agree, and the bytes sent between groups must match the formula. All ranks are CPU
 processes on this machine, which count as ``ranks / group size`` groups. The bytes are exact (they are read from the
 kernel's counters), but the seconds say nothing about a cluster with slow links between groups.
 

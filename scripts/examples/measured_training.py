@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Train the model of the examples, and report what each step cost.
+"""Train the model of the examples, and report the cost of each step.
 
 The training is that of ``examples/train.py``: nothing of ours is imported before the engine is made. The report has
 the loss and the seconds of each step, on gloo the bytes that the ranks received from one another, and the bytes of

@@ -44,10 +44,10 @@ def requirement() -> Requirement:
 
 
 def run(command: list[str], **kwargs: object) -> str:
-    """Run a program, and return what it prints.
+    """Run a program, and return its output.
 
     Raises:
-        Failed: it failed; with what it printed.
+        Failed: it failed; the message has its output.
     """
     try:
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs)  # type: ignore
@@ -74,7 +74,7 @@ def fetch(version: str) -> Path:
 
 
 def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) -> str:
-    """Run git in a tree, whatever the user has configured; return what it prints."""
+    """Run git in a tree, whatever the user has configured; return its output."""
     name, email = _IDENTITY
     environment = {
         # Inside a git hook, these variables name the hook's repository.
@@ -128,7 +128,8 @@ def unpack(version: str, tree: Path) -> Path:
 
 
 def importable(tree: Path) -> Path:
-    """Return a folder, for a search path, with nothing but the package of a tree: others beside it would hide ours."""
+    """Return a folder, for a search path, with nothing but the package of a tree: others next to it would hide
+    ours."""
     folder = tree.parent / "lib"
     folder.mkdir(exist_ok=True)
     link = folder / "deepspeed"

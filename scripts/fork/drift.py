@@ -135,7 +135,7 @@ def newest() -> str:
 
 
 def uses(base: Path, ours: Path, rows: Iterable[Patch], scratch: Path) -> list[dict[str, Any]]:
-    """Return what the package uses of the DeepSpeed that we know.
+    """Return the symbols of the supported DeepSpeed that the package uses.
 
     Args:
         base: the folder of that DeepSpeed.
@@ -158,7 +158,7 @@ def report(label: str, root: Path, ours: Path, used: Sequence[dict[str, Any]], s
         label: its description.
         root: its folder.
         ours: the folder that has the package.
-        used: what the package uses.
+        used: the symbols that the package uses.
         scratch: an empty folder.
 
     Raises:

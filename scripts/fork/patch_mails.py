@@ -44,7 +44,7 @@ class Mail(NamedTuple):
         return self.values(ALONE)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the header."""
+        """Return the problems of the header."""
         results = [f"no trailer {name}" for name in REQUIRED if not self.values(name)]
         for status in self.values("Upstream-Status"):
             if status.split(" ")[0] not in STATUSES:

@@ -87,7 +87,7 @@ def export(tree: Path, folder: Path) -> list[str]:
 
 
 def problems(scratch: Path, do_import: bool) -> list[str]:
-    """Return what is wrong with the series.
+    """Return the problems of the series.
 
     Args:
         scratch: an empty folder.
@@ -123,7 +123,7 @@ def import_problems(tree: Path, name: str) -> list[str]:
 
 
 def hook_problems(tree: Path) -> list[str]:
-    """Return where a tree's hooks and the patches at run time differ, and what else the package does not expect."""
+    """Return differences between a tree's hooks and the run-time patches, and other unexpected symbols."""
     return _in_tree(tree, _compare)
 
 

@@ -99,7 +99,7 @@ def test(args: argparse.Namespace) -> int:
 
 
 def drift(args: argparse.Namespace) -> int:
-    """Print what differs in other versions of DeepSpeed from what the package uses, and what breaks."""
+    """Print the used symbols that differ in other versions of DeepSpeed, and the modules that break."""
     return drifts.main(args.of, args.markdown, args.output, PATCHES)
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what the package uses of DeepSpeed, and looks it up in the DeepSpeed that the process imports.
+"""Collects the symbols of DeepSpeed that the package uses, and looks them up in the DeepSpeed that the process
+imports.
 
-``drift.py`` runs this as a program beside each DeepSpeed, with JSON files:
+``drift.py`` runs this as a program with each DeepSpeed, with JSON files:
 
     python -m scripts.fork.usage uses OUT        the DeepSpeed that the package is written for
     python -m scripts.fork.usage look-up IN OUT  any other one
@@ -172,7 +173,7 @@ def _mangled(name: str, owner: str) -> str:
 
 
 def uses() -> list[dict[str, Any]]:
-    """Return what the package uses, each symbol once, with the reason, the modules that use it, and what it is."""
+    """Return the used symbols, each once, with the reason, the modules that use it, and its kind."""
     modules = [importlib.import_module(name) for name in our_modules()]
     results: dict[str, dict[str, Any]] = {}
     by_module = (use for module in modules for use in _of_module(module))
@@ -259,7 +260,7 @@ def _of_untyped(modules: list[ModuleType]) -> Iterator[dict[str, Any]]:
 
 
 def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
-    """Yield what a module imports of DeepSpeed, at any time, and what it reads of that."""
+    """Yield the symbols of DeepSpeed that a module imports, at any time, and the attributes that it reads."""
     tree, aliases = _syntax(module), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).partition(".")[0] == THEIRS:
@@ -295,7 +296,7 @@ def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _target(node: ast.AST, aliases: dict[str, str]) -> str | None:
-    """Return the symbol of DeepSpeed that an expression stands for."""
+    """Return the symbol of DeepSpeed that an expression refers to."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Call):

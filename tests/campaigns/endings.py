@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""End runs in every way, again and again, beside stock DeepSpeed's, and count how their processes end.
+"""End runs in every way, again and again, as well as runs of stock DeepSpeed, and count how their processes end.
 
 Two ranks train a few steps, and end while updated parameters of the last step may be under way: one of the ranks
 begins to apply it later than the other. A rank is a fork of a process that has imported torch and DeepSpeed, and ends
 as a script does: by Python's own finalization. Stock runs in a second process, in which the package is off.
 
-Exit status 0 if every process ended as that kind of end should, 1 if not. ``--load`` runs busy loops beside.
+Exit status 0 if every process ended as that kind of end should, 1 if not. ``--load`` also runs busy loops.
 """
 
 import argparse
@@ -75,8 +75,8 @@ class Case:
         late: seconds that a rank begins to apply the last step later than the other.
         late_rank: which.
         moment: seconds after the beginning of the last step, of a signal.
-        first: whether what ends a run for an error comes before its last step.
-        save: "well" or "fails": the script ends while a save goes on beside it, which does so on rank 1.
+        first: whether the error that ends a run is raised before its last step.
+        save: "well" or "fails": the script ends during an asynchronous save, which succeeds or fails on rank 1.
     """
 
     kind: str
@@ -90,12 +90,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run has ended.
+    """The end of a run.
 
     Attributes:
         statuses: of the ranks' processes.
         seconds: from the end of the first process to that of the last one.
-        written: what the ranks have written.
+        written: output of the ranks.
         saved: whether there is a checkpoint.
     """
 
@@ -117,7 +117,7 @@ class Ended:
 
 
 class _IsRank(BaseException):
-    """This process is a rank: it leaves everything that the process it was forked from would do."""
+    """Run as a rank: skip all further code of the process from which it was forked."""
 
     def __init__(self, case: Case, rank: int, saves: Path) -> None:
         self.case, self.rank, self.saves = case, rank, saves
@@ -234,7 +234,7 @@ def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
 
 
 def _end_early(case: Case, rank: int) -> None:
-    """Do what ends a run during its last step."""
+    """End a run during its last step."""
     if case.kind == "interrupted":
         _signal_later(signal.SIGINT, case.moment)
     elif case.kind == "killed" and rank == 1:
@@ -244,7 +244,7 @@ def _end_early(case: Case, rank: int) -> None:
 
 
 def _signal_later(number: int, seconds: float) -> None:
-    """Let another process send it: a thread of this one could be what keeps it from ending."""
+    """Make another process send the signal, because a thread of this one could keep it from ending."""
     target = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
@@ -281,7 +281,7 @@ def _end(case: Case, rank: int, engine: Any) -> None:
 
 
 def _digest(model: Any) -> str:
-    """Return a hash of a model's parameters, as somebody reads them who does not ask the other rank."""
+    """Return a hash of a model's parameters, read without the other rank."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -290,7 +290,7 @@ def _digest(model: Any) -> str:
 
 @contextlib.contextmanager
 def load(loops: int) -> Iterator[None]:
-    """Keep the machine busy beside, at most until this process ends."""
+    """Keep the machine busy, at most until this process ends."""
     loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100_000))"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(loops)]
     try:
@@ -364,7 +364,7 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Be one of the three: what collects, what ranks fork from, a rank."""
+    """Run as the collector, the fork server, or a rank."""
     args = _arguments()
     if args.serve:
         _serve()

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws models, configurations and events, and runs each beside stock DeepSpeed.
+"""Draws models, configurations and events, and compares each with stock DeepSpeed.
 
     python -m tests.campaigns.fuzz --minutes 10 --seed 1
     python -m tests.campaigns.fuzz --cases 300 --kinds sharded pipeline --worlds 4

@@ -23,7 +23,7 @@ _NAMES = {kind.__name__: kind for kind in (Case, PipeCase, cases.Block, cases.St
 
 
 class Failure(NamedTuple):
-    """The smallest case that was found, and what is wrong with it."""
+    """The smallest failing case, and its problems."""
 
     case: Any
     problems: list[str]
@@ -42,7 +42,7 @@ def parse(text: str) -> Any:
 
 
 def problems_of(pool: RankPool, case: Any, happened: Counter[str] | None = None) -> list[str]:
-    """Run a case; return what is wrong with it, each problem once, and count what happened."""
+    """Run a case; return its problems, each once, and count its events."""
     happened = Counter() if happened is None else happened
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
@@ -66,7 +66,7 @@ def _told(message: str) -> str:
 
 
 def signature(problems: Sequence[str]) -> str:
-    """Return what two failures with one cause have in common: the first problem, without numbers and names."""
+    """Return the text that failures with one cause share: the first problem, without numbers and names."""
     lines = problems[0].splitlines()
     first = "\n".join(lines[-3:]) if problems[0].startswith(("error", "hang")) else lines[0]
     return re.sub(r"\d[0-9.e+-]*|layers\S*|head\S*", "#", first)[:300]
@@ -77,14 +77,14 @@ class Campaign:
 
     Args:
         pool: of ranks.
-        seed: of what is drawn.
+        seed: of the drawn cases.
         worlds: numbers of ranks to draw from.
         shrinking: seconds that shrinking a case may take; 0 to end with the first failure instead.
         batch: cases of one kind that are drawn together, before those of the next kind.
 
     Attributes:
         counts: cases by kind and number of ranks.
-        happened: what the cases were compared with, and in how many.
+        happened: the oracles of the cases, and the number of cases of each.
         failures: one for each cause.
     """
 
@@ -94,7 +94,7 @@ class Campaign:
         self._pool, self._seed, self._worlds, self._shrinking, self._batch = pool, seed, worlds, shrinking, batch
 
     def run(self, drawn: Sequence[str], number: int, deadline: float) -> None:
-        """Run so many cases, of all kinds in turns, or until the deadline (of ``time.monotonic``)."""
+        """Run this number of cases, of all kinds in turns, or until the deadline (of ``time.monotonic``)."""
         batch = 0
         while (remaining := number - self.counts.total()) > 0 and time.monotonic() < deadline:
             self._run_batch(drawn[batch % len(drawn)], batch, min(self._batch, remaining), deadline)
@@ -139,7 +139,7 @@ class Campaign:
             print(f"FAILED {smallest}", flush=True)
 
     def report(self) -> str:
-        """Return what was run and found."""
+        """Return the cases that ran, and their problems."""
         rows = [f"{count:>7} of {kind} on {world} ranks" for (kind, world), count in sorted(self.counts.items())]
         rows += [f"{count:>7} cases: {case}" for case, count in sorted(self.happened.items())]
         return "\n".join([*rows, *(f"\nFAILED {failure}" for failure in self.failures.values())])

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws cases with Hypothesis, which also shrinks those that fail: the simplest value of each choice stands first."""
+"""Draws cases with Hypothesis, which also shrinks those that fail: the simplest value of each choice is first."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -116,7 +116,7 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
 
 
 def training(draw: Draw, stage: int) -> dict[str, Any]:
-    """What is not in zero_optimization, and is no model."""
+    """Draw the keys outside of zero_optimization."""
     keys: dict[str, Any] = {
         "dtype": draw(one_of("fp32", "fp32", "bf16", "bf16", "fp16")),
         "optimizer": draw(one_of("SGD", "SGD", "Adam", "Adam", "Muon")),
@@ -230,7 +230,7 @@ def in_windows(draw: Draw, case: dict[str, Any]) -> None:
 
 
 def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
-    """Make gradients cross in few bits, or updates if the strategy can send them so."""
+    """Send gradients in few bits, or updates if the strategy can send them so."""
     keys = set(draw(some.sets(one_of("gradients", "updates"), min_size=1)))
     if "gradients" in keys:
         loco: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def strategies_of(kind: str) -> tuple[str, ...]:
 
 
 def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
-    """Draw what crosses in few bits, by the kind of the case; return whether anything is lost."""
+    """Draw the data that is sent in few bits, by the kind of the case; return whether anything is lost."""
     kind = case["kind"]
     if kind == "few bits" or (kind in ("experts", "model-parallel", "windows") and seldom(draw)):
         in_few_bits(draw, zero, strategy)

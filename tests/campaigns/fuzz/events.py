@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What users do between two steps; inside rank processes only.
+"""Operations of users between two steps; inside rank processes only.
 
-An event is one of two kinds. Some change what is trained, and stock DeepSpeed's run has them, too (``SHARED``). All
+An event is one of two kinds. Some change the training, and stock DeepSpeed's run has them, too (``SHARED``). All
 others must change nothing, and only our run has them: that also keeps stock's own faults in them away.
 """
 
@@ -96,7 +96,7 @@ def load_broken(run: Run, value: tuple[int, str]) -> None:
 
 
 def resume(run: Run, value: Any) -> None:
-    """Go on in an engine that is made anew."""
+    """Continue in a new engine."""
     stepped = run.stepped
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder))
@@ -107,7 +107,7 @@ def resume(run: Run, value: Any) -> None:
 
 
 def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
-    """Go on under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
+    """Continue under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
     if not run.stepped:  # DeepSpeed's converter needs optimizer states
         return
     with shared_folder() as folder:
@@ -131,7 +131,7 @@ def look(run: Run, value: int) -> None:
 
 
 def write_nothing(run: Run, value: int) -> None:
-    """Gather a parameter as one who may change it, and leave it as it is."""
+    """Gather a parameter as for a change, without changing it."""
     parameters = list(run.model.parameters())
     param = parameters[value % len(parameters)]
     if getattr(param, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE):
@@ -141,7 +141,7 @@ def write_nothing(run: Run, value: int) -> None:
 
 
 def modifies(run: Run, param: Any) -> bool:
-    """Whether this rank is the one that may change what it has gathered: each, where parameters are replicated."""
+    """Whether this rank may change the parameters that it has gathered: each, where parameters are replicated."""
     return not hasattr(param, "ds_tensor") or dist.get_rank() // run.case.tensor_parallel == 0
 
 

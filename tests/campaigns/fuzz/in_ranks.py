@@ -13,7 +13,7 @@ def build_kernels() -> bool:
 
 
 def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
-    """Problems of a case, and what happened; see ``judging``."""
+    """Return the problems of a case, and its events; see ``judging``."""
     from tests.campaigns.fuzz.judging import judge
 
     problems, happened = judge(case)

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments on one GPU: that nothing is read before it is complete, and what the kernels and the overlap come to.
+"""Experiments on one GPU: that nothing is read before it is complete, and the speed of kernels and overlap.
 
 Runs them by itself, within 70 minutes, and writes a dated result: build/gpu/DATE.json, and DATE.txt to read. It ends
-with a verdict for each claim of claims.py and, where all of them ran on a GPU, with what the README would say of it.
---write-status writes that sentence into the README, and appends the verdicts to status.csv beside this file; it needs
+with a verdict for each claim of claims.py and, where all of them ran on a GPU, with the sentence for the README.
+--write-status writes that sentence into the README, and appends the verdicts to status.csv next to this file; it needs
 a clean working tree, since the table names the commit.
 
   python -m tests.campaigns.gpu                  all of them
@@ -14,10 +14,10 @@ a clean working tree, since the table names the commit.
   python -m tests.campaigns.gpu --device cpu --small   the same code without a GPU: a test of this script
 
 On a machine that has a copy of the working tree and no git, --commit says which one it is; --verdicts-of FILE.json
---write-status then writes down in a clone what that run has found.
+--write-status then records in a clone the results of that run.
 
-Each runs in a process of its own and within a limit; one that crashes or hangs does not end the others. What the
-budget leaves no time for is listed as not run. Needs the development dependencies (pip install -e .[test]), and nvcc
+Each runs in a process of its own and within a limit; one that crashes or hangs does not end the others. Experiments
+beyond the time budget are listed as not run. Needs the development dependencies (pip install -e .[test]), and nvcc
 where the kernels are to be built.
 
 The status in the README says whether this has run on a GPU, and what it found.
@@ -63,7 +63,7 @@ UNKNOWN = "unknown"
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the variables of the processes: where modules are, and what a single rank is told by a launcher."""
+    """Return the variables of the processes: module paths, and a launcher's variables for a single rank."""
     provided = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
@@ -82,7 +82,7 @@ def environment(device: str) -> dict[str, str]:
 
 
 def circumstances(device: str) -> dict[str, str]:
-    """Return what a result depends on and does not say by itself."""
+    """Return the environment on which a result depends."""
     import torch
 
     results = {

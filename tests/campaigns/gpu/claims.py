@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the project claims of GPUs, which experiments settle each claim, and where the verdicts are written down."""
+"""The project's claims about GPUs, the experiments that settle each claim, and the file of verdicts."""
 
 import csv
 import re
@@ -31,7 +31,7 @@ CLAIMS = (
 
 
 class Verdict(NamedTuple):
-    """What the experiments say of a claim."""
+    """The verdict of the experiments on a claim."""
 
     claim: str
     kind: str  # holds, does not hold, not settled
@@ -39,7 +39,8 @@ class Verdict(NamedTuple):
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return what outcomes say of each claim; one that did not run to its end, or checked nothing, settles nothing."""
+    """Return the verdict of outcomes on each claim; one that did not run to its end, or checked nothing, settles
+    nothing."""
     # Without a check nothing could have failed: figures alone show only that the program has ended.
     kinds = {
         outcome.name: outcome.kind if outcome.checks or outcome.kind != PASSED else "checked nothing"
@@ -60,7 +61,7 @@ def told(found: Sequence[Verdict]) -> str:
 
 
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
-    """Return what the README says of these verdicts, without the full stop."""
+    """Return the README's sentence on these verdicts, without the full stop."""
     date, counts = about["date"][:10], Counter(item.kind for item in found)
     other_ranks = [(counts[FAILS], "does not" if counts[FAILS] == 1 else "do not"), (counts[OPEN], "not settled")]
     messages = "".join(f", {count} {case}" for count, case in other_ranks if count)

@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T13: DeepSpeed's MoE layers and AutoEP's experts on a GPU, beside DeepSpeed's own stages.
+"""Checks of experiment T13: DeepSpeed's MoE layers and AutoEP's experts on a GPU, compared with DeepSpeed's own
+stages.
 
 AutoEP's products of several experts are kernels for bf16 on such a GPU, and plain products in fp32.
 """
@@ -32,7 +33,8 @@ SPLIT = ("IIG", "GNG")  # parameters, in groups and over all
 
 
 def experts(setup: Any) -> None:
-    """T13: train models with experts beside DeepSpeed's stages, resume them, and send their gradients in few bits."""
+    """T13: train models with experts, compare with DeepSpeed's stages, resume them, and send their gradients in few
+    bits."""
     replicated, partitioned = (names[-1:] if setup.small else names for names in (REPLICATED, PARTITIONED))
     stage2 = {"strategies": replicated, "stage": 2}
     stage3 = {"strategies": partitioned, "stage": 3}
@@ -101,7 +103,7 @@ def _compared(
     more: dict[str, Any],
     bounds: dict[str, float],
 ) -> None:
-    """Check that strategies train what DeepSpeed's stage does."""
+    """Check that strategies match DeepSpeed's stage."""
     rows = train(*given, **more)
     for row in rows:
         setup.report.check(row.strategy, within(row, bounds))

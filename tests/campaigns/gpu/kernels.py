@@ -57,7 +57,7 @@ def bits(setup: Any) -> None:
 
 
 def outcomes_of(results: Path) -> tuple[dict[str, int], dict[str, str]]:
-    """Return how many tests passed, failed and were skipped, and what the failed ones say, by pytest's JUnit file."""
+    """Return how many tests passed, failed and were skipped, and the messages of failures, by pytest's JUnit file."""
     cases, failed = list(ElementTree.parse(results).iter("testcase")), dict[str, str]()
     for case in cases:
         for broken in (*case.findall("failure"), *case.findall("error")):
@@ -83,7 +83,8 @@ def bandwidth(setup: Any) -> None:
 
 
 def memory(setup: Any) -> None:
-    """T9: measure the most memory that training takes with default buckets, beside the formula of the model states."""
+    """T9: measure the most memory that training takes with default buckets, and compare with the formula of model
+    states."""
     enter_virtual_world(RANKS)
     width = 64 if setup.small else 4096
     job = dataclasses.replace(

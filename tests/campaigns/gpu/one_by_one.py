@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the cases of an experiment one after the other on the same ranks; one that raises or hangs ends no other.
 
-Ranks of one world cannot go on after an error on one of them: their next messages would not match. So the ranks of a
+Ranks of one world cannot continue after an error on one of them: their next messages would not match. So the ranks of
+    a
 case that has failed are killed, and new ones begin with the next case.
 """
 
@@ -100,7 +101,7 @@ def _run_while_good(setup: Any, cases: Sequence[Case], ranks: int) -> int:
 
 
 def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
-    """Take down what ranks find, until the case is over on all of them; return why it has failed, if so."""
+    """Record the results of ranks, until the case is over on all of them; return why it has failed, if so."""
     until, retained, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
     while running:
         ready = wait(list(running.values()), timeout=max(0.0, until - time.monotonic()))
@@ -159,7 +160,7 @@ def _run(setup: Any, cases: Sequence[Case]) -> None:
 def _share_gpu(rank: int, setup: Any, folder: str, run: Callable[[Any], None]) -> None:
     """Run checks as one of the ranks that have the GPU in common, and meet in a folder.
 
-    Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
+    Collectives go through the host on streams of their own, so waits work as with NCCL, which refuses two
     ranks on one GPU.
     """
     sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}

@@ -143,7 +143,7 @@ def _watch_strategies(setup: Any, names: Sequence[str]) -> None:
 
 
 def _watch(setup: Any, name: str, run: Callable[[], Any]) -> None:
-    """Check that the sanitizer finds nothing; it raises what it has found, after it has printed it."""
+    """Check that the sanitizer finds nothing; it prints its findings, and raises them."""
     results = ""
     with _of_elements(setup):
         try:

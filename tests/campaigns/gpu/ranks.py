@@ -30,7 +30,7 @@ FP32 = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
 
 
 def gloo_ranks(setup: Any) -> None:
-    """T6: train all strategies beside stock DeepSpeed, with ranks that have the GPU in common."""
+    """T6: train all strategies, and compare with stock DeepSpeed, with ranks that have the GPU in common."""
     cases = []
     every: tuple[tuple[int, Sequence[str]], ...] = ((2, REPLICATED), (3, PARTITIONED))
     for title, job, more, bounds in _sections(setup.small):

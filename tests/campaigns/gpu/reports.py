@@ -170,7 +170,7 @@ def _tell(setup: Any, faults: list[str]) -> None:
 
 
 def _look_at(setup: Any, folder: str) -> None:
-    """Check what a device shows otherwise than a host, and note where a step's time goes."""
+    """Check the values that differ between a device and a host, and record the parts of a step's time."""
     report = _report_in(folder)
     training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
     kinds = {span[3] for span in training["spans"]}
@@ -238,7 +238,7 @@ def _said_by_command(setup: Any, skipped: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _judge(setup: Any, found: dict[str, Any], titles: list[str]) -> None:
-    """Check that all checks were made, and that none has found something wrong; note what is to be looked at."""
+    """Check that all checks were made, and that none has found a problem; record the warnings."""
     node = [item["title"] for item in found["sections"]]
     setup.report.check("all checks were made", set(titles) <= set(node))
     for section in found["sections"]:

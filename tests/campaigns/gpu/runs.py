@@ -35,11 +35,11 @@ class Experiment(NamedTuple):
 
     Attributes:
         name: T1, ...
-        title: what it shows.
+        title: its purpose.
         limit: seconds.
         function: module and function.
         variables: of its environment, on a GPU.
-        alone: whether it measures time, and so runs beside no other.
+        alone: whether it measures time, and so runs alone.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Outcome:
         kind: passed, failed, crashed, hung or not run.
         seconds: that it took.
         checks: name: whether it held.
-        figures: name: what was measured.
+        figures: name: measured value.
         text: why it did not pass; the end of its output if it crashed or hung.
     """
 
@@ -129,7 +129,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Setup:
-    """Where an experiment runs: "cuda" or "cpu", quickly rather than thoroughly if small; and what it reports to."""
+    """The setup of an experiment: device "cuda" or "cpu", short runs if small, and its report."""
 
     device: str
     small: bool
@@ -259,14 +259,14 @@ def replace(file: Path, text: str) -> None:
 
 
 def write_results(stem: Path, about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Write what is known until now: ``stem``.json, and ``stem``.txt to be read."""
+    """Write the results so far: ``stem``.json, and ``stem``.txt to be read."""
     record = {**about, "experiments": [asdict(outcome) for outcome in outcomes]}
     replace(stem.with_name(stem.name + ".json"), json.dumps(record, indent=1) + "\n")
     replace(stem.with_name(stem.name + ".txt"), table(about, outcomes))
 
 
 def table(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Return a line for each experiment; below it what did not hold, and what was measured."""
+    """Return a line for each experiment; below it failed checks, and measured values."""
     lines = [f"{name}: {value}" for name, value in about.items()] + [""]
     for outcome in outcomes:
         passed = sum(outcome.checks.values())
