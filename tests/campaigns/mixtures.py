@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts that people train, in small: each with what people do to it, beside stock DeepSpeed.
+"""Small versions of common mixtures of experts, each with common options, compared with stock DeepSpeed.
 
     python -m tests.campaigns.mixtures                          all, about half an hour on two cores
     python -m tests.campaigns.mixtures --only Mixtral Qwen3Moe  architectures
-    python -m tests.campaigns.mixtures --trials LoRA            things that are done to them
+    python -m tests.campaigns.mixtures --trials LoRA            options
 
 Packed experts are trained under strategies that shard parameters, whole and in windows (``stage3_leaf_bytes``),
-beside ZeRO-3; and spread over two ranks each by AutoEP, beside AutoEP under ZeRO-2. Prints a table: how far losses and
-weights are from stock's, relative to the largest one. Exit status 1 if something is further away than rounding takes
-it, or fails where stock does not. What stock cannot do is named.
+and compared with ZeRO-3; and split over two ranks each by AutoEP, compared with AutoEP under ZeRO-2. Prints a table of
+the distances of losses and weights from stock's, relative to the largest one. Exit status 1 if a distance exceeds
+rounding, or a run fails that stock supports. Runs that stock does not support are listed.
 """
 
 import argparse
@@ -99,7 +99,7 @@ ARCHITECTURES = {
 
 
 class Trial(NamedTuple):
-    """What is done to a mixture.
+    """An option of a mixture.
 
     Attributes:
         prepare: changes the model before it is trained; ``finish``: what is compared beside losses and weights.
@@ -117,7 +117,7 @@ class Trial(NamedTuple):
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any, Architecture], Any]:
-    """Return what switches on gradient checkpointing."""
+    """Return the call that enables gradient checkpointing."""
 
     def prepare(model: Any, _: Architecture) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -140,7 +140,7 @@ def with_adapters(model: Any, architecture: Architecture) -> Any:
 
 
 def replaying(model: Any, architecture: Architecture) -> Any:
-    """Let routers choose for all tokens what they chose for the first batch, as is done with choices of a rollout."""
+    """Make routers repeat their choices for the first batch, as with the choices of a rollout."""
     import torch
 
     def replay(module: Any, _: Any, output: Any) -> Any:
@@ -241,7 +241,7 @@ SETTINGS = [
 
 
 class Run(NamedTuple):
-    """What a run gives: losses, what a trial adds, and weights."""
+    """The result of a run: losses, values of a trial, and weights."""
 
     losses: list[float]
     found: list[float]
@@ -296,7 +296,7 @@ def run(name: str, trial: str, zero: dict[str, Any], autoep: bool) -> Run:
 
 
 def case(name: str, trial: str, settings: Sequence[Setting]) -> list[tuple[str, str]]:
-    """Compare settings with stock's; of each the setting, and what there is to say."""
+    """Compare settings with stock's; return each setting with its messages."""
     from deepspeed import comm as dist
 
     rows, retained = [], dict[str, Run | str]()
@@ -342,7 +342,7 @@ def far(*differences: float) -> str:
 
 
 def apart(got: Run, expected: Run) -> float:
-    """How far losses, and what a trial adds, are apart, relative to each; infinite if one is no number."""
+    """Return the distance of losses and of values of a trial, relative to each; infinite if one is not a number."""
     pairs = zip([*got.losses, *got.found], [*expected.losses, *expected.found], strict=True)
     results = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
     return max(results) if all(result < math.inf for result in results) else math.inf

@@ -9,8 +9,9 @@ The launcher of the first node starts its ranks again. They choose a strategy fo
 checkpoint, and continue with the same global batch. From there on, each loss is compared with that of an undisturbed
 run.
 
-With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. That of the second node
-is gone with it: what its ranks held comes from the copies in the first one's.
+With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. The memory of the
+second
+node is lost: the states of its ranks are read from the copies on the first node.
 
 Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run could not be made.
 """
@@ -58,7 +59,7 @@ TIMEOUT = {"DEEPSPEED_TIMEOUT": "1"}  # minutes after which a collective fails
 
 @dataclass
 class Plan:
-    """What ranks do.
+    """The settings of the ranks.
 
     Attributes:
         folder: of checkpoints and reports.
@@ -106,7 +107,7 @@ class Run:
                 file.write(json.dumps({"event": event, "time": time.time(), "ranks": self._ranks, **fields}) + "\n")
 
     def run(self) -> None:
-        """Go on from the last checkpoint to the end."""
+        """Continue from the last checkpoint to the end."""
         checkpoints = self._folder / "checkpoints"
         if checkpoints.exists():
             self.engine.load_checkpoint(checkpoints)
@@ -170,7 +171,7 @@ def work(path: Path) -> None:
 
 @dataclass
 class Outcome:
-    """A run: losses by step, the last of each, and what was reported."""
+    """A run: losses by step, the last of each, and its messages."""
 
     losses: dict[int, float]
     reports: list[dict[str, Any]]
@@ -225,8 +226,8 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
 
 
 def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[str, Any]]:
-    """Whether a run that saves after so many steps went on as it had to; what it lost, and the seconds of each part of
-    its way back."""
+    """Return whether a run with saves at this interval continued correctly; the steps that it lost, and the seconds of
+    each part of its recovery."""
     noticed = found.after("noticed", found.killed)
     started = found.after("started", noticed["time"])
     loaded = found.after("loaded", started["time"])

@@ -25,7 +25,7 @@ _TIMEOUT = 90.0  # seconds of a case
 
 
 def fault(pool: RankPool, chance: random.Random, base: str) -> tuple[str, str]:
-    """Let one call of a save fail or last long; return what was drawn, and what is wrong."""
+    """Make one call of a save fail or block; return the fault, and the problems."""
     drawn = save_faults.draw(chance)
     outcomes = pool(4).run(save_faults.fault_case, base, drawn, timeout=_TIMEOUT)
     fired = outcomes[drawn.rank].fired

@@ -4,11 +4,11 @@
 
     python -m tests.campaigns.soak --steps 2000
 
-Four ranks in groups of two train each of ``RUNS``. Between steps, what users do: evaluation, a look at parameters, a
-changed learning rate, saving and loading, an early end of the accumulation, an overflow; now and then the engine is
-destroyed and made anew (with p = I and G loaded, since DeepSpeed's ZeRO-3 keeps every engine). Behind the first step
-after that, each rank counts its tensors' bytes, its resident memory, threads, open files and process groups. After a
-fifth of the steps, none may grow.
+Four ranks in groups of two train each of ``RUNS``. Between steps follow operations of users: evaluation, a look at
+parameters, a changed learning rate, saving and loading, an early end of the accumulation, an overflow; now and then
+the engine is destroyed and made anew (with p = I and G loaded, since DeepSpeed's ZeRO-3 keeps every engine). Behind
+the first step after that, each rank counts its tensors' bytes, its resident memory, threads, open files and process
+groups. After a fifth of the steps, none may grow.
 """
 
 import argparse
@@ -72,7 +72,7 @@ RESIDENT_MB = 12.0
 
 
 class Sample(NamedTuple):
-    """What a rank holds: bytes of tensors, resident megabytes, threads, open files, process groups."""
+    """Resources of a rank: bytes of tensors, resident megabytes, threads, open files, process groups."""
 
     tensors: float
     resident_mb: float
@@ -82,7 +82,7 @@ class Sample(NamedTuple):
 
 
 def soaked(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
-    """Train so many steps in ranks; return samples, and whether losses are finite and replicas alike at the end.
+    """Train this number of steps; return samples, and whether losses are finite and replicas equal at the end.
 
     With p = I and G it stays one engine: DeepSpeed's ZeRO-3 keeps each that was ever made, by hooks of gradient
     accumulators, which the garbage collector does not see through.
@@ -136,7 +136,7 @@ def _sample() -> Sample:
 
 
 def growth(samples: list[Sample]) -> list[str]:
-    """What the second half of the samples, after a fifth, has more of than the first."""
+    """Return the resources that grow from the first to the second half of the samples, after the first fifth."""
     settled = samples[len(samples) // 5 :]
     early, late = settled[: len(settled) // 2], settled[len(settled) // 2 :]
     results = []

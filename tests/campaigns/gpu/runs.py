@@ -109,7 +109,7 @@ class Report:
         self._write()
 
     def figure(self, name: str, value: Any) -> None:
-        """Note what was measured."""
+        """Record a measured value."""
         self._content["figures"][name] = value
         self._write()
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T11: checkpoints that are copied from a GPU and written beside the training; exports.
+"""Checks of experiment T11: checkpoints that are copied from a GPU and written during training; exports.
 
 Copies are made late, so that a step that does not wait for them, or a thread that reads them too early, is seen in the
 files: see ``late``.
@@ -57,7 +57,7 @@ EXPORTS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def aside(setup: Any) -> None:
-    """T11: see that what is saved beside the training on a GPU is what is saved at once."""
+    """T11: check that asynchronous saves on a GPU write the files of synchronous saves."""
     subset = 1 if setup.small else None
     created = [
         Case("pinned memory", _memory),
@@ -109,7 +109,7 @@ def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
 
 
 def _job_of(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> training.Job:
-    """Return what is trained; DeepSpeed's timer would wait for all streams, so that no one else would have to."""
+    """Return the training; DeepSpeed's timer would wait for all streams, so that no one else would have to."""
     job = saves.job_of_row(dtype, zero, optimizer)
     return dataclasses.replace(job, config={**job.config, **WITHOUT_TIMER})
 
@@ -199,7 +199,7 @@ def _seen_without_the_event(setup: Any) -> None:
 
 
 def _in_memory(setup: Any, name: str, node: int) -> None:
-    """Lose a node, and go on from what the other one has in memory."""
+    """Lose a node, and continue from the memory of the other one."""
     with shared_folder() as folder, late(setup):
         retained, _, sent, changed, is_same, latest, again = memory_saves.lost_case(folder, name, node)
     if changed:
@@ -214,7 +214,7 @@ def _in_memory(setup: Any, name: str, node: int) -> None:
 
 
 def _resumed(setup: Any, row: tuple[str, dict[str, Any], str]) -> None:
-    """Go on from a save that was still being written when training went on."""
+    """Resume from a save that was written while training continued."""
     name, zero, optimizer = row
     job = snapshots.job_of("bf16", zero, optimizer, **saves.ASIDE, **WITHOUT_TIMER)
 

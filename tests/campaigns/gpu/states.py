@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T10: states that lie elsewhere or cross in few bits, and checkpoints, on each of several ranks.
+"""Checks of experiment T10: states that are offloaded or sent in few bits, and checkpoints, on each of several ranks.
 
-The cases are those of the simulated device; here the device is real, so its bits are not the host's. What is rounded
-to few bits is compared with a run that rounds nothing, and loosely; the rest with stock DeepSpeed.
+The cases are those of the simulated device; here the device is real, so its bits are not the host's. Values in
+few bits are compared with an unrounded run, with wide bounds; all others with stock DeepSpeed.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def check(setup: Any) -> None:
 
 
 def _train_apart(setup: Any, name: str, outer: dict[str, Any]) -> None:
-    """Train with an outer optimizer, beside ten lines in one process."""
+    """Train with an outer optimizer, and compare with an oracle of ten lines in one process."""
     job = replace(cases.OPTIONS["outer"].job, optimizer="SGD", steps=7)
     (row,) = outer_oracle.beside([name], job, outer, 2)
     title = f"{name}, outer {outer}"

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments of tests.campaigns.gpu: what overlaps with what, and when the host waits for the device."""
+"""Experiments of tests.campaigns.gpu: the overlap of operations, and the waits of the host for the device."""
 
 import contextlib
 import dataclasses
@@ -114,7 +114,7 @@ def running(
 
 
 def timeline(setup: Any) -> None:
-    """T4: see what overlaps; where it does not, training is slow rather than wrong."""
+    """T4: check the overlap; without it, training is slow rather than wrong."""
     enter_virtual_world(RANKS)
     setup.report.figure("ms of a hop", HOP)
     for groups in (1, 2):
@@ -199,7 +199,7 @@ def _synchronizations_of(setup: Any, zero: dict[str, Any], changed: dict[str, An
 
 @contextlib.contextmanager
 def counter_of(setup: Any) -> Iterator[Any]:
-    """Yield what counts synchronizations of the host, by place; without a GPU of a simulated device."""
+    """Yield a counter of synchronizations of the host, by call site; without a GPU of a simulated device."""
     if setup.cuda:
         yield _counted_on_gpu
         return

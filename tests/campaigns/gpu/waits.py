@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host may wait for the device in experiment T5. Knows neither torch nor a GPU."""
+"""Limits on the host's waits for the device in experiment T5. Imports no torch and needs no GPU."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ EVENT = "event at "  # begins the place of a wait for an event
 
 
 class Waits(NamedTuple):
-    """How often the host waits: apart, since on a GPU an event may have come before it is waited for."""
+    """Numbers of waits of the host, by kind: on a GPU an event may have completed before the wait."""
 
     events: int  # DeepSpeed's brakes: the host must not be far ahead of gathers and reductions
     others: int  # answers that decide a step

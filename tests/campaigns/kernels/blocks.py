@@ -109,7 +109,7 @@ def decompress(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 
 def differences(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """Updated parameters beside what is held of them, near and far; then what arrives of them."""
+    """Compare updated parameters with the receivers' values, near and far; then apply the differences."""
     cases = list(itertools.product(ops.DTYPES, BITS, BLOCKS))
     for dtype, bits, block in _repeated(cases, 12 * amount, draw):
         packing, rows, width = Packing(bits, block), draw.random.choice((1, 1, 2, 3)), draw.width()
@@ -128,7 +128,7 @@ def differences(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 
 def _repeated(cases: list, times: float, draw: Drawing) -> Iterator:  # type: ignore[type-arg]  of any tuples
-    """Each case so many times; of a part of a time, some that are drawn."""
+    """Yield each case this number of times; for a fraction, a random part of the cases."""
     for _ in range(int(times)):
         yield from cases
     yield from draw.random.sample(cases, round(len(cases) * (times - int(times))))

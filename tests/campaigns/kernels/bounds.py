@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases at the bounds: nothing to do, more rows than a grid has, more elements than 32 bits count, other devices.
 
-Of what is too large to be run some blocks are. Memory that no block touches is never there.
+Of cases that are too large, only some blocks run. Memory that no block touches is never allocated.
 """
 
 import itertools

@@ -73,7 +73,8 @@ class Drawing:
         return wire
 
     def parameters(self, kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Updated parameters and what is held of them, (1, width); ``kind`` says how they differ."""
+        """Return updated parameters and the receivers' values, (1, width); ``kind`` is the kind of their
+        difference."""
         shape, tile = (1, width), torch.arange(width) // lossless.TILE
         if kind == "any":
             return self.any_bits(shape, dtype), self.any_bits(shape, dtype)
@@ -143,7 +144,7 @@ def _kinds(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
 
 
 def garbage(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What lies where an operator will write."""
+    """Return the initial content of an output."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8)
     return torch.full(shape, 777.0, dtype=dtype)

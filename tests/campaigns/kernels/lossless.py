@@ -66,7 +66,7 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 
 def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """What no sender makes, headers and rows of any bytes: the kernels for the CPU say what comes out of them."""
+    """Headers and rows of any bytes, which no sender makes; the kernels for the CPU are the reference."""
     pack, apply = torch.ops.deepspeed_paro.lossless_pack.default, torch.ops.deepspeed_paro.lossless_apply.default
     choice = draw.random.choice
     for _ in range(max(1, round(150 * amount))):

@@ -29,7 +29,7 @@ _LIMIT = 600.0  # seconds of one
 
 
 class Fault(NamedTuple):
-    """A text of a source, once in it, and what stands in its place; which build and section must find it."""
+    """A text that occurs once in a source, and its replacement; the build and section that must find it."""
 
     file: str
     old: str
@@ -141,7 +141,7 @@ FAULTS = tuple(
 
 
 def found(fault: Fault, libraries: Path) -> str:
-    """Return the line that tells of a fault; empty: nobody finds it.
+    """Return the line that reports a fault; empty if it is not found.
 
     Args:
         libraries: where objects are kept.

@@ -27,7 +27,7 @@ _REGISTERS_AT_ONCE, _WARPS_AT_ONCE, _SHARED_AT_ONCE, _SHARED_OF_CUDA = 256, 4, 1
 
 
 class Multiprocessor(NamedTuple):
-    """What one has, by the table of compute capabilities in CUDA's programming guide."""
+    """Resources of a multiprocessor, from the table of compute capabilities in CUDA's programming guide."""
 
     warps: int
     blocks: int
@@ -44,7 +44,7 @@ MULTIPROCESSORS = {
 
 
 def occupancy(kernel: Taken) -> tuple[int, str]:
-    """Return how many warps of a kernel a multiprocessor holds, and what there is not more of."""
+    """Return how many warps of a kernel a multiprocessor holds, and the resource that limits it."""
     has, warps = MULTIPROCESSORS[kernel.architecture], THREADS // _WARP
     registers = _up(kernel.registers * _WARP, _REGISTERS_AT_ONCE)
     by_registers = has.registers // registers // _WARPS_AT_ONCE * _WARPS_AT_ONCE // warps
@@ -59,7 +59,7 @@ def _up(number: int, unit: int) -> int:
 
 
 def all_taken(capabilities: Sequence[str]) -> list[Taken]:
-    """Compile all sources for these architectures, and return what each instantiation takes."""
+    """Compile all sources for these architectures, and return the resources of each instantiation."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, capability) for capability in capabilities for source in nvcc.SOURCES]
 

@@ -8,7 +8,7 @@ As multiples of the minimum, at which each byte of an input is read once, and ea
 
 bytes: bytes read and written. Bytes that the lanes of a warp read together count once.
 to L1: sectors that accesses of warps touch. Above the bytes are accesses that use parts of sectors.
-to L2: of these, the sectors that pass an L1 that keeps what a thread block reads, and passes on all that it writes.
+to L2: of these, the sectors that pass an L1 that caches the reads of a thread block, and writes through.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,13 +43,13 @@ class Case(NamedTuple):
         return list({id(argument): argument for argument in self.arguments if isinstance(argument, Placed)}.values())
 
     def least(self, unit: int) -> int:
-        """The least to move, in units of so many bytes."""
+        """Return the minimum traffic, in units of this number of bytes."""
         uses = [(item, bool(item.use & Use.READ) + bool(item.use & Use.WRITE)) for item in self.placed]
         return sum(times * -(-item.view.nbytes // unit) for item, times in uses)
 
 
 class Moved(NamedTuple):
-    """What a case moves, as multiples of the least."""
+    """Traffic of a case, as multiples of the minimum."""
 
     bytes: float
     to_l1: float  # sectors
@@ -57,7 +57,7 @@ class Moved(NamedTuple):
 
 
 def moved(emulator: Emulator, case: Case) -> Moved:
-    """Run a case in the checked build, and return what it moves.
+    """Run a case in the checked build, and return its traffic.
 
     Args:
         emulator: of the checked build.

@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the package at random, in one place at a time, and counts what the tests of that place, or the fuzzer, find.
+"""Changes the package at random, in one place at a time, and counts the changes that tests of that code, or the
+fuzzer, find.
 
     python -m tests.campaigns.mutants --number 240               after scripts/test record, which runs if it has not
     python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
@@ -8,7 +9,7 @@
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
 kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
 recorded, those of the same room and the quickest first, until one fails. Some changes make no difference to any
-caller, so look at what survives. Rows are appended to a file, and what has a row there is not tried again unless
+caller, so review the survivors. Rows are appended to a file, and changes with a row are not tried again unless
 ``--again``.
 """
 
@@ -45,7 +46,7 @@ Command = Callable[[Mutant], Sequence[str]]  # arguments of Python; none if noth
 
 
 class Outcome(NamedTuple):
-    """What became of a change: "killed", "survived", "hangs", or "no code" if it does not compile."""
+    """The outcome of a change: "killed", "survived", "hangs", or "no code" if it does not compile."""
 
     kind: str
     by: str  # the test, or the problem
@@ -53,7 +54,7 @@ class Outcome(NamedTuple):
 
 
 def tests_of(recording: recordings.Recording, most: float) -> Command:
-    """Return what runs the tests of a change, as many as fit into so many seconds as recorded."""
+    """Return the command that runs the tests of a change, as many as fit into the recorded seconds."""
     status, printed = _run(ROOT, [*_TESTS, "-m", "not deep", "--collect-only"], 300.0)
     if status:
         raise RuntimeError("\n".join(printed[-20:]))
@@ -86,7 +87,7 @@ def outcome_of(mutant: Mutant, copy: Path, command: Sequence[str], limit: float)
 
 
 def _run(copy: Path, command: Sequence[str], limit: float) -> tuple[int | None, list[str]]:
-    """Return the exit status of Python, None if it was ended, and what it printed."""
+    """Return the exit status of Python, None if it was killed, and its output."""
     environment = os.environ | {"PYTHONPATH": str(copy), "TORCH_EXTENSIONS_DIR": str(copy / ".extensions")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within a second, of the same length, would not be seen
     with tempfile.TemporaryFile("w+") as output:
@@ -118,7 +119,7 @@ def _copied() -> Iterator[Path]:
 
 
 def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int) -> Iterator[tuple[Mutant, Outcome]]:
-    """Try changes, each in one of several copies of the repository, and yield what became of each, in their order."""
+    """Try changes, each in one of several copies of the repository, and yield the outcome of each, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
 
     def one(mutant: Mutant) -> Outcome:

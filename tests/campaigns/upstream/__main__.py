@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's own unit tests with our optimizers in the place of DeepSpeed's.
+"""DeepSpeed's own unit tests with our optimizers instead of DeepSpeed's.
 
-Runs tests of a checkout of DeepSpeed twice, with the DeepSpeed that is installed: as it is, and with every
-configuration of ZeRO-1, 2 and 3 given the strategy that stands for its stage. Prints what passes on stock and not with
-ours. A configuration that is refused by a documented refusal counts as refused, not as failed.
+Runs tests of a checkout of DeepSpeed twice, with the DeepSpeed that is installed: unchanged, and with every
+configuration of ZeRO-1, 2 and 3 given the strategy that corresponds to its stage. Prints the tests that pass on stock
+and not with ours. A configuration that is refused by a documented refusal counts as refused, not as failed.
 
 Needs a checkout near the installed version (git clone https://github.com/deepspeedai/DeepSpeed), this package with its
 development dependencies (pip install -e .[test]), and a C++ compiler for the tests that offload. Tests

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every configuration of ZeRO that has none of our keys the strategy that stands for its stage.
+"""Gives every configuration of ZeRO that has none of our keys the strategy that corresponds to its stage.
 
 ``autoload`` is an entry point of ``torch.backends``, as the package's own: it runs in every process that imports
 torch, be it started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the
