@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from scripts.emulation.launching import environment, exit_on_signals, split_output
-from scripts.emulation.network import ENDING, MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
+from scripts.emulation.network import ENDING, MAX_NODES, PORT, Network, Traffic, address, ignore_signals, missing
 
 LAUNCHERS = ("torchrun", "deepspeed", "none")
 _GRACE_SECONDS = 3  # that processes have to end by themselves when another one has failed
@@ -101,7 +101,7 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with undisturbed():
+        with ignore_signals():
             for _, process in self._started:
                 process.terminate()  # does nothing if it has ended
             deadline = time.monotonic() + _GRACE_SECONDS

@@ -100,7 +100,7 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with undisturbed():
+        with ignore_signals():
             _remove([*self.names, self.switch])
 
     def environment(self, node: int) -> dict[str, str]:
@@ -148,7 +148,7 @@ def address(node: int) -> str:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Ignore SIGINT and its like, for cleaning up: a second Ctrl-C must neither end that, nor the commands it runs."""
     if threading.current_thread() is not threading.main_thread():  # which alone may, and gets the exceptions
         yield

@@ -68,7 +68,7 @@ class Report:
 # Finding a DeepSpeed ##############################################################################
 
 
-def opened(what: str, scratch: Path) -> tuple[str, Path]:
+def open_deepspeed(what: str, scratch: Path) -> tuple[str, Path]:
     """Return a description and the folder of a DeepSpeed.
 
     Args:
@@ -108,7 +108,7 @@ def _commit(repository: Path) -> str:
     return ", commit " + git(repository, "log", "-1", "--format=%h of %cs").strip()
 
 
-def known(scratch: Path) -> Path:
+def supported_deepspeed(scratch: Path) -> Path:
     """Return the folder of the DeepSpeed in ``patches/BASE``: the one that is installed, or a fresh one."""
     spec, version = util.find_spec("deepspeed"), requirement().version
     if spec is not None and spec.origin is not None and metadata.version("deepspeed") == version:
@@ -311,12 +311,12 @@ def main(of: Sequence[str], markdown: bool, output: Path | None, rows: Sequence[
     """Report on each DeepSpeed; the status is 0 if nothing breaks, 1 if something does, 2 if one could not be read."""
     reports, missed = [], False
     with TemporaryDirectory() as folder:
-        used = uses(known(Path(folder)), ours, rows, Path(folder))
+        used = uses(supported_deepspeed(Path(folder)), ours, rows, Path(folder))
         for number, case in enumerate(of or [newest()]):
             scratch = Path(folder) / str(number)
             scratch.mkdir()
             try:
-                reports.append(report(*opened(case, scratch), ours, used, scratch))
+                reports.append(report(*open_deepspeed(case, scratch), ours, used, scratch))
             except Failed as failed:  # the others are reported all the same
                 print(failed, file=sys.stderr)
                 missed = True

@@ -58,7 +58,9 @@ def add_package(tree: Path) -> None:
     git(tree, "commit", "--quiet", "--message", _MESSAGE.format(version=__version__), date=_DATE)
 
 
-def applied(folder: Path, with_package: bool, check: Callable[[Path, str], object] = lambda tree, name: None) -> Path:
+def apply_series(
+    folder: Path, with_package: bool, check: Callable[[Path, str], object] = lambda tree, name: None
+) -> Path:
     """Make a tree with all patches.
 
     Args:
@@ -100,7 +102,7 @@ def problems(scratch: Path, do_import: bool) -> list[str]:
 
     tree = scratch / "tree"
     try:
-        results += hook_problems(applied(tree, False, check))
+        results += hook_problems(apply_series(tree, False, check))
     except Failed as failed:
         results.append(str(failed))
     for mail in (mail for mail in series() if mail.tests):

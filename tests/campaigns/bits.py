@@ -44,7 +44,7 @@ def _deterministic() -> Iterator[None]:
 
 
 @_deterministic()
-def trained(options: str, names: Sequence[str]) -> dict[str, str]:
+def train_digests(options: str, names: Sequence[str]) -> dict[str, str]:
     """Train strategies with a set of options; a digest of losses, norms and weights for each."""
     import torch
 
@@ -63,7 +63,7 @@ def trained(options: str, names: Sequence[str]) -> dict[str, str]:
 
 
 @_deterministic()
-def resumed(options: str, names: Sequence[str], folder: str, load: bool) -> dict[str, str]:
+def resume_digests(options: str, names: Sequence[str], folder: str, load: bool) -> dict[str, str]:
     """Digests of two steps each, after a checkpoint of each strategy that is saved now, or loaded."""
     from tests.harness import stream_cases, training
 
@@ -106,12 +106,12 @@ def digests(arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
 
     results = dict[str, Any]()
     for options, names in cases(arguments.only, arguments.strategies):
-        answers = quietly(pool, bits.trained, options, tuple(names))
+        answers = quietly(pool, bits.train_digests, options, tuple(names))
         results |= {f"{options}: {name}": [answer[name] for answer in answers] for name in names}
         print(f"{len(results):4} {options}", file=sys.stderr, flush=True)
         folder = arguments.load or arguments.save
         if options in SAVED and folder:
-            answers = quietly(pool, bits.resumed, options, tuple(names), folder, bool(arguments.load))
+            answers = quietly(pool, bits.resume_digests, options, tuple(names), folder, bool(arguments.load))
             results |= {f"{options}, resumed: {name}": [answer[name] for answer in answers] for name in names}
     return results
 

@@ -81,7 +81,7 @@ class Sample(NamedTuple):
     groups: float
 
 
-def soaked(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
+def run_soak(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
     """Train this number of steps; return samples, and whether losses are finite and replicas equal at the end.
 
     With p = I and G it stays one engine: DeepSpeed's ZeRO-3 keeps each that was ever made, by hooks of gradient
@@ -165,7 +165,7 @@ def main() -> None:
         for name, case in RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 steps = arguments.steps // len(RUNS)
-                by_ranks = pool(4).run(soak.soaked, case, steps, arguments.seed, timeout=3600.0)
+                by_ranks = pool(4).run(soak.run_soak, case, steps, arguments.seed, timeout=3600.0)
             worst = [
                 Sample(*map(max, zip(*at, strict=True)))
                 for at in zip(*(samples for samples, _ in by_ranks), strict=True)

@@ -39,7 +39,7 @@ class Taken(NamedTuple):
     spilled: int  # bytes that are stored and loaded, as instructions
 
 
-def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
+def compile_source(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
     """Compile a source as the package's builder does, and return the resources of its kernels, and the output of nvcc.
 
     Args:
@@ -61,7 +61,7 @@ def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str)
     if done.returncode:
         raise RuntimeError(f"{source}: {done.stderr[-5000:]}")
     answer = done.stdout + done.stderr
-    return list(taken(source, answer)), answer
+    return list(parse_resources(source, answer)), answer
 
 
 def arguments(capabilities: Sequence[str]) -> list[str]:
@@ -81,7 +81,7 @@ def _toolkit() -> Iterator[None]:
         yield
 
 
-def taken(source: str, said: str) -> Iterator[Taken]:
+def parse_resources(source: str, said: str) -> Iterator[Taken]:
     """Read ptxas' output; each kernel has an entry, properties and a line of resources."""
     parts = _ENTRY.split(said)
     for symbol, architecture, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):

@@ -33,7 +33,7 @@ class Apart(NamedTuple):
     anchors: Tensor
 
 
-def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
+def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
     """Train a copy for each group.
 
     Args:
@@ -154,7 +154,7 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
         is_same = training.replicas_equal(anchors, own.topology.inter)
         together = training.replicas_equal(weights, own.topology.intra)
         engine.destroy()
-        oracle = expected(job, outer, group_size, offsets)
+        oracle = train_oracle(job, outer, group_size, offsets)
         apart = ((weights.cpu() - oracle.weights).abs().max() / oracle.weights.abs().max()).item()
         of_losses = max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True))
         rows.append(Found(name, apart, of_losses, is_same, together))

@@ -225,7 +225,7 @@ STRATEGIES = {"N": REPLICATED, "I, G": PARTITIONED}
 NOT_OF_STOCK = ("offload", "parameters", "updates", "sync")
 
 
-def merged(kind: str, row: Row) -> dict[str, Any]:
+def merge_changes(kind: str, row: Row) -> dict[str, Any]:
     """Return all that the values of a row change."""
     results: dict[str, Any] = {"zero": {}, "config": {}}
     for option in TABLES[kind].options:
@@ -236,7 +236,7 @@ def merged(kind: str, row: Row) -> dict[str, Any]:
 
 def job_fields(kind: str, row: Row) -> dict[str, Any]:
     """Return the fields of a ``training.Job`` for a row, its network by name."""
-    fields = merged(kind, row)
+    fields = merge_changes(kind, row)
     for name in ("world", "group", "nan"):
         fields.pop(name, None)
     accumulation = fields["accumulation"]

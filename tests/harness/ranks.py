@@ -330,7 +330,7 @@ def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
     server = forkserver.ForkServer()
     recording = ["coverage"] if recorder.FOLDER in os.environ else []
     server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.preload"])
-    with recorder.unrecorded():
+    with recorder.start_unrecorded():
         server.ensure_running()
     return server
 

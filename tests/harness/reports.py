@@ -52,7 +52,7 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
     return [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
 
 
-def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
+def planner_inputs(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
     """Return the planner's inputs in a report, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
     letters = {stage: letters for letters, stage in PLAIN.items()}.get(name, name)
     sizes = GroupSizes(ranks, group_size)
@@ -135,7 +135,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             | {"bytes_between": nbytes, "gb": gb, "fits": name != "NIG + LoCo" or None, "now": name == strategy}
             for name, (step, within, between, nbytes, gb) in choices.items()
         ],
-        KEY: described(strategy, ranks, group_size).as_dict(),
+        KEY: planner_inputs(strategy, ranks, group_size).as_dict(),
         "findings": findings,
         "paragraph": f"A step of {called} takes {STEP} s. {findings[0]}",
     }

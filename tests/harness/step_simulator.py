@@ -44,7 +44,7 @@ class Usage(NamedTuple):
     busy: dict[str, float]
 
 
-def simulated(step: Step, most: int = SIMULATED) -> Usage:
+def simulate_step(step: Step, most: int = SIMULATED) -> Usage:
     """Run the timeline of a step, and return the seconds that each part adds to it."""
     usage, further = _Tasks(step, min(step.accumulation, most)).usage(), step.accumulation - most
     if further <= 0:

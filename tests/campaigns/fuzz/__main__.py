@@ -40,7 +40,7 @@ def main() -> None:
     try:
         pool(1).run(build_kernels, timeout=900.0)
         if arguments.case:
-            problems = campaign.problems_of(pool, campaign.parse(arguments.case))
+            problems = campaign.run_case(pool, campaign.parse(arguments.case))
             print("\n".join(problems) or "as it must be")
             sys.exit(bool(problems))
         deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")

@@ -41,12 +41,12 @@ def parse(text: str) -> Any:
     return eval(text, {"__builtins__": {}}, _NAMES)
 
 
-def problems_of(pool: RankPool, case: Any, happened: Counter[str] | None = None) -> list[str]:
+def run_case(pool: RankPool, case: Any, happened: Counter[str] | None = None) -> list[str]:
     """Run a case; return its problems, each once, and count its events."""
     happened = Counter() if happened is None else happened
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
-            verdicts = pool(case.world).run(in_ranks.judged, case, timeout=TIMEOUT * max(1.0, case.world / 4))
+            verdicts = pool(case.world).run(in_ranks.judge_case, case, timeout=TIMEOUT * max(1.0, case.world / 4))
     except (RankTimeout, RankError) as error:
         subject = "hang" if isinstance(error, RankTimeout) else "error"
         if ORACLE not in str(error):
@@ -110,7 +110,7 @@ class Campaign:
             nonlocal smallest, deadline
             if time.monotonic() > deadline:
                 return
-            problems = problems_of(self._pool, case, self.happened)
+            problems = run_case(self._pool, case, self.happened)
             if smallest is None:
                 self.counts[kind, case.world] += 1
             cause = signature(problems) if problems else ""

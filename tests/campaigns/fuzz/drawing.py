@@ -257,7 +257,7 @@ def strategies_of(kind: str) -> tuple[str, ...]:
     return of_kinds.get(kind, (*REPLICATED, *SHARDED))
 
 
-def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
+def draw_compression(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
     """Draw the data that is sent in few bits, by the kind of the case; return whether anything is lost."""
     kind = case["kind"]
     if kind == "few bits" or (kind in ("experts", "model-parallel", "windows") and seldom(draw)):
@@ -317,7 +317,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["config"].pop("torch_autocast", None)
     case.update(kind=kind, world=world)
     zero = replicated_keys(draw, case) if stage < 3 else sharded_keys(draw, case, strategy)
-    lossy = compressed(draw, case, zero, strategy)
+    lossy = draw_compression(draw, case, zero, strategy)
     if case["optimizer"] == "Muon":
         if stage == 3:  # refused but for all-reduces, by which stock's stage 3 has Muon
             case["config"].pop("gradient_predivide_factor", None)

@@ -12,7 +12,7 @@ def build_kernels() -> bool:
     return bool(ops.load_kernels())
 
 
-def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
+def judge_case(case: Case | PipeCase) -> tuple[list[str], list[str]]:
     """Return the problems of a case, and its events; see ``judging``."""
     from tests.campaigns.fuzz.judging import judge
 

@@ -55,7 +55,7 @@ def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
     return results
 
 
-def told(found: Sequence[Verdict]) -> str:
+def verdict_lines(found: Sequence[Verdict]) -> str:
     """Return a line for each verdict."""
     return "\n".join(f"{item.kind:13} {item.claim} ({item.experiments})" for item in found)
 

@@ -87,7 +87,7 @@ def _run_while_good(setup: Any, cases: Sequence[Case], ranks: int) -> int:
             pipes.append(ours)
         for number, case in enumerate(cases):
             begin, limit = time.monotonic(), case.limit + (0.0 if number else _START)
-            why = followed(setup.report, case, pipes, limit)
+            why = collect_results(setup.report, case, pipes, limit)
             setup.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
             setup.report.check(f"{case.name}: ran to its end", not why)
             if why:
@@ -100,7 +100,7 @@ def _run_while_good(setup: Any, cases: Sequence[Case], ranks: int) -> int:
     return len(cases)
 
 
-def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
+def collect_results(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
     """Record the results of ranks, until the case is over on all of them; return why it has failed, if so."""
     until, retained, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
     while running:

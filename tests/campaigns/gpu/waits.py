@@ -45,13 +45,13 @@ WAITS = {
 def check(setup: Any, title: str, counts: dict[str, int]) -> None:
     """Note where the host has waited, and check that it was no more often than ``WAITS`` has of this case."""
     setup.report.figure(title, counts)
-    results, most = of(counts), WAITS[title]
+    results, most = count_waits(counts), WAITS[title]
     other_ranks = most.others + (most.copies if setup.cuda else 0)
     setup.report.check(f"{title}: at most {most.events} waits for events", results.events <= most.events)
     setup.report.check(f"{title}: at most {other_ranks} other waits", results.others <= other_ranks)
 
 
-def of(counts: dict[str, int]) -> Waits:
+def count_waits(counts: dict[str, int]) -> Waits:
     """Return how often the host has waited, given how often at each place; copies are among the others."""
     own = {where: count for where, count in counts.items() if not where.endswith(ELSEWHERE)}
     events = sum(count for where, count in own.items() if where.startswith(EVENT))

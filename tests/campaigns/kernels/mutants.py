@@ -140,7 +140,7 @@ FAULTS = tuple(
 )
 
 
-def found(fault: Fault, libraries: Path) -> str:
+def find_fault(fault: Fault, libraries: Path) -> str:
     """Return the line that reports a fault; empty if it is not found.
 
     Args:
@@ -185,7 +185,7 @@ def main() -> int:
     missed = []
     for number in numbers:
         try:
-            messages = found(FAULTS[number], arguments.libraries)
+            messages = find_fault(FAULTS[number], arguments.libraries)
         except (RuntimeError, ValueError) as error:  # it does not compile, or its text is not there: no fault
             print(error)
             messages = ""

@@ -64,7 +64,7 @@ def all_taken(capabilities: Sequence[str]) -> list[Taken]:
         jobs = [(source, capability) for capability in capabilities for source in nvcc.SOURCES]
 
         def one(job: tuple[str, str]) -> list[Taken]:
-            return nvcc.compiled(job[0], [job[1]], Path(folder, "-".join(job)), "-fatbin")[0]
+            return nvcc.compile_source(job[0], [job[1]], Path(folder, "-".join(job)), "-fatbin")[0]
 
         return [kernel for results in pool.map(one, jobs) for kernel in results]
 

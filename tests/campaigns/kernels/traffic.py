@@ -56,7 +56,7 @@ class Moved(NamedTuple):
     to_l2: float
 
 
-def moved(emulator: Emulator, case: Case) -> Moved:
+def measure_traffic(emulator: Emulator, case: Case) -> Moved:
     """Run a case in the checked build, and return its traffic.
 
     Args:
@@ -154,11 +154,11 @@ def table(emulator: Emulator) -> str:
     """Return the table, in Markdown."""
     lines = ["| operator | case | bytes | sectors to L1 | to L2 |", "|---|---|---|---|---|"]
     for case in cases(Drawing(0)):
-        results = moved(emulator, case)
+        results = measure_traffic(emulator, case)
         figures = " | ".join(f"{figure:.2f}" for figure in results)
         lines.append(f"| `{case.operator}` | {case.what} | {figures} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table(Emulator(building.built(source_folder(), building.LIBRARIES, "checked"))))
+    print(table(Emulator(building.build_library(source_folder(), building.LIBRARIES, "checked"))))

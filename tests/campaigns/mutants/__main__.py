@@ -30,7 +30,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from scripts import ROOT
-from tests.campaigns.mutants.changes import Mutant, drawn
+from tests.campaigns.mutants.changes import Mutant, draw_changes
 from tests.harness import recordings
 
 TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pipeline", "strategy.py", "zero")
@@ -118,7 +118,9 @@ def _copied() -> Iterator[Path]:
         yield Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
 
 
-def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int) -> Iterator[tuple[Mutant, Outcome]]:
+def try_changes(
+    chosen: Sequence[Mutant], command: Command, limit: float, at_once: int
+) -> Iterator[tuple[Mutant, Outcome]]:
     """Try changes, each in one of several copies of the repository, and yield the outcome of each, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
 
@@ -148,7 +150,7 @@ def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
     return "\n".join([f"{'room':<20}{'killed':>8}{'of':>6}", *lines, *survived])
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=240, help="of changes, of all rooms together")
     parser.add_argument("--seed", type=int, default=0, help="of their choice")
@@ -163,7 +165,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parsed()
+    arguments = parse_arguments()
     if arguments.fuzz:
         command, limit = (lambda mutant: [*_FUZZER, str(arguments.fuzz)]), 60 * arguments.fuzz + 300
     else:
@@ -174,14 +176,16 @@ def main() -> None:
             recording = recordings.load()
         assert recording is not None
         command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
-    chosen = drawn(arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ()))
+    chosen = draw_changes(
+        arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
+    )
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     arguments.rows.touch()
     registered = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
     before = {row["change"]: Outcome(*row["outcome"]) for row in registered}
     over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
     end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
-    for mutant, outcome in tried(new, command, limit, arguments.at_once):
+    for mutant, outcome in try_changes(new, command, limit, arguments.at_once):
         with arguments.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
         print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)

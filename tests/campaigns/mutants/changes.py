@@ -137,7 +137,7 @@ def changes(path: Path) -> list[Mutant]:
     return _Python(path).found if path.suffix == ".py" else list(_cpp(path))
 
 
-def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
+def draw_changes(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
     """Choose changes, of all rooms in turn: whoever stops early has seen each.
 
     Args:

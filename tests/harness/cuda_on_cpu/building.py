@@ -80,7 +80,7 @@ def missing() -> str:
     return ""
 
 
-def built(sources: Path, folder: Path, name: str) -> Path:
+def build_library(sources: Path, folder: Path, name: str) -> Path:
     """Build the kernels in a folder of sources, and return the library.
 
     Args:

@@ -25,7 +25,7 @@ def missing() -> str:
     return "" if shutil.which(COMPILER) else COMPILER
 
 
-def built(folder: Path = LIBRARIES) -> Path:
+def build_library(folder: Path = LIBRARIES) -> Path:
     """Build the device, unless the same sources were built for the same torch, and return the library.
 
     Raises:

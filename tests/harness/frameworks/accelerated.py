@@ -59,7 +59,7 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
         if not resume and step + 1 == HALF:
             accelerator.save_state(folder)
     saved = accelerator.get_state_dict(engine)
-    run = tiny.ended(engine, losses)
+    run = tiny.final_state(engine, losses)
     full = saved and torch.cat([saved[name].float().flatten() for name, _ in model.named_parameters()])
     return run, start, not saved or torch.equal(full, run.weights)
 
@@ -76,7 +76,7 @@ def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> 
         if not saved:
             raise ValueError(f"the state dict of run {number} differs from its weights")
         runs.append(run)
-    return tiny.compared(start, *runs)
+    return tiny.compare_runs(start, *runs)
 
 
 if __name__ == "__main__":

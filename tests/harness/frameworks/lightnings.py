@@ -94,4 +94,4 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
         trainer.fit(module, batches, batches, ckpt_path=checkpoint)
     if module.cut != (zero["stage"] == 3):
         raise ValueError(f"expected zero.Init at stage 3 only, got {module.cut} at stage {zero['stage']}")
-    return tiny.ended(trainer.strategy.model, module.losses), module.start
+    return tiny.final_state(trainer.strategy.model, module.losses), module.start

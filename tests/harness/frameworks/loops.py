@@ -56,7 +56,7 @@ def train(
         engine.step()
         losses.append(loss.item())
     finish(engine)
-    return tiny.ended(engine, losses), start
+    return tiny.final_state(engine, losses), start
 
 
 def compare(
@@ -69,4 +69,4 @@ def compare(
     """Train with two configurations, of which the same weights are held by all ranks or those of a group."""
     expected, start = train(stock, make, **options)
     results = train(ours, make, **options)[0]
-    return tiny.compared(start, expected, results, group=group())
+    return tiny.compare_runs(start, expected, results, group=group())

@@ -78,7 +78,7 @@ class Run(NamedTuple):
     stage: int
 
 
-def ended(engine: Any, losses: Sequence[float]) -> Run:
+def final_state(engine: Any, losses: Sequence[float]) -> Run:
     """Return the final state of a run, destroy its engine, and reset globals.
 
     Raises:
@@ -94,7 +94,7 @@ def ended(engine: Any, losses: Sequence[float]) -> Run:
     return run
 
 
-def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
+def compare_runs(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
     """Compare a run to stock's.
 
     Args:

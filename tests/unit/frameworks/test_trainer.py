@@ -128,7 +128,7 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
             trainer.train(resume_from_checkpoint=resumes)
             weights.append(training.whole_weights(trainer.model))
             finishing.append(finish_saves() in map(type, trainer.callback_handler.callbacks))
-            tiny.ended(trainer.deepspeed, trainer.micro_losses)
+            tiny.final_state(trainer.deepspeed, trainer.micro_losses)
             if dist.get_rank() == 0 and not resumes:
                 Path(folder, "checkpoint-2", "latest").unlink()
             dist.barrier()
@@ -177,6 +177,6 @@ def export_case(folder: str) -> list[bool]:
     trainer.add_callback(ExportWeights(trainer, f"{folder}/exports", steps=1))
     trainer.train()
     weights = training.whole_weights(trainer.model)
-    tiny.ended(trainer.deepspeed, trainer.micro_losses)
+    tiny.final_state(trainer.deepspeed, trainer.micro_losses)
     read = [AutoModelForCausalLM.from_pretrained(f"{folder}/exports/{step}") for step in (1, 2)]
     return [torch.equal(weights, training.whole_weights(model)) for model in read]
