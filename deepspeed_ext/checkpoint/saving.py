@@ -91,6 +91,7 @@ def save_checkpoint(
         else:
             _start_async_save(files, files.async_saves, snapshot, commit)
     except BaseException:
+        # A writer thread that already has the snapshot commits or abandons the folder itself.
         if files.async_saves is None or snapshot is None or files.async_saves.discard(snapshot):
             commit.abandon()
         raise
