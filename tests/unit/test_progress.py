@@ -61,7 +61,7 @@ def converter_case() -> tuple[str, str]:
         assert ds_to_universal._do_parallel_work(str, [1, 2, 3], 1) == ["1", "2", "3"]
 
     with mock.patch.object(ds_to_universal, "main", main):
-        found = shown_by(lambda: to_universal._make(argparse.Namespace(output_folder="none")))
+        found = shown_by(lambda: to_universal._convert_into_folder(argparse.Namespace(output_folder="none")))
     log, terminal = shown_by(lambda: main(argparse.Namespace()))
     assert "3/3" in log and "3/3" in terminal  # theirs is back
     return found

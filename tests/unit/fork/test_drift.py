@@ -76,7 +76,7 @@ def test_each_difference_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     shutil.copy(ROOT / "deepspeed_ext" / "overrides.py", ours / "deepspeed_ext")
     known = package(tmp_path / "known", "deepspeed.zero", KNOWN)
     changed = package(tmp_path / "changed", "deepspeed.zero", CHANGED)
-    monkeypatch.setattr(drift, "known", lambda _: known)
+    monkeypatch.setattr(drift, "supported_deepspeed", lambda _: known)
     assert drift.main([str(known), str(changed)], False, None, ROWS, ours) == 1
     fitting, _, other = capsys.readouterr().out.partition("\n")
     assert ": 0 differences break something; 11" in fitting and "  breaks adapter: An optimizer of ours\n" in other
