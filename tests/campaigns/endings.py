@@ -70,10 +70,10 @@ class Case:
     """A run.
 
     Attributes:
-        kind: of its end.
+        kind: kind of its end.
         strategy: name of the section in ``OURS`` or ``STOCK``.
         late: seconds that a rank begins to apply the last step later than the other.
-        late_rank: which.
+        late_rank: the number of that rank.
         moment: seconds after the beginning of the last step, of a signal.
         first: whether the error that ends a run is raised before its last step.
         save: "well" or "fails": the script ends during an asynchronous save, which succeeds or fails on rank 1.
@@ -93,7 +93,7 @@ class Ended:
     """The end of a run.
 
     Attributes:
-        statuses: of the ranks' processes.
+        statuses: statuses of the ranks' processes.
         seconds: from the end of the first process to that of the last one.
         written: output of the ranks.
         saved: whether there is a checkpoint.

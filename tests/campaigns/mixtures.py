@@ -48,7 +48,7 @@ class Architecture:
 
     Attributes:
         config: the name of its configuration.
-        keys: of a small one.
+        keys: keys of a small one.
         preset: AutoEP's name; none where it has none.
         attention: what LoRA adapts.
         auxiliary: whether the model adds a loss that balances experts, if asked to (``output_router_logits``).

@@ -62,7 +62,7 @@ class Plan:
     """The settings of the ranks.
 
     Attributes:
-        folder: of checkpoints and reports.
+        folder: folder of checkpoints and reports.
         moment: in which the second node is killed; empty for none.
         strategies: by number of ranks.
         in_memory: whether the run saves into memory of the nodes.

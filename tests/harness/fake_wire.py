@@ -54,8 +54,8 @@ class Late:
     """A collective on its way.
 
     Attributes:
-        name: of the method of the process group.
-        ranks: of the group.
+        name: name of the method of the process group.
+        ranks: ranks of the group.
         began, ended: in seconds, on the CPU; events on a GPU.
     """
 
@@ -110,7 +110,7 @@ class Wire:
 
         Args:
             group: process group.
-            name: of its method.
+            name: name of its method.
             plan: its outputs, inputs, and arithmetic; called when it runs.
         """
         late = Late(name, group.size(), self)

@@ -46,10 +46,10 @@ class Kill:
     """Time and victim of a kill.
 
     Attributes:
-        strategy: of the run.
+        strategy: strategy of the run.
         same: whether the second save has the tag of the first one.
-        rank: that is killed.
-        all: whether all others are killed with it.
+        rank: the killed rank.
+        all: whether all other ranks are killed as well.
         call: the call of ``CALLS`` at which it is killed; empty: ``seconds`` after the start of the save.
         number: of the call, from 0. A rank that makes no such call is killed after the save.
         after: whether the call is done first.
@@ -170,9 +170,9 @@ def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tup
     """Kill and load; return the number of the save that was loaded, and the problems.
 
     Args:
-        pool: of ranks.
-        folder: of its saves; it is created.
-        kill: when and whom.
+        pool: pool of ranks.
+        folder: folder of its saves; it is created.
+        kill: time and victim of the kill.
         hidden: names next to the checkpoints that existed before.
     """
     from tests.harness.ranks import RankError

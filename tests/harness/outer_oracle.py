@@ -23,8 +23,8 @@ class Apart(NamedTuple):
     """A run with an outer optimizer.
 
     Attributes:
-        losses: of this rank.
-        weights: of this rank's group, 1D, all parameters.
+        losses: losses of this rank.
+        weights: weights of this rank's group, 1D, all parameters.
         anchors: the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours.
     """
 
@@ -123,7 +123,7 @@ class Found(NamedTuple):
     """The comparison of our run with the oracle.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         weights: largest difference of the group's weights, relative to the largest weight.
         losses: largest difference.
         anchors: whether they are the same bits in all groups.

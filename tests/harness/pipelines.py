@@ -31,9 +31,9 @@ class Pipe:
     """A training of a pipeline.
 
     Attributes:
-        stages: of the pipeline.
+        stages: stages of the pipeline.
         micro_batches: in each step.
-        widths: of the middle layers, in which each adds to its input.
+        widths: widths of the middle layers, in which each adds to its input.
         tied: whether embedding and head share a weight.
         frozen: layers, by number, without gradients.
         groups: parameter groups: matrices and the rest.

@@ -38,7 +38,7 @@ def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links
     """Train with a section, without and with a report in a folder; return the problems on this rank.
 
     Args:
-        folder, section, job: of the report, of zero_optimization, and of a ``Job``.
+        folder, section, job: folder of the report, keys of zero_optimization, and fields of a ``Job``.
         links: rates of hops; None to measure them.
     """
     reporting = {**section, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}

@@ -73,12 +73,12 @@ class Fault:
     """A fault in the second of three saves.
 
     Attributes:
-        strategy: of the run.
-        kind: of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
+        strategy: strategy of the run.
+        kind: kind of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
         same: whether the second save has the tag of the first one.
-        rank: where it happens.
+        rank: the rank of the fault.
         call: the call of ``CALLS`` that raises.
-        number: of the call, from 0.
+        number: number of the call, from 0.
         error: the error, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
     """
 
@@ -101,7 +101,7 @@ class Outcome(NamedTuple):
 
     Attributes:
         fired: whether the call was made.
-        error: of the save with the fault.
+        error: error of the save with the fault.
         loaded: number of the save that a load restores after it, 0 or 1; -1 if neither.
         again: error of the third save, or differences after its load.
     """

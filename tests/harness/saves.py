@@ -93,9 +93,9 @@ class Run:
     """A run that saves.
 
     Args:
-        engine, model: to be trained.
+        engine, model: the engine, and the model that it trains.
         job: the training.
-        folder: of its checkpoints.
+        folder: folder of its checkpoints.
     """
 
     def __init__(self, engine: Any, model: nn.Module, job: Any, folder: str) -> None:
@@ -263,7 +263,7 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
     """Run twice, and compare.
 
     Args:
-        folder: of all checkpoints.
+        folder: folder of all checkpoints.
         make: makes a run that saves into a folder.
         read: returns the part of a file that is compared.
     """
@@ -288,10 +288,10 @@ def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, k
     """Compare two runs of a strategy. With a device, files are compared ``as_from_host``: they contain device names.
 
     Args:
-        folder: of all checkpoints.
-        name: of the strategy.
+        folder: folder of all checkpoints.
+        name: name of the strategy.
         job: what to train.
-        group_size: of the strategy.
+        group_size: group size of the strategy.
         kind: the sequence of steps and saves.
     """
 

@@ -186,11 +186,11 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     The engine is destroyed while the device has streams: what is in flight is completed.
 
     Args:
-        order: of the device.
-        name: of the strategy, or the stage.
+        order: order of the device.
+        name: name of the strategy, or the stage.
         options: name of the set, or ``BY_HAND``.
         folder: for checkpoints.
-        steps: how many; 0 for as many as the options say.
+        steps: their number; 0: the number in the options.
         more: further keys of zero_optimization.
     """
     if options == BY_HAND:

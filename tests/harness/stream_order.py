@@ -164,7 +164,7 @@ class Order:
         """An operation runs on a stream.
 
         Args:
-            stream: which.
+            stream: the stream of the operation.
             operation: its name.
             reads, writes: tensors; those in both are written.
             made: tensors whose memory is new.
@@ -212,9 +212,9 @@ class Order:
 
         Args:
             group: process group.
-            name: of its method.
+            name: name of its method.
             start: runs it.
-            args: of the method.
+            args: arguments of the method.
         """
         written, read = ([*_tensors([args[i] for i in index])] for index in _COLLECTIVES[name])
         with _disable_current_modes():

@@ -76,8 +76,8 @@ class Campaign:
     """A run of the fuzzer.
 
     Args:
-        pool: of ranks.
-        seed: of the drawn cases.
+        pool: pool of ranks.
+        seed: seed of the drawn cases.
         worlds: numbers of ranks to draw from.
         shrinking: seconds that shrinking a case may take; 0 to end with the first failure instead.
         batch: cases of one kind that are drawn together, before those of the next kind.

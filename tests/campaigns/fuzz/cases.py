@@ -46,7 +46,7 @@ class Block(Plain):
             weight without owning it; "experts", a leaf module with three parts, and each call uses one or two of them;
             "unit", a mixture of many small parameters; "packed", a router and five experts in 3-D parameters, and each
             call uses some of them.
-        width: of the output of "linear", and of the inside of the others.
+        width: width of the output of "linear", and of the inside of the others.
         bias: whether a linear layer has one.
         frozen: whether its parameters have no gradients.
         recomputed: None, or use_reentrant of torch's activation checkpointing.
@@ -72,7 +72,7 @@ class Step(Plain):
 
     Attributes:
         before: events.
-        micro_steps: how many; 0 for as many as the configuration says.
+        micro_steps: their number; 0: the number in the configuration.
         skipped: (micro-step, block): blocks that this micro-step leaves out, on all ranks.
         overflow: (micro-step, rank) where the loss becomes infinite.
         twice: micro-steps with a backward in two parts.

@@ -18,7 +18,7 @@ class Fault(NamedTuple):
 
     Attributes:
         what: in a sentence.
-        stages: that do.
+        stages: the stages that have it.
         found: whether a case meets it.
         without: keys of the configuration, or of zero_optimization, without which it does not happen, and which change
             no numbers otherwise; none if another stage has to be the oracle.

@@ -78,7 +78,7 @@ class Run:
     Attributes:
         zero: keys of zero_optimization.
         ours: whether events that must change nothing take place.
-        order: of a device with streams, or none.
+        order: order of a device with streams, or none.
         seen: values that events have read.
         stepped: whether there are optimizer states.
     """

@@ -26,7 +26,7 @@ class Trained:
     Attributes:
         losses, norms, scales, applied: of micro-steps and evaluations; of steps.
         states: see ``tests.harness.snapshots.snapshot``.
-        weights: of all parameters, in one dimension and fp32.
+        weights: weights of all parameters, in one dimension and fp32.
         replicas_equal: whether all ranks that hold a parameter hold the same bits.
         held: bytes of tensors that live after each step.
         left: bytes of tensors that live longer than the engine and the model.
@@ -81,7 +81,7 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
         case: the case.
         zero: keys of zero_optimization.
         ours: whether events that must change nothing take place.
-        order: of a device with streams, which checks all of it.
+        order: order of a device with streams, which checks all of it.
     """
     gc.collect()
     before = live_bytes()

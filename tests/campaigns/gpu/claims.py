@@ -73,9 +73,9 @@ def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> Non
     """Append the verdicts to the table, and say in the README how many claims hold.
 
     Args:
-        root: of the repository.
+        root: root of the repository.
         about: date, device, versions and commit.
-        found: of all claims.
+        found: verdicts of all claims.
 
     Raises:
         ValueError: the README has no line of the status.

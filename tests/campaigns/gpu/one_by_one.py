@@ -44,7 +44,7 @@ class Case:
     """Some checks that belong together.
 
     Attributes:
-        name: of it; before the names of its checks.
+        name: name of it; before the names of its checks.
         run: makes them, on each rank, given its setup; can be pickled.
         limit: seconds.
     """
@@ -60,7 +60,7 @@ def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:
     A check holds if it does on all ranks that make it. Figures are those of rank 0.
 
     Args:
-        setup: of the experiment.
+        setup: setup of the experiment.
         cases: in this order.
         alone: whether there is one rank.
     """

@@ -38,7 +38,7 @@ class Experiment(NamedTuple):
         title: its purpose.
         limit: seconds.
         function: module and function.
-        variables: of its environment, on a GPU.
+        variables: variables of its environment, on a GPU.
         alone: whether it measures time, and so runs alone.
     """
 
@@ -76,9 +76,9 @@ class Outcome:
     """The outcome of an experiment.
 
     Attributes:
-        name, title: of the experiment.
+        name, title: from the ``Experiment``.
         kind: passed, failed, crashed, hung or not run.
-        seconds: that it took.
+        seconds: its duration.
         checks: name: whether it held.
         figures: name: measured value.
         text: why it did not pass; the end of its output if it crashed or hung.
@@ -176,7 +176,7 @@ def run_all(
         budget: seconds for all of them.
         folder: for reports and output.
         note: is given all outcomes after each.
-        environment: of the processes.
+        environment: environment of the processes.
         at_once: how many run at the same time.
     """
     begin, outcomes = time.monotonic(), list[Outcome]()

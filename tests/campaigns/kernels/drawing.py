@@ -24,7 +24,7 @@ class Drawing:
     """A source of random cases, the same for the same seed.
 
     Args:
-        seed: of both generators; torch's global one is seeded.
+        seed: seed of both generators; torch's global one is seeded.
     """
 
     def __init__(self, seed: int) -> None:

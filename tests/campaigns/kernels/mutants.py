@@ -144,7 +144,7 @@ def find_fault(fault: Fault, libraries: Path) -> str:
     """Return the line that reports a fault; empty if it is not found.
 
     Args:
-        libraries: where objects are kept.
+        libraries: the folder of objects.
 
     Raises:
         ValueError: its text is not once in its file.

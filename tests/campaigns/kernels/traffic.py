@@ -60,7 +60,7 @@ def measure_traffic(emulator: Emulator, case: Case) -> Moved:
     """Run a case in the checked build, and return its traffic.
 
     Args:
-        emulator: of the checked build.
+        emulator: emulator of the checked build.
         case: its outputs are overwritten.
     """
     emulator.set()

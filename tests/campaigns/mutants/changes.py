@@ -142,7 +142,7 @@ def draw_changes(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mu
 
     Args:
         number: of all rooms together; each room gets its share by its lines, but at least ``LEAST``.
-        seed: of the choice.
+        seed: seed of the choice.
         rooms: only these, if any.
     """
     paths = [*sorted((ROOT / "deepspeed_ext").rglob("*.py")), *(ROOT / "csrc" / "loco" / name for name in CPU_KERNELS)]

@@ -59,7 +59,7 @@ class Side:
     """One of the two that are compared: stock, or strategies by stage.
 
     Attributes:
-        strategies: of the stages 1, 2 and 3; none for stock.
+        strategies: strategies of the stages 1, 2 and 3; none for stock.
         group_size: see ``upstream_forced.with_strategy``.
     """
 
@@ -79,7 +79,7 @@ class Suite:
     Attributes:
         tests: a copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the
             search path, and would find the checkout's DeepSpeed there.
-        work: where everything is written.
+        work: the folder for all files.
         limit: seconds that a test may take.
         ranks: how many take part in the tests that upstream runs with two; None for two.
         jobs: processes of pytest at a time.

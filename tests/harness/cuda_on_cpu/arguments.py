@@ -44,7 +44,7 @@ class Placed:
 
         Args:
             before: the whole buffer.
-            expected: of the view's shape.
+            expected: expected values of the view's shape.
 
         Raises:
             AssertionError: it is not; says where.

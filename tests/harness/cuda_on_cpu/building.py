@@ -85,8 +85,8 @@ def build_library(sources: Path, folder: Path, name: str) -> Path:
 
     Args:
         sources: ``csrc/loco`` of a checkout.
-        folder: where objects and libraries of all builds are kept, by a hash of their sources.
-        name: of the build.
+        folder: the folder of objects and libraries of all builds, by a hash of their sources.
+        name: name of the build.
 
     Raises:
         ValueError: a source has something that is not rewritten.

@@ -91,7 +91,7 @@ class _Work:
 
     Args:
         work: gloo's.
-        args: of the collective, with tensors of the device.
+        args: arguments of the collective, with tensors of the device.
     """
 
     _under_way: ClassVar[set["_Work"]] = set()

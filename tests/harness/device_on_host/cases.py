@@ -38,7 +38,7 @@ class Options:
     """Options of a training on both.
 
     Attributes:
-        strategies: that have a case.
+        strategies: the strategies with a case.
         zero: further keys of zero_optimization.
         job: without these keys.
         stock: the stage of DeepSpeed's that trains on the device as well; none where gradients are rounded.
@@ -75,7 +75,7 @@ class Beside(NamedTuple):
     """The comparison of a run on the device.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         as_on_host: whether losses, norms, decisions and weights are those of the same run on the host, to the bit.
         from_stock: of weights, how far they are from those of stock DeepSpeed on the device, relative to the largest.
         places: device types of parameters, and of the optimizer's weights and states.
@@ -141,7 +141,7 @@ class Resumed(NamedTuple):
     """Differences from the saved run.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         loaded, resumed: after a load, and after going on: on the device, to the bit.
         elsewhere: after a load on the host of a save of the device, or vice versa.
     """
@@ -202,8 +202,8 @@ def exported(folder: str, name: str, **how: Any) -> list[str]:
     """Return which weights of an export of a strategy are not those of the model when it was called.
 
     Args:
-        folder: of the export.
-        name: of the strategy.
+        folder: folder of the export.
+        name: name of the strategy.
         how: arguments of ``export_weights``.
     """
     from safetensors.torch import load_file
@@ -249,7 +249,7 @@ class Offloaded(NamedTuple):
     """The states of a run that offloads and reloads them after each backward.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         same: whether the weights are those of a run without.
         away: devices of states in between; whether those that are held for long were pinned.
         back: devices afterwards.
@@ -313,10 +313,10 @@ class Held(NamedTuple):
     """Memory of the parameters of a model, in bytes.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         places: devices of slices, and whether they are pinned.
-        host, cached: of slices, and of those that are on the device as well.
-        on_host: of all memory of the host that has the parameters' dtype.
+        host, cached: bytes of slices, and of slices that are on the device as well.
+        on_host: bytes of all memory of the host that has the parameters' dtype.
         peak: the most that memory of the device with the parameters' dtype was in a step.
     """
 
@@ -358,7 +358,7 @@ class LiveBytes(TorchDispatchMode):
     """Counts the memory that torch's operators have made, or used, in this context.
 
     Args:
-        dtype: of the tensors that are counted.
+        dtype: dtype of the tensors that are counted.
 
     Attributes:
         most: the most bytes of the device that there were after an operator.

@@ -39,7 +39,7 @@ def train(
         make: makes arguments of deepspeed.initialize; a model, if not the tiny one.
         prepare, finish: see the engine before and after training.
         loss_of: forward.
-        parts: of the data, each for as many ranks; by default every rank has its own.
+        parts: parts of the data, each for as many ranks; by default every rank has its own.
     """
     provided = make()
     provided.setdefault("model", tiny.make_model())
