@@ -75,7 +75,7 @@ def test_a_damaged_file_is_named_before_a_load_changes_anything(
         assert messages == answers[0][0] and (changed, again) == ({}, {})
         for (file, fault, _), message in zip(files_of(name, universal), messages, strict=True):
             assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
-            reason = {"missing": "is missing", "of another save": "of another save"}.get(fault, "cannot be read")
+            reason = {"missing": "is missing", "of another save": "to another save"}.get(fault, "cannot be read")
             assert reason in message, (fault, message)
 
 
