@@ -13,7 +13,7 @@ from deepspeed_ext.integration.activation import activate
 from deepspeed_ext.version import __version__
 
 if TYPE_CHECKING:
-    from deepspeed_ext.checkpoint.exporting import export_weights
+    from deepspeed_ext.checkpoint.export import export_weights
     from deepspeed_ext.checkpoint.in_memory import save_in_memory
     from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
     from deepspeed_ext.zero.outer import outer_weights
@@ -30,8 +30,8 @@ __all__ = [
     "save_in_memory",
     "wait_for_updates",
 ]
-_ROOMS = {
-    "export_weights": "checkpoint.exporting",
+_MODULES = {
+    "export_weights": "checkpoint.export",
     "outer_weights": "zero.outer",
     "save_in_memory": "checkpoint.in_memory",
     "wait_for_updates": "zero.updates_in_flight",
@@ -41,7 +41,7 @@ _ROOMS = {
 def __getattr__(name: str) -> Any:
     """Import public names only when they are used."""
     if name in __all__:
-        return getattr(importlib.import_module(f"deepspeed_ext.{_ROOMS.get(name, 'strategy')}"), name)
+        return getattr(importlib.import_module(f"deepspeed_ext.{_MODULES.get(name, 'strategy')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -17,7 +17,7 @@ ADAM_BYTES = 12  # for each parameter: master copy and two moments in fp32
 MUON_BYTES = 8  # for each parameter that Muon trains: master copy and momentum in fp32
 
 
-def experts_of_sizes(model: nn.Module) -> dict[int, list[nn.Parameter]]:
+def experts_by_size(model: nn.Module) -> dict[int, list[nn.Parameter]]:
     """Return this rank's parameters that DeepSpeed has marked as experts, by their expert-parallel size."""
     params_by_size: dict[int, list[nn.Parameter]] = {}
     for param in model.parameters():
@@ -26,13 +26,13 @@ def experts_of_sizes(model: nn.Module) -> dict[int, list[nn.Parameter]]:
     return params_by_size
 
 
-def dense(model: nn.Module) -> list[nn.Parameter]:
+def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all other parameters, which are on every data-parallel rank."""
-    experts = {id(param) for params in experts_of_sizes(model).values() for param in params}
+    experts = {id(param) for params in experts_by_size(model).values() for param in params}
     return [param for param in model.parameters() if id(param) not in experts]
 
 
-def count(
+def count_states(
     parameters: Iterable[nn.Parameter], parameter_bytes: int | None = None, gradient_bytes: int = 2
 ) -> ModelStates:
     """Return the bytes of parameters, of their gradients, and of the states of Adam, or of Muon for marked ones.
@@ -48,25 +48,25 @@ def count(
     parameters = list({id(p): p for p in parameters}.values())
     trained = [p for p in parameters if p.requires_grad]
     elements = sum(map(numel_of, trained))
-    saved = (ADAM_BYTES - MUON_BYTES) * sum(map(numel_of, matrices(trained)))
+    saved = (ADAM_BYTES - MUON_BYTES) * sum(map(numel_of, muon_parameters(trained)))
     return ModelStates(
-        parameters=nbytes(parameters, parameter_bytes),
+        parameters=parameter_nbytes(parameters, parameter_bytes),
         gradients=float(elements * gradient_bytes),
-        updated=nbytes(trained, parameter_bytes),
+        updated=parameter_nbytes(trained, parameter_bytes),
         optimizer=float(elements * ADAM_BYTES - saved),
     )
 
 
-def matrices(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+def muon_parameters(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Return the trained parameters that DeepSpeed has marked for Muon."""
     return [p for p in parameters if p.requires_grad and getattr(p, "use_muon", False)]
 
 
-def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates:
+def states_on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates:
     """Return the bytes of the states of parameters on a DeepSpeedEngine's device; offloaded states take none."""
     config = engine._config.zero_config
     dtype, sums = engine.get_data_types()
-    states = count(parameters, 2 if dtype.itemsize == 2 else None, sums.itemsize)
+    states = count_states(parameters, 2 if dtype.itemsize == 2 else None, sums.itemsize)
     return replace(
         states,
         parameters=0.0 if offloads(config.offload_param) else states.parameters,
@@ -74,7 +74,7 @@ def on_device(engine: Engine, parameters: Iterable[nn.Parameter]) -> ModelStates
     )
 
 
-def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
+def parameter_nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
     """Return the bytes of parameters with ``each`` bytes per element; by default their current size."""
     return float(sum(numel_of(p) * (each or p.element_size()) for p in parameters))
 
@@ -82,7 +82,7 @@ def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
 # States of an engine ##############################################################################
 
 
-def held(engine: Engine) -> StateBytes:
+def measure_state_bytes(engine: Engine) -> StateBytes:
     """Return the bytes of an engine's model states on this rank, with any optimizer, DeepSpeed's or ours.
 
     Each storage counts once and completely; if it holds two states, it counts as the first. Buckets and gathered

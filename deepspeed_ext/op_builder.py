@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder
 from deepspeed.utils import logger
 
@@ -38,8 +39,8 @@ _EXACT = ("-ffp-contract=off", "-Wno-psabi")
 _POLL_SECONDS = 0.1
 _UNKNOWN_SECONDS = 10.0  # until a warning about a holder that may be dead
 _ALIVE_SECONDS = 60.0  # until a warning about a holder that builds: kernels for a GPU take about as long
-_SEVERAL = "several machines"
-_FORGOTTEN_SECONDS = 24 * 3600.0  # age from which another machine's note is ignored
+_SEVERAL_MACHINES = "several machines"
+_EXPIRY_SECONDS = 24 * 3600.0  # age from which another machine's note is ignored
 
 
 class LocoBuilder(CUDAOpBuilder):
@@ -80,7 +81,15 @@ class LocoBuilder(CUDAOpBuilder):
         return [*args, "-fmad=false", "-DUSE_CUDA", _STABLE_ABI] if args else args
 
     def builder(self) -> Any:
-        """Return the extension for a ``setup.py``, with relative paths of sources, as setuptools requires."""
+        """Return the extension for a ``setup.py``, with relative paths of sources, as setuptools requires.
+
+        Raises:
+            RuntimeError: torch is for ROCm.
+        """
+        if torch.version.hip is not None:
+            raise RuntimeError(
+                "LoCo has no kernels for ROCm; its operators run in plain PyTorch. Install without DS_BUILD_LOCO."
+            )
         extension = super().builder()
         extension.sources = [os.path.relpath(source) for source in extension.sources]
         return extension
@@ -96,7 +105,7 @@ class LocoBuilder(CUDAOpBuilder):
         from torch.utils.cpp_extension import _get_build_directory  # the folder of ``jit_load``
 
         folder = Path(_get_build_directory(self.name, verbose=False))
-        with built_once(folder, "the kernels of LoCo"):
+        with build_once(folder, "the kernels of LoCo"):
             if not (folder / f"{self.name}.so").exists():  # else it is loaded, and compiled only if sources are newer
                 logger.warning(
                     f"deepspeed_ext: compiling the kernels of LoCo in {folder}, which takes a minute or two, once"
@@ -115,7 +124,7 @@ def source_folder() -> Path:
 
 
 @contextmanager
-def built_once(folder: Path, name: str) -> Iterator[None]:
+def build_once(folder: Path, name: str) -> Iterator[None]:
     """Allow only one process at a time to build in a folder; see Note [Two locks].
 
     Args:
@@ -123,12 +132,12 @@ def built_once(folder: Path, name: str) -> Iterator[None]:
         name: name of the extension, for messages.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    torchs, began, warned = folder / "lock", time.monotonic(), False
-    with (folder / "holders").open("a+") as ours:
+    torch_lock, start, warned = folder / "lock", time.monotonic(), False
+    with (folder / "holders").open("a+") as holders:
         kind = fcntl.LOCK_EX
-        while waits_for := _obstacle(torchs, ours, kind, name):
+        while waits_for := _obstacle(torch_lock, holders, kind, name):
             reason, patience = waits_for
-            if not warned and time.monotonic() - began > patience:
+            if not warned and time.monotonic() - start > patience:
                 logger.warning(f"deepspeed_ext: waiting {reason}")
                 warned = True
             time.sleep(_POLL_SECONDS)
@@ -136,71 +145,71 @@ def built_once(folder: Path, name: str) -> Iterator[None]:
         yield
 
 
-def _obstacle(torchs: Path, ours: TextIO, kind: int, name: str) -> tuple[str, float] | None:
+def _obstacle(torch_lock: Path, holders: TextIO, kind: int, name: str) -> tuple[str, float] | None:
     """Try to take our lock; return None if that succeeds and nothing else blocks.
 
     Otherwise return (reason for waiting, seconds until a warning with it).
     """
     try:
-        alone = kind == fcntl.LOCK_EX and _take(ours, fcntl.LOCK_EX)
-        if not alone and not _take(ours, fcntl.LOCK_SH):
-            return f"for another process, which builds {name} and holds {ours.name}.", _ALIVE_SECONDS
-        if (age := _blocked_since(torchs)) is None:
-            _note(ours, alone)
+        exclusive = kind == fcntl.LOCK_EX and _try_lock(holders, fcntl.LOCK_EX)
+        if not exclusive and not _try_lock(holders, fcntl.LOCK_SH):
+            return f"for another process, which builds {name} and holds {holders.name}.", _ALIVE_SECONDS
+        if (age := _blocked_since(torch_lock)) is None:
+            _write_note(holders, exclusive)
             return None
-        alone = alone or _take(ours, fcntl.LOCK_EX)
-        if alone and _noted(ours) == _boot_id() != "":
-            torchs.unlink(missing_ok=True)
+        exclusive = exclusive or _try_lock(holders, fcntl.LOCK_EX)
+        if exclusive and _read_note(holders) == _boot_id() != "":
+            torch_lock.unlink(missing_ok=True)
             logger.warning(
-                f"deepspeed_ext: removed {torchs}, {age:.0f} s old: the process that built {name} there has died."
+                f"deepspeed_ext: removed {torch_lock}, {age:.0f} s old: the process that built {name} there has died."
             )
             return None
-        fcntl.flock(ours, fcntl.LOCK_UN)
+        fcntl.flock(holders, fcntl.LOCK_UN)
     except OSError:  # the file system has no flock
-        if (age := _blocked_since(torchs)) is None:
+        if (age := _blocked_since(torch_lock)) is None:
             return None
     return (
-        f"for {torchs}, {age:.0f} s old, the lock file of a process that builds {name} or was killed while it did. "
-        f"If no process on any machine builds there, remove the file.",
+        f"for {torch_lock}, {age:.0f} s old, the lock file of a process that builds {name} or was killed during its "
+        f"build. If no process on any machine builds there, remove the file.",
         _UNKNOWN_SECONDS,
     )
 
 
-def _take(ours: TextIO, kind: int) -> bool:
+def _try_lock(holders: TextIO, kind: int) -> bool:
     try:
-        fcntl.flock(ours, kind | fcntl.LOCK_NB)
+        fcntl.flock(holders, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
 
 
-def _blocked_since(torchs: Path) -> float | None:
+def _blocked_since(torch_lock: Path) -> float | None:
     """Return the age of torch's lock file in seconds; None if there is none, or if it blocks no process."""
     from torch.utils import cpp_extension
 
     if not hasattr(cpp_extension, "FileBaton"):  # only FileBaton's file blocks by existing
         return None
     try:
-        return max(0.0, time.time() - torchs.stat().st_mtime)
+        return max(0.0, time.time() - torch_lock.stat().st_mtime)
     except FileNotFoundError:
         return None
 
 
-def _noted(ours: TextIO) -> str:
-    ours.seek(0)
-    return ours.read()
+def _read_note(holders: TextIO) -> str:
+    holders.seek(0)
+    return holders.read()
 
 
-def _note(ours: TextIO, alone: bool) -> None:
+def _write_note(holders: TextIO, exclusive: bool) -> None:
     """Record that a process of this machine is about to build or load."""
-    machine, noted = _boot_id(), _noted(ours)
-    forgotten = not noted or time.time() - os.fstat(ours.fileno()).st_mtime > _FORGOTTEN_SECONDS
-    if noted != machine and not (alone and forgotten):
-        machine = _SEVERAL
+    machine, noted = _boot_id(), _read_note(holders)
+    expired = not noted or time.time() - os.fstat(holders.fileno()).st_mtime > _EXPIRY_SECONDS
+    if noted != machine and not (exclusive and expired):
+        machine = _SEVERAL_MACHINES
     if noted != machine:
-        ours.truncate(0)
-        ours.write(machine)  # the file is open for appending; it is empty now
-        ours.flush()
+        holders.truncate(0)
+        holders.write(machine)  # the file is open for appending; it is empty now
+        holders.flush()
 
 
 def _boot_id() -> str:

@@ -7,7 +7,7 @@ the parent accepts those that our override forwards. A release of DeepSpeed that
 that we forward to as ``*args, **kwargs`` changes nothing.
 
 Mismatches are recorded and not raised, because engines without our keys import these classes, too. If one of our keys
-is used, ``patcher.require`` reads ``problems``.
+is used, ``patcher.require`` reads ``override_problems``.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 from typing_extensions import override
 
 __all__ = [
-    "bypassed",
-    "checked",
+    "bypassed_methods",
+    "check_overrides",
     "fits",
-    "overridden",
+    "list_overrides",
     "override",
+    "override_problems",
     "plain_signature",
-    "problems",
     "purpose",
-    "replaced",
+    "replace_attributes",
 ]
 
 _Class = TypeVar("_Class", bound=type)
@@ -36,7 +36,7 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 @contextlib.contextmanager
-def replaced(target: Any, /, **attributes: Any) -> Iterator[None]:
+def replace_attributes(target: Any, /, **attributes: Any) -> Iterator[None]:
     """Set attributes of an instance, a class, or a module within a context, and restore them afterwards.
 
     Raises:
@@ -57,29 +57,29 @@ def replaced(target: Any, /, **attributes: Any) -> Iterator[None]:
                 delattr(target, name)
 
 
-def checked(cls: _Class) -> _Class:
+def check_overrides(cls: _Class) -> _Class:
     """Class decorator: check a class with one of DeepSpeed's among its bases, and record mismatches."""
     setattr(cls, _NOTED, tuple(_find_problems(cls)))
     return cls
 
 
-def problems(cls: type) -> tuple[str, ...]:
+def override_problems(cls: type) -> tuple[str, ...]:
     """Return the mismatches of a checked class with DeepSpeed's class, one clause each."""
     clauses: tuple[str, ...] = getattr(cls, _NOTED)
     return clauses
 
 
-def overridden(cls: type) -> Iterator[tuple[type, str, Any]]:
+def list_overrides(cls: type) -> Iterator[tuple[type, str, Any]]:
     """Yield (DeepSpeed's class, name, our member) for each override in a class and its bases that are ours."""
     for parent, name, member in _members(cls):
         if _is_marked(member):
             yield parent, name, member
 
 
-def bypassed(cls: type) -> list[str]:
+def bypassed_methods(cls: type) -> list[str]:
     """Return DeepSpeed's methods that other code has replaced, and that the overrides of a class do not call."""
     replaced_methods = []
-    for parent, name, member in overridden(cls):
+    for parent, name, member in list_overrides(cls):
         parent_member = _function(inspect.getattr_static(parent, name, None))
         module = str(getattr(parent_member, "__module__", ""))
         calls_parent = "__class__" in _function(member).__code__.co_freevars  # of ``super()``

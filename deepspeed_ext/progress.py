@@ -14,25 +14,25 @@ from tqdm import tqdm
 _Item = TypeVar("_Item")
 
 
-def bar(total: int, what: str, unit: str) -> "tqdm[Any]":
+def progress_bar(total: int, label: str, unit: str) -> "tqdm[Any]":
     """Return a bar that the caller advances by ``update`` and closes as a context.
 
     Args:
         total: number of items.
-        what: operation, in a word or two.
+        label: operation, in a word or two.
         unit: unit of an item.
     """
-    return tqdm(total=total, desc=what, unit=unit, disable=_disabled())
+    return tqdm(total=total, desc=label, unit=unit, disable=_disabled())
 
 
-def followed(items: Collection[_Item], what: str, unit: str) -> Iterable[_Item]:
+def track_progress(items: Collection[_Item], label: str, unit: str) -> Iterable[_Item]:
     """Return the items, and advance a bar after each.
 
     Args:
         items: items to process.
-        what, unit: as for ``bar``.
+        label, unit: as for ``progress_bar``.
     """
-    bar_items: Iterable[_Item] = tqdm(items, desc=what, unit=unit, disable=_disabled())
+    bar_items: Iterable[_Item] = tqdm(items, desc=label, unit=unit, disable=_disabled())
     return bar_items
 
 

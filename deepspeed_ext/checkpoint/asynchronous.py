@@ -30,7 +30,7 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
-from deepspeed_ext.checkpoint.folder import CheckpointError, told
+from deepspeed_ext.checkpoint.folder import CheckpointError, error_text
 from deepspeed_ext.checkpoint.snapshots import HostBuffers, Pace, Snapshot
 from deepspeed_ext.comm.agreement import (
     bounds,
@@ -43,9 +43,9 @@ from deepspeed_ext.comm.agreement import (
 from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.worker_thread import ExplainedError, Job, WorkerThread
 
-Waiting = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path
+PendingFile = tuple[object, str, str]  # a pending file: content, path in the staging folder, final path
 Write = Callable[[object, str, str], Exception | None]
-_CONNECTING = "threads that write checkpoints could not be connected"
+_CONNECTING = "the checkpoint writer threads could not connect"
 
 
 class SaveFailed(CheckpointError, ExplainedError):
@@ -62,25 +62,25 @@ class _FailingStep:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun = 0
-        self._chosen: Future[float] | None = None
+        self._choice: Future[float] | None = None
 
     def begin(self) -> bool:
         """Count a step, and return whether it must raise."""
         with self._lock:  # counts the step and reads the future atomically: `choose` votes on this count
             self._begun += 1
-            step, chosen = self._begun, self._chosen
-        return chosen is not None and step >= chosen.result()
+            step, choice = self._begun, self._choice
+        return choice is not None and step >= choice.result()
 
-    def choose(self, over: HostChannel) -> None:
+    def choose(self, channel: HostChannel) -> None:
         """Choose the first step that no rank has begun. Collective over the writer threads."""
-        chosen: Future[float] = Future()
+        choice: Future[float] = Future()
         with self._lock:
-            self._chosen, step = chosen, self._begun + 1
+            self._choice, step = choice, self._begun + 1
         last = math.inf
         try:
-            last = -over.all_reduce_min(-step)
+            last = -channel.all_reduce_min(-step)
         finally:
-            chosen.set_result(last)  # also after an error: the training thread may be waiting in `begin`
+            choice.set_result(last)  # also after an error: the training thread may be waiting in `begin`
 
 
 class AsyncSaves:
@@ -93,13 +93,13 @@ class AsyncSaves:
     def __init__(self) -> None:
         self.buffers = HostBuffers()
         self._channel: HostChannel | None = None
-        self._background = _thread()
+        self._background = _new_worker()
         self._pace = Pace(self._background)
         self._snapshot: Snapshot | None = None
         self._job: Job | None = None
         self._commit: Commit | None = None
-        self._failing = _FailingStep()
-        self._told = False  # whether this rank has raised the error of the save
+        self._failing_step = _FailingStep()
+        self._error_raised = False  # whether this rank has raised the error of the save
         self._connected = True  # whether this rank's thread still has its connections
 
     @property
@@ -122,62 +122,62 @@ class AsyncSaves:
         """Return an empty snapshot. See ``Snapshot``."""
         return Snapshot(self.buffers, changed_by_steps)
 
-    def give_up(self, snapshot: Snapshot) -> bool:
+    def discard(self, snapshot: Snapshot) -> bool:
         """Discard a snapshot unless a thread is writing it; return whether it was discarded."""
         if self._snapshot is snapshot:
             return False
-        snapshot.give_up()  # waits for the device, which may still write into buffers that would be reused
-        self.buffers.take_back()
+        snapshot.discard()  # waits for the device, which may still write into buffers that would be reused
+        self.buffers.reclaim()
         return True
 
-    def start(self, snapshot: Snapshot, waiting: list[Waiting], write: Write, commit: Commit) -> None:
+    def start(self, snapshot: Snapshot, pending: list[PendingFile], write: Write, commit: Commit) -> None:
         """Write a snapshot and commit it while training continues. Returns immediately.
 
         Args:
             snapshot: a sealed snapshot.
-            waiting: pending files, with content in the snapshot; emptied.
+            pending: files whose content is in the snapshot; emptied.
             write: writes one file, and returns the error if it fails.
             commit: commits the folder of these files.
         """
 
         def run() -> None:
             try:
-                written, error = 0, self.channel.wait_for(partial(_error_of, snapshot.complete))
+                written, error = 0, self.channel.wait_for(partial(_catch_error, snapshot.complete_copies))
                 # Without this vote, ranks with a complete snapshot would wait for messages of a rank without one.
                 if self.channel.all_reduce_min(int(error is None)):
                     snapshot.exchange(self.channel, self._pace)
-                    written, error = self.channel.wait_for(lambda: _write_all(waiting, write))
-                self._run(commit, written, error)
+                    written, error = self.channel.wait_for(lambda: _write_all(pending, write))
+                self._commit_files(commit, written, error)
             except BaseException as failure:
-                raise self._failed(commit, failure) from failure
+                raise self._fail(commit, failure) from failure
             finally:
-                snapshot.let_go()  # after an error, the next step would wait forever for copies
-                waiting.clear()
+                snapshot.release()  # after an error, the next step would wait forever for copies
+                pending.clear()
                 self.channel.end_worker()
 
-        self._commit, self._failing, self._pace = commit, _FailingStep(), Pace(self._background)
-        self._told, self._connected = False, True
-        # Set before the thread starts, so that `give_up` never reclaims buffers that the thread uses.
+        self._commit, self._failing_step, self._pace = commit, _FailingStep(), Pace(self._background)
+        self._error_raised, self._connected = False, True
+        # Set before the thread starts, so that `discard` never reclaims buffers that the thread uses.
         self._snapshot, tag = snapshot, self._background.next_tag()
         try:
             self._job = self._background.add(run, tag)
         except RuntimeError:  # no more threads: write in this one, because those of other ranks wait for this rank
-            logger.warning("deepspeed_ext: a checkpoint is written at once, since no thread could be started.")
+            logger.warning("deepspeed_ext: could not start a checkpoint writer thread; this save is synchronous.")
             self._pace.lift()
             self._job = Job(self._background, run, tag)
             self._job.run()
         except BaseException:  # a signal while the thread starts
             if not self._background.busy:
-                self._snapshot = None  # no thread will copy it, so `settle` must not wait for it
+                self._snapshot = None  # no thread will copy it, so `wait_for_copies` must not wait for it
             raise
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait until the snapshot no longer reads the optimizer's states."""
         if self._snapshot is not None:
-            self._snapshot.settle()
+            self._snapshot.wait_for_copies()
             self._snapshot = None
 
-    def at_step(self, raises: bool = True) -> None:
+    def before_step(self, raises: bool = True) -> None:
         """Wait for pending copies before a step, and raise if a save has failed. No communication.
 
         Args:
@@ -186,9 +186,9 @@ class AsyncSaves:
         Raises:
             SaveFailed: on all ranks.
         """
-        self.settle()
-        if self._failing.begin() and raises:
-            self._tell()
+        self.wait_for_copies()
+        if self._failing_step.begin() and raises:
+            self._raise_error()
 
     def finish(self) -> None:
         """Wait for the running save. Collective, and must be called after every started save.
@@ -197,19 +197,19 @@ class AsyncSaves:
             SaveFailed: on all ranks; the save failed, and no step has raised it.
         """
         job, commit, failure = self._job, self._commit, None
-        self._pace.lift()
+        self._pace.lift()  # training waits from here on, so the exchange need not leave the links to it
         if job is not None:
-            wait_for_all_ranks(job.wait_within)  # not one collective: a disk may be slower than its timeout
-        self.settle()
+            wait_for_all_ranks(job.wait_within)  # not one collective, because a disk may be slower than its timeout
+        self.wait_for_copies()
         if job is None or commit is None:
             return
         try:
-            self._tell()
+            self._raise_error()
         except SaveFailed as error:
             failure = error
-        self._forget(job)
+        self._release_job(job)
         # If the first rank has committed the checkpoint, a failure on another rank is only a missed last vote.
-        (committed, _), (connected, _) = bounds([not (job.failed and commit.first), self._connected])
+        (committed, _), (connected, _) = bounds([not (job.failed and commit.is_first), self._connected])
         if connected:
             if failure is not None:
                 raise failure
@@ -226,30 +226,30 @@ class AsyncSaves:
             SaveFailed: on all ranks; the save failed, and no step has raised it.
         """
         self._pace.lift()
-        self.settle()
+        self.wait_for_copies()
         try:
-            self._tell()
+            self._raise_error()
         finally:
             if self._job is None or self._job.is_done:  # after a signal, the thread may still be using the channel
                 if self._job is not None:
-                    self._forget(self._job)
+                    self._release_job(self._job)
                 self._disconnect()
 
-    def _tell(self) -> None:
+    def _raise_error(self) -> None:
         """Wait for this rank's part of a save, and raise its error once."""
-        if self._job is None or self._told:
+        if self._job is None or self._error_raised:
             return
         try:
             self._job.wait()
         except SaveFailed:
-            self._told = True
+            self._error_raised = True
             raise
 
-    def _forget(self, job: Job) -> None:
+    def _release_job(self, job: Job) -> None:
         self._job = None
-        self.buffers.take_back()
+        self.buffers.reclaim()
         if job.failed:
-            self._background = _thread()  # later jobs of a failed worker would all fail
+            self._background = _new_worker()  # later jobs of a failed worker would all fail
 
     def _disconnect(self) -> None:
         if self._channel is not None:
@@ -258,50 +258,50 @@ class AsyncSaves:
 
     # Writer thread ####################################################################################
 
-    def _run(self, commit: Commit, written: int, error: Exception | None) -> None:
+    def _commit_files(self, commit: Commit, written: int, error: Exception | None) -> None:
         try:
             commit.run(written, error, self.channel)
         except CheckpointError:  # raised on all ranks, so all of them vote
-            self._failing.choose(self.channel)
+            self._failing_step.choose(self.channel)
             raise
 
-    def _failed(self, commit: Commit, failure: BaseException) -> SaveFailed:
+    def _fail(self, commit: Commit, failure: BaseException) -> SaveFailed:
         """Return the error to raise. If ranks can no longer communicate, close this rank's channel and clean up."""
         self._connected = isinstance(failure, CheckpointError)
         if not self._connected:
             self.channel.close()  # first, so that the other ranks fail immediately instead of waiting
             commit.abandon()
         text = printable(
-            f"the checkpoint {commit.folder.path}, which was saved beside the training, could not be written, and "
-            f"what was there is untouched: {told(failure)}"
+            f"the asynchronous save of the checkpoint {commit.folder.path} failed; existing files are unchanged: "
+            f"{error_text(failure)}"
         )
         if self.channel.rank == 0:
             logger.error(f"deepspeed_ext: {text}")
         return SaveFailed(text)
 
 
-def _thread() -> WorkerThread:
+def _new_worker() -> WorkerThread:
     return WorkerThread(
-        finish_before_exit=True, description="a checkpoint is still being written by this rank or another one"
+        finish_before_exit=True, description="a checkpoint is still being written by this rank or another rank"
     )
 
 
-def _write_all(waiting: list[Waiting], write: Write) -> tuple[int, Exception | None]:
+def _write_all(pending: list[PendingFile], write: Write) -> tuple[int, Exception | None]:
     """Write all files; return the number of files and the first error."""
     error: Exception | None = None
     written: set[str] = set()
-    while waiting:
-        file = waiting.pop(0)
-        error = error or _error_of(partial(write, *file))
+    while pending:
+        file = pending.pop(0)
+        error = error or _catch_error(partial(write, *file))
         written.add(file[-1])
     return len(written), error
 
 
-def _error_of(act: Callable[[], Exception | None]) -> Exception | None:
+def _catch_error(act: Callable[[], Exception | None]) -> Exception | None:
     """Return the error that ``act`` returns or raises, because threads of other ranks wait for this one."""
     try:
         return act()
     except BaseException as cause:
-        error = CheckpointError(f"the thread that writes has ended: {type(cause).__name__} {cause}".rstrip())
+        error = CheckpointError(f"the checkpoint writer thread has ended: {type(cause).__name__} {cause}".rstrip())
         error.__cause__ = cause
         return error

@@ -22,7 +22,7 @@ from deepspeed_ext.checkpoint.experts import (
     EXPERT_ORDER,
     data_before_experts,
     expert_files,
-    outside_experts,
+    names_outside_experts,
 )
 from deepspeed_ext.checkpoint.files import CheckpointFiles, holds_parameters_only
 from deepspeed_ext.checkpoint.folder import CheckpointError
@@ -33,7 +33,7 @@ from deepspeed_ext.zero.flat.update_gathers import WaitHook
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameter_order import first_difference
 
-_LARGEST = 2**62
+_NO_SAVE_ID = 2**62
 _MODULE = "module"
 _MODEL_PARALLEL = "mp_world_size"  # in a file of model states: the number of model-parallel ranks
 
@@ -44,16 +44,16 @@ class Check:
     Args:
         engine: the engine that will load.
         load_dir, tag: the checkpoint.
-        states: whether optimizer states are also loaded.
+        load_states: whether optimizer states are also loaded.
     """
 
-    untrained: Sequence[Mapping[str, Any]] = ()
+    model_states: Sequence[Mapping[str, Any]] = ()
 
-    def __init__(self, engine: Engine, load_dir: str, tag: str, states: bool) -> None:
+    def __init__(self, engine: Engine, load_dir: str, tag: str, load_states: bool) -> None:
         self._engine = engine
         self._optimizer: ParoOptimizer = engine.optimizer
         self._files: CheckpointFiles = engine.checkpoint_engine
-        self.load_dir, self.tag, self.states = load_dir, tag, states
+        self.load_dir, self.tag, self.load_states = load_dir, tag, load_states
         self.folder = Path(load_dir) / tag
 
     def run(self, strict: bool | None) -> None:
@@ -63,7 +63,7 @@ class Check:
             strict: DeepSpeed's ``load_module_strict``; None if a user's function loads the module.
         """
         run_on_all_or_raise(
-            lambda: self._check(strict), f"{self.folder} is not what a checkpoint must be", CheckpointError
+            lambda: self._check(strict), f"{self.folder} is not a valid checkpoint for this run", CheckpointError
         )
         self._check_saves()
 
@@ -72,11 +72,12 @@ class Check:
         names = [name for name in all_names if not holds_parameters_only(name)]  # expert files have similar names
         if not names:
             expected = self._engine._get_ckpt_name(self.load_dir, self.tag)
-            raise CheckpointError(f"{expected} is missing.{self._saved_as()}")
+            raise CheckpointError(f"{expected} is missing.{self._conversion_advice()}")
         saved = int(self._files.inspect(names[0], _MODULE).get(_MODEL_PARALLEL, len(names)))
         if len(names) != saved:  # DeepSpeed would load it as a checkpoint of fewer model-parallel ranks
             raise CheckpointError(
-                f"{self.folder} has {len(names)} of {saved} files of model-parallel ranks, the first is {names[0]}."
+                f"{self.folder} has {len(names)} files of model-parallel ranks, expected {saved}; the first is "
+                f"{names[0]}."
             )
         if len(names) == self._engine.mp_world_size:  # otherwise DeepSpeed merges or splits the files, or refuses
             file = names[self._engine.checkpoint_mp_rank]
@@ -86,17 +87,17 @@ class Check:
                 # With MoE layers, all layers of a stage are in one file.
                 if self._engine.pipeline_parallelism and not self._engine.has_moe_layers:
                     self._check_layers(strict)
-            if self.states:
+            if self.load_states:
                 self._check_order(file, module)
             # DeepSpeed refuses another number of ranks, but only the number that shards states matters.
             ranks = {"dp_world_size": self._engine.seq_dp_world_size}
-            self._files.amendments[file] = ranks | self._frozen(module)
-        if self.states:
+            self._files.amendments[file] = ranks | self._own_frozen_experts(module)
+        if self.load_states:
             self._check_states()
         elif self._engine.zero_optimization_partition_weights() and not self._engine.pipeline_parallelism:
             self._check_all_shards()
 
-    def _frozen(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _own_frozen_experts(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return frozen parameters that any rank may load.
 
         DeepSpeed saves one rank's experts among them. They are replaced by this rank's own parameters, which are
@@ -106,7 +107,7 @@ class Check:
         if not saved or self._engine.zero_optimization_partition_weights():
             return {}
         params = dict(self._engine.module.named_parameters())
-        experts = params.keys() - set(outside_experts(self._engine, params))
+        experts = params.keys() - set(names_outside_experts(self._engine, params))
         return {FROZEN_PARAM_FRAGMENTS: {**saved, **{name: params[name] for name in experts}}}
 
     # The module #######################################################################################
@@ -118,10 +119,10 @@ class Check:
         """
         module, saved = self._engine.module, state[_MODULE]
         experts = {
-            path: (self._files.inspect(path), wanted)
-            for path, wanted in expert_files(self._engine, self.load_dir, self.tag)
+            path: (self._files.inspect(path), expected)
+            for path, expected in expert_files(self._engine, self.load_dir, self.tag)
         }
-        if saved is None or any(_loads_itself(part) for part in module.modules()):
+        if saved is None or any(_has_custom_load(part) for part in module.modules()):
             return
         if self._engine.zero_optimization_partition_weights():  # saved partitioned parameters have no elements
             groups = [*(state.get(PARAM_SHAPES) or ()), state.get(FROZEN_PARAM_SHAPES) or {}]
@@ -130,46 +131,50 @@ class Check:
             shapes = {name: tuple(value.shape) for name, value in saved.items() if hasattr(value, "shape")}
         model_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
         model_shapes.update((name, tuple(buffer.shape)) for name, buffer in module.named_buffers())
-        for path, (values, wanted) in experts.items():
+        for path, (values, expected) in experts.items():
             actual = {name: tuple(value.shape) for name, value in values.items() if hasattr(value, "shape")}
-            differing = sorted(name for name in wanted.keys() | actual if wanted.get(name) != actual.get(name))
+            differing = sorted(name for name in expected.keys() | actual if expected.get(name) != actual.get(name))
             if differing:
                 raise CheckpointError(
-                    f"{path} does not fit the model's experts: of {len(wanted)} names {len(differing)} are missing, "
-                    f"unexpected or have another shape, the first is {differing[0]!r}."
+                    f"{path} does not fit the model's experts: of {len(expected)} names, {len(differing)} are "
+                    f"missing, unexpected, or have another shape; the first is {differing[0]!r}."
                 )
-        model_shapes = {name: model_shapes[name] for name in outside_experts(self._engine, model_shapes)}
+        model_shapes = {name: model_shapes[name] for name in names_outside_experts(self._engine, model_shapes)}
         self._compare(file, module, model_shapes, shapes, strict, saved.keys())
 
     def _compare(
         self,
         file: str,
         module: nn.Module,
-        own: Mapping[str, Any],
+        model_shapes: Mapping[str, Any],
         shapes: Mapping[str, Any],
         strict: bool,
         names: Iterable[str],
     ) -> None:
         """Compare a module's shapes, and the names that it would save, with those in a file."""
-        expected = set(outside_experts(self._engine, module.state_dict()))
+        expected = set(names_outside_experts(self._engine, module.state_dict()))
         differing = sorted(set(names) ^ expected) if strict else []
-        differing += [name for name in sorted(own.keys() & shapes.keys()) if own[name] != shapes[name]]
+        differing += [
+            name for name in sorted(model_shapes.keys() & shapes.keys()) if model_shapes[name] != shapes[name]
+        ]
         if differing:
             raise CheckpointError(
-                f"{file} does not fit the model: of {len(expected)} names {len(differing)} are missing, unexpected or "
-                f"have another shape, the first is {differing[0]!r}."
+                f"{file} does not fit the model: of {len(expected)} names, {len(differing)} are missing, unexpected, "
+                f"or have another shape; the first is {differing[0]!r}."
             )
 
     def _check_layers(self, strict: bool) -> None:
         """Compare a pipeline's module with the files of its layers."""
         pipeline: PipelineModule = self._engine.module
         for index, layer in enumerate(pipeline.forward_funcs):
-            if not isinstance(layer, nn.Module) or any(_loads_itself(part) for part in layer.modules()):
+            if not isinstance(layer, nn.Module) or any(_has_custom_load(part) for part in layer.modules()):
                 continue
             files = pipeline.ckpt_layer_path_list(str(self.folder), index)
             if not files:
                 missing = pipeline.ckpt_layer_path(str(self.folder), index)
-                raise CheckpointError(f"{missing} is missing, which has layer {pipeline._local_start + index}.")
+                raise CheckpointError(
+                    f"{missing} is missing; it has the weights of layer {pipeline._local_start + index}."
+                )
             saved = [self._files.inspect(file) for file in files]
             layer_shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in layer.named_parameters()}
             if len(saved) == 1:  # DeepSpeed merges or splits several files, one for each tensor-parallel rank
@@ -184,8 +189,9 @@ class Check:
         )
         if saved and (difference := first_difference(saved, current, self._engine.param_names.values())):
             raise CheckpointError(
-                f"{file} is of another model, or of parameters in another order (round_robin_gradients, parameter "
-                f"groups), by which DeepSpeed loads the optimizer's states: {difference}.{self._saved_as()}"
+                f"{file} belongs to another model, or its parameters have another order (round_robin_gradients, "
+                f"parameter groups). DeepSpeed loads optimizer states in this order: "
+                f"{difference}.{self._conversion_advice()}"
             )
 
     # The optimizer's states ###########################################################################
@@ -193,29 +199,31 @@ class Check:
     def _check_states(self) -> None:
         file = self._engine._get_zero_ckpt_name(self.load_dir, self.tag)
         if not Path(file).exists():
-            raise CheckpointError(f"{file} is missing.{self._other_precision(Path(file)) or self._saved_as()}")
+            raise CheckpointError(
+                f"{file} is missing.{self._precision_advice(Path(file)) or self._conversion_advice()}"
+            )
         shard = self._files.inspect(file, OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT]
         order = data_before_experts(self._engine)
         saved = self._files.headers[file].get(EXPERT_ORDER, order)
         if saved != order:
             raise CheckpointError(
-                f"{file}: other experts, since it was saved with use_data_before_expert_parallelism {saved}, and is "
-                f"loaded with {order}. Set it as it was."
+                f"{file} has the states of other experts: it was saved with use_data_before_expert_parallelism "
+                f"{saved}, and this run has {order}. Set it to {saved}."
             )
         try:
             self._optimizer.check_states(shard)
         except ValueError as error:
-            raise CheckpointError(f"{file}: {error}{self._saved_as()}") from error
+            raise CheckpointError(f"{file}: {error}{self._conversion_advice()}") from error
         except KeyError as error:
             raise CheckpointError(
-                f"{file} is not of ZeRO's optimizer: it has no {error}.{self._saved_as()}"
+                f"{file} was not saved by a ZeRO optimizer: it has no {error}.{self._conversion_advice()}"
             ) from error
 
     def _check_all_shards(self) -> None:
         """Check this rank's share of all shards: weights without optimizer states are loaded from all of them."""
         names = sorted(self.folder.glob("*_optim_states.pt"))
         if not names:
-            raise CheckpointError(f"{self.folder} has no files *_optim_states.pt, which hold the weights.")
+            raise CheckpointError(f"{self.folder} has no files *_optim_states.pt, which contain the weights.")
         count = self._files.inspect(names[0], OPTIMIZER_STATE_DICT)[OPTIMIZER_STATE_DICT][PARTITION_COUNT]
         bf16 = names[0].name.startswith("bf16_")
         for number in range(dist.get_rank(), max(count) if isinstance(count, list) else count, dist.get_world_size()):
@@ -229,24 +237,24 @@ class Check:
         ids = {name: int(header.get("save_id", 0)) for name, header in self._files.headers.items()}
         error: CheckpointError | None = None
         if len(set(ids.values())) > 1:
-            error = CheckpointError(f"one of these files is of another save than the others: {', '.join(ids)}.")
-        raise_together(error, CheckpointError)
-        save_id = next(iter(ids.values()), _LARGEST)
-        if save_id not in (all_reduce_min(save_id), _LARGEST):
-            error = CheckpointError(f"{', '.join(ids)} are of another save than the files that other ranks load.")
+            error = CheckpointError(f"one of these files belongs to another save than the others: {', '.join(ids)}.")
+        raise_together(error, CheckpointError)  # on all ranks, or the reduction below would wait for this one
+        save_id = next(iter(ids.values()), _NO_SAVE_ID)
+        if save_id not in (all_reduce_min(save_id), _NO_SAVE_ID):
+            error = CheckpointError(f"{', '.join(ids)} belong to another save than the files that other ranks load.")
         raise_together(error, CheckpointError)
 
     # Advice ###########################################################################################
 
-    def _other_precision(self, file: Path) -> str:
+    def _precision_advice(self, file: Path) -> str:
         """Return advice if the file exists with, or without, the prefix of bf16; empty if it does not."""
         prefix = "bf16_"
         other = file.name.removeprefix(prefix) if file.name.startswith(prefix) else prefix + file.name
         if not file.with_name(other).exists():
             return ""
-        return f" But {other} is there: bf16.enabled must be what it was when it was saved."
+        return f" {other} exists: set bf16.enabled to its value at the time of the save."
 
-    def _saved_as(self) -> str:
+    def _conversion_advice(self) -> str:
         """Return a message on how the checkpoint was saved, if known, and on its conversion."""
         header = next(filter(None, self._headers()), None)
         saved = " It"
@@ -283,18 +291,18 @@ class UniversalCheck(Check):
     def _check(self, strict: bool | None) -> None:
         if layers := native_mixtures(self._engine.module):
             raise CheckpointError(
-                f"{self.folder} is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers "
-                f"({', '.join(layers)}). Load the checkpoint that was converted, with the strategy, group size and "
-                f"expert-parallel size that saved it, or use AutoEP (expert_parallel)."
+                f"{self.folder} is a universal checkpoint, and DeepSpeed's universal checkpoints do not support "
+                f"experts of MoE layers ({', '.join(layers)}). Load the original checkpoint with the strategy, group "
+                f"size, and expert-parallel size that saved it, or use AutoEP (expert_parallel)."
             )
-        self.untrained = universal.untrained(self._engine, self.folder, self._files.inspect)
-        universal.check(self._engine, self.folder, self._files.inspect, self.states, self.untrained)
+        self.model_states = universal.read_model_states(self._engine, self.folder, self._files.inspect)
+        universal.check(self._engine, self.folder, self._files.inspect, self.load_states, self.model_states)
 
     def _check_saves(self) -> None:
         """Do nothing, because files of a conversion do not record a save."""
 
 
-def _loads_itself(module: nn.Module) -> bool:
+def _has_custom_load(module: nn.Module) -> bool:
     """Return whether a module may rename, drop or resize entries during a load."""
     overridden = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
     hooks = (getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values())

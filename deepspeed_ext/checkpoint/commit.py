@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
-from deepspeed_ext.checkpoint.memory_folder import forget
-from deepspeed_ext.checkpoint.owned import new_token
+from deepspeed_ext.checkpoint.memory_folder import remove_memory_saves
+from deepspeed_ext.checkpoint.owned_folder import new_token
 from deepspeed_ext.comm.agreement import Channel, raise_together, run_on_all_or_raise
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-_LOOKS = 5
-_DOING = "the checkpoint could not be saved"
+_POLLS = 5
+_ACTION = "the checkpoint could not be saved"
 
 
 @dataclass(frozen=True)
@@ -26,79 +26,81 @@ class Commit:
 
     Attributes:
         folder: the prepared folder of the tag.
-        first: whether this rank does the work that is needed once per file system.
-        shared: whether all ranks write to the same file system.
-        latest: whether the file ``latest`` should name the tag.
-        memory_of: configuration of the run whose in-memory saves are now outdated and removed; None to keep them.
+        is_first: whether this rank does the work that is needed once per file system.
+        is_shared: whether all ranks write to the same file system.
+        names_latest: whether the file ``latest`` should name the tag.
+        memory_config: configuration of the run whose in-memory saves are now outdated and removed; None to keep them.
     """
 
     folder: CheckpointFolder
-    first: bool
-    shared: bool
-    latest: bool
-    memory_of: "DeepSpeedConfig | None" = None
+    is_first: bool
+    is_shared: bool
+    names_latest: bool
+    memory_config: "DeepSpeedConfig | None" = None
 
-    def run(self, written: int, error: Exception | None, over: Channel) -> None:
+    def run(self, written: int, error: Exception | None, channel: Channel) -> None:
         """Replace the checkpoint, if all ranks have written their files. Collective.
 
         Args:
             written: the number of files that this rank has written.
             error: the error of a file that it could not write.
-            over: the channel between ranks.
+            channel: the channel between ranks.
 
         Raises:
             CheckpointError: on all ranks, if one of them could not write. The previous checkpoint is untouched.
         """
         folder = self.folder
         try:
-            raise_together(error, CheckpointError, over)
-            total = over.all_reduce_sum(written)
-            if self.shared:
-                self._on_first(lambda: _require_all(folder, total), over)
-            self._on_first(folder.publish, over)
-            if self.latest:  # only now: a save that is killed in between leaves ``latest`` naming a complete folder
-                self._on_first(folder.point, over)
+            raise_together(error, CheckpointError, channel)  # first: the count below assumes that all files exist
+            total = channel.all_reduce_sum(written)
+            if self.is_shared:
+                self._run_on_first(lambda: _wait_for_files(folder, total), channel)
+            self._run_on_first(folder.publish, channel)
+            if (
+                self.names_latest
+            ):  # only now: a save that is killed in between leaves ``latest`` naming a complete folder
+                self._run_on_first(folder.update_latest, channel)
         except CheckpointError as failure:  # on all ranks: no rank may read ``latest`` before it is restored
-            self.revert(failure, over)
+            self.revert(failure, channel)
             raise
-        if self.first:  # only now, because `revert` would need the replaced folder
+        if self.is_first:  # only now, because `revert` would need the replaced folder
             folder.clear()
-        if self.memory_of is not None:
-            forget(self.memory_of, folder.save_dir)
+        if self.memory_config is not None:
+            remove_memory_saves(self.memory_config, folder.save_dir)
 
-    def expect(self, waiting: Sequence[tuple[object, str, str]]) -> None:
+    def plan_files(self, pending: Sequence[tuple[object, str, str]]) -> None:
         """Called once the content of files is known, before they are written in the background. Collective.
 
         Args:
-            waiting: content, staging path and final path of this rank's files.
+            pending: content, staging path and final path of this rank's files.
 
         Raises:
             CheckpointError: on all ranks, if they cannot be written.
         """
 
-    def prepare(self, over: Channel) -> None:
+    def prepare(self, channel: Channel) -> None:
         """Create the staging folder. Collective.
 
         Raises:
             CheckpointError: on all ranks, if it cannot be created.
         """
-        self.folder.use_token(over.broadcast_text(new_token(), 0))  # all ranks must use the same staging folder
-        self._on_first(self.folder.prepare, over)
+        self.folder.set_token(channel.broadcast_text(new_token(), 0))  # all ranks must use the same staging folder
+        self._run_on_first(self.folder.prepare, channel)
 
-    def revert(self, failure: Exception, over: Channel) -> None:
+    def revert(self, failure: Exception, channel: Channel) -> None:
         """Restore the previous checkpoint. Collective.
 
         Raises:
             CheckpointError: on all ranks, if that fails as well.
         """
-        self._on_first(self.folder.revert, over, f"{failure}; what was there could not be put back")
+        self._run_on_first(self.folder.revert, channel, f"{failure}; the previous checkpoint could not be restored")
 
     def abandon(self) -> None:
         """Restore the previous checkpoint when ranks may no longer communicate. Not collective."""
-        if self.first:
+        if self.is_first:
             self.folder.abandon()
 
-    def _on_first(self, act: Callable[[], None], over: Channel, doing: str = _DOING) -> None:
+    def _run_on_first(self, act: Callable[[], None], channel: Channel, action: str = _ACTION) -> None:
         """Run ``act`` once per file system, and raise on all ranks if it fails. Collective."""
 
         def guarded() -> None:
@@ -111,19 +113,20 @@ class Commit:
                 # shared with the other ranks would make them wait for this rank.
                 if threading.current_thread() is threading.main_thread():
                     raise
-                raise CheckpointError(f"{doing}: {type(error).__name__}: {error}") from error
+                raise CheckpointError(f"{action}: {type(error).__name__}: {error}") from error
 
-        run_on_all_or_raise(guarded if self.first else lambda: None, doing, CheckpointError, over)
+        run_on_all_or_raise(guarded if self.is_first else lambda: None, action, CheckpointError, channel)
 
 
-def _require_all(folder: CheckpointFolder, expected: int) -> None:
+def _wait_for_files(folder: CheckpointFolder, expected: int) -> None:
     """Wait until this rank sees the files of all ranks, which may appear late on a network file system."""
-    for _ in range(_LOOKS):
-        count = folder.files()
+    for _ in range(_POLLS):
+        count = folder.count_files()
         if count >= expected:
             return
         time.sleep(1.0)
     raise CheckpointError(
-        f"of {expected} files that all ranks have written rank 0 sees {count} in {folder.staging}: {folder.save_dir} "
-        f"must be on a file system that all nodes share, or checkpoint.use_node_local_storage must be true."
+        f"rank 0 sees {count} files in {folder.staging}, expected {expected}, which all ranks have written: "
+        f"{folder.save_dir} must be on a file system that all nodes share, or set checkpoint.use_node_local_storage "
+        f"to true."
     )

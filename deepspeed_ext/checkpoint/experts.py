@@ -20,19 +20,19 @@ def data_before_experts(engine: Engine) -> bool:
     return bool(engine.has_moe_layers and engine._config.use_data_before_expert_parallel_)
 
 
-def outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
+def names_outside_experts(engine: Engine, names: Iterable[str]) -> list[str]:
     """Return the names of a module's entries that are in its own file, not in expert files."""
     entries: dict[str, Any] = dict.fromkeys(names)
     return list(engine._get_non_moe_state_dict(entries)) if engine.has_moe_layers else list(entries)
 
 
-def model_key(engine: Engine) -> str:
+def model_hash(engine: Engine) -> str:
     """Return a hash of the names and shapes of a model's parameters, without experts.
 
     Collective over all ranks, which have different parameters in pipelines and with tensor parallelism.
     """
     shapes = {name: tuple(getattr(param, "ds_shape", param.shape)) for name, param in engine.module.named_parameters()}
-    entries = [(name, shapes[name]) for name in sorted(outside_experts(engine, shapes))]
+    entries = [(name, shapes[name]) for name in sorted(names_outside_experts(engine, shapes))]
     return _digest("".join(sorted(set(all_gather_texts(_digest(repr(entries)))))))
 
 
@@ -49,7 +49,7 @@ def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str,
         return
     number = 0
     for name, module in engine.module.named_modules():
-        family = _family(module)
+        family = _expert_group_name(module)
         if not family:
             continue
         first = groups._get_expert_parallel_rank(family) * module.num_local_experts
@@ -57,11 +57,11 @@ def expert_files(engine: Engine, load_dir: str, tag: str) -> Iterator[tuple[str,
             path = engine._get_expert_ckpt_name(
                 load_dir, number, first + local, tag, checkpoint_mp_rank=engine.checkpoint_mp_rank
             )
-            yield path, dict(_shapes(module, f"{name}." if name else "", local, first + local))
+            yield path, dict(_expert_shapes(module, f"{name}." if name else "", local, first + local))
         number += 1
 
 
-def _shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _expert_shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield names and shapes in an expert's file; names contain its number among all experts."""
     if isinstance(module, MoE):
         local_expert = module.deepspeed_moe.experts.deepspeed_experts[local]
@@ -72,7 +72,7 @@ def _shapes(module: Any, prefix: str, local: int, expert: int) -> Iterator[tuple
         yield f"{prefix}experts.{name}.{expert}", tuple(value.shape[1:])
 
 
-def _family(module: Any) -> str:
+def _expert_group_name(module: Any) -> str:
     """Return the name of DeepSpeed's process group for a layer's experts; empty for any other module."""
     if isinstance(module, MoE):
         return str(module.expert_group_name)

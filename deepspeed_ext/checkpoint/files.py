@@ -16,8 +16,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from deepspeed.utils import logger
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, told
-from deepspeed_ext.checkpoint.owned import replacing, sync
+from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder, error_text
+from deepspeed_ext.checkpoint.owned_folder import replace_atomically, sync
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 
 if TYPE_CHECKING:
@@ -26,22 +26,21 @@ if TYPE_CHECKING:
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
 HEADER = "paro"
-"""Key of the header in each file of a checkpoint, which identifies the save. See ``CheckpointFiles.saving``."""
+"""Key of the header in each file of a checkpoint, which identifies the save; ``redirect_to_staging`` adds it."""
 
 
-def wrap(engine: CheckpointEngine, aside: "Callable[[], AsyncSaves] | None" = None) -> CheckpointEngine:
+def wrap(engine: CheckpointEngine, async_saves: "Callable[[], AsyncSaves] | None" = None) -> CheckpointEngine:
     """Replace DeepSpeed's torch checkpoint engine; return any other engine unchanged, with a warning.
 
     Args:
         engine: DeepSpeed's checkpoint engine.
-        aside: creates the asynchronous saves; None to save synchronously.
+        async_saves: creates the asynchronous saves; None to save synchronously.
     """
     if type(engine) is TorchCheckpointEngine:
-        return CheckpointFiles(engine, aside and aside())
+        return CheckpointFiles(engine, async_saves and async_saves())
     logger.warning(
-        f"deepspeed_ext: checkpoints are written by {type(engine).__name__}: a save that is killed may leave an "
-        f"incomplete checkpoint, and files are not checked before they are loaded. The keys are checkpoint.writer and "
-        f"datastates_ckpt."
+        f"deepspeed_ext: {type(engine).__name__} writes checkpoints (checkpoint.writer or datastates_ckpt is set). A "
+        f"killed save may leave an incomplete checkpoint, and files are not checked before a load."
     )
     return engine
 
@@ -57,7 +56,7 @@ def inspect(path: str | os.PathLike[str]) -> Any:
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=False)
 
 
-def checked(path: str | os.PathLike[str], *keys: str) -> Any:
+def read_checked(path: str | os.PathLike[str], *keys: str) -> Any:
     """Return the content of a checkpoint's file; its tensors stay on disk.
 
     Args:
@@ -75,7 +74,7 @@ def checked(path: str | os.PathLike[str], *keys: str) -> Any:
         raise CheckpointError(f"{path} is missing.") from error
     except Exception as error:
         raise CheckpointError(
-            f"{path} cannot be read: it is truncated, damaged, or no such file of a checkpoint "
+            f"{path} cannot be read: it is truncated, damaged, or not this file of a checkpoint "
             f"({type(error).__name__}: {error})"
         ) from error
     return state
@@ -92,32 +91,32 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     Args:
         engine: DeepSpeed's checkpoint engine, whose settings are copied, without logging them again.
-        aside: asynchronous saves; None to save synchronously.
+        async_saves: asynchronous saves; None to save synchronously.
 
     Attributes:
-        aside: the same.
-        elsewhere: commit of a save that is not written to disk in the usual way; it also chooses the staging folder.
+        async_saves: the asynchronous saves of the engine; None if saves are synchronous.
+        memory_commit: commit of an in-memory save, which also chooses the staging folder; None for a save to disk.
     """
 
-    elsewhere: "Commit | None" = None
+    memory_commit: "Commit | None" = None
 
-    def __init__(self, engine: TorchCheckpointEngine, aside: "AsyncSaves | None" = None) -> None:
+    def __init__(self, engine: TorchCheckpointEngine, async_saves: "AsyncSaves | None" = None) -> None:
         self.__dict__.update(vars(engine))
-        self.aside = aside
+        self.async_saves = async_saves
         self._folder: CheckpointFolder | None = None
         self._header: Mapping[str, Any] = {}
         self._writers: CheckpointWriters | None = None
-        self.written: set[str] = set()  # files that this rank has written in this save
+        self.written_paths: set[str] = set()  # files that this rank has written in this save
         self.error: Exception | None = None
         self._snapshot: Snapshot | None = None
-        self._waiting: list[tuple[object, str, str]] = []  # content, staging path and path of files in the snapshot
+        self._pending: list[tuple[object, str, str]] = []  # content, staging path and path of files in the snapshot
         self.headers: dict[str, Mapping[str, Any]] = {}  # path: header; empty for files saved without the extension
         self.amendments: dict[str, Mapping[str, Any]] = {}  # path: entries that replace the file's in a load
 
     # Writing ##########################################################################################
 
     @contextmanager
-    def saving(
+    def redirect_to_staging(
         self,
         folder: CheckpointFolder,
         header: Mapping[str, Any],
@@ -132,53 +131,55 @@ class CheckpointFiles(TorchCheckpointEngine):
             folder: the folder of the checkpoint.
             header: the header that all files of one save share.
             writers: chooses the ranks that write files which several could write; None for all.
-            snapshot: copies the content of files instead of writing them; see ``take_waiting``.
+            snapshot: copies the content of files instead of writing them; see ``pop_pending``.
         """
-        self._folder, self._header, self.written, self.error = folder, header, set(), None
+        self._folder, self._header, self.written_paths, self.error = folder, header, set(), None
         self._writers, self._snapshot = writers, snapshot
-        self._waiting = []
+        self._pending = []
         try:
             yield
         finally:
             self._folder = self._snapshot = None
 
-    def take_waiting(self) -> list[tuple[object, str, str]]:
+    def pop_pending(self) -> list[tuple[object, str, str]]:
         """Return content, staging path and path of the pending files, and clear the list."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+        pending, self._pending = self._pending, []
+        return pending
 
     def save(self, state_dict: object, path: str) -> None:
         """Write a file into the staging folder during a save, otherwise to ``path``, atomically."""
         if self._folder is None:
-            with replacing(Path(path)) as new:
+            with replace_atomically(Path(path)) as new:
                 super().save(state_dict, str(new))
             return
         if self._writers is not None and self._writers.is_written_elsewhere(path):
             return
         if isinstance(state_dict, dict) and not holds_parameters_only(path):
             state_dict = {**state_dict, HEADER: dict(self._header)}
-        staged_path = self._folder.staged(path)
+        staged_path = self._folder.staging_path(path)
         if self._snapshot is None:
             self.error = self.error or self.write(state_dict, staged_path, path)
-            self.written.add(path)
+            self.written_paths.add(path)
             return
         try:
-            self._waiting.append((self._snapshot.take(state_dict), staged_path, path))
+            self._pending.append((self._snapshot.copy_content(state_dict), staged_path, path))
         except Exception as error:
-            self.error = self.error or CheckpointError(f"{path} could not be copied to host memory: {told(error)}")
+            self.error = self.error or CheckpointError(
+                f"{path} could not be copied to host memory: {error_text(error)}"
+            )
 
-    def write(self, state_dict: object, place: str, path: str) -> CheckpointError | None:
+    def write(self, state_dict: object, staging_path: str, path: str) -> CheckpointError | None:
         """Write a file; return the error if it cannot be written.
 
         Args:
             state_dict: its content.
-            place: the path to write to.
+            staging_path: the path to write to.
             path: its final path.
         """
         try:
-            self._write(state_dict, place)
+            self._write(state_dict, staging_path)
         except Exception as error:
-            return CheckpointError(f"{path} could not be written: {told(error)}")
+            return CheckpointError(f"{path} could not be written: {error_text(error)}")
         return None
 
     def _write(self, state_dict: object, path: str) -> None:
@@ -187,13 +188,13 @@ class CheckpointFiles(TorchCheckpointEngine):
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Create a folder; during a save, inside the staging folder."""
-        super().makedirs(path if self._folder is None else self._folder.staged(path), exist_ok=exist_ok)
+        super().makedirs(path if self._folder is None else self._folder.staging_path(path), exist_ok=exist_ok)
 
     # Asynchronous saves ###############################################################################
 
     def is_decoupled(self) -> bool:
         """Return whether DeepSpeed must call ``cleanup`` when the engine is destroyed."""
-        return self.aside is not None
+        return self.async_saves is not None
 
     def cleanup(self) -> None:
         """Wait for the running save; no save may follow. DeepSpeed calls it when the engine is destroyed.
@@ -201,8 +202,8 @@ class CheckpointFiles(TorchCheckpointEngine):
         Raises:
             SaveFailed: on all ranks; the save has failed.
         """
-        if self.aside is not None:
-            self.aside.close()
+        if self.async_saves is not None:
+            self.async_saves.close()
 
     def finish(self) -> None:
         """Wait for the running save, if there is one.
@@ -210,8 +211,8 @@ class CheckpointFiles(TorchCheckpointEngine):
         Raises:
             SaveFailed: on all ranks; the save has failed.
         """
-        if self.aside is not None:
-            self.aside.finish()
+        if self.async_saves is not None:
+            self.async_saves.finish()
 
     # Reading ##########################################################################################
 
@@ -224,12 +225,12 @@ class CheckpointFiles(TorchCheckpointEngine):
         Raises:
             CheckpointError: it is missing, cannot be read, or lacks a key.
         """
-        state = checked(path, *keys)
+        state = read_checked(path, *keys)
         if not holds_parameters_only(str(path)):
             self.headers[str(path)] = state.pop(HEADER, {}) if isinstance(state, dict) else {}
         return state
 
-    def header_of(self, folder: Path) -> Mapping[str, Any]:
+    def read_header(self, folder: Path) -> Mapping[str, Any]:
         """Return the header of a checkpoint's model states; empty if there is none.
 
         Raises:
@@ -242,7 +243,7 @@ class CheckpointFiles(TorchCheckpointEngine):
                 self.inspect(path)
         return self.headers[str(models[0])] if models else {}
 
-    def is_of_save(self, path: Path, header: Mapping[str, Any]) -> bool:
+    def belongs_to_save(self, path: Path, header: Mapping[str, Any]) -> bool:
         """Return whether an inspected file belongs to the same save as a file with this header."""
         return self.headers[str(path)].get("save_id") == header.get("save_id")
 
@@ -254,7 +255,7 @@ class CheckpointFiles(TorchCheckpointEngine):
             state.update(self.amendments.get(path, {}))
         return state
 
-    def forget(self) -> None:
+    def clear_headers(self) -> None:
         """Drop headers and amendments. Called after a load."""
         self.headers.clear()
         self.amendments.clear()

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a checkpoint, ``<save_dir>/<tag>``: it appears complete or not at all.
 
-A save writes into a hidden sibling folder; see Note [Owned folders] in ``owned.py``. When all ranks have written their
-files, that folder is renamed to the tag, and only then is the file ``latest`` replaced. So the previous checkpoint
-stays intact if a save is killed at any moment. This requires a file system that renames folders atomically.
+A save writes into a hidden sibling folder; see Note [Owned folders] in ``owned_folder.py``. When all ranks have
+written their files, that folder is renamed to the tag, and only then is the file ``latest`` replaced. So the previous
+checkpoint stays intact if a save is killed at any moment. This requires a file system that renames folders atomically.
 
 If the tag already exists, Linux exchanges the two folders in one call. If the file system does not support that, the
 old folder is renamed first. If a save is killed between the two renames, both folders have hidden names. Loads with
@@ -23,7 +23,7 @@ from pathlib import Path
 from deepspeed.runtime.zero.utils import ZeRORuntimeException
 from deepspeed.utils import logger
 
-from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_text, replaced_by
+from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, find_replaced, replace_text, resolve_links
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
@@ -34,11 +34,11 @@ class RankFile(Enum):
     RESIDUALS = "residuals"
     OUTER = "outer"
 
-    def of(self, rank: int, mp_rank: int) -> str:
+    def file_name(self, rank: int, mp_rank: int) -> str:
         """Return the file name of a data-parallel and model-parallel rank."""
         return f"{self.value}_rank_{rank:05d}_mp_rank_{mp_rank:02d}.pt"
 
-    def of_all(self, mp_rank: int | None = None) -> str:
+    def pattern(self, mp_rank: int | None = None) -> str:
         """Return a pattern for the files of all data-parallel ranks; None also matches all model-parallel ranks."""
         return f"{self.value}_rank_*_mp_rank_{'*' if mp_rank is None else f'{mp_rank:02d}'}.pt"
 
@@ -47,7 +47,7 @@ class RankFile(Enum):
 # missing here, stale files of the previous save would stay.
 _FILES = (
     *("*mp_rank_*_states.pt", "layer_*_states.pt", "expp_rank_*_states.pt"),
-    *(file.of_all() for file in RankFile),
+    *(file.pattern() for file in RankFile),
 )
 
 
@@ -58,7 +58,7 @@ class CheckpointError(ZeRORuntimeException, RuntimeError):
     """
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's message, or its type if the message is empty, as for ``MemoryError``."""
     return str(error) or type(error).__name__
 
@@ -82,17 +82,17 @@ class CheckpointFolder:
         if os.path.isabs(inside) or inside.split(os.sep, 1)[0] in (os.curdir, os.pardir):
             raise CheckpointError(f"the tag of a checkpoint must name a folder in {save_dir}, got {tag!r}.")
         self.path = self.save_dir / inside
-        self._place = behind_links(self.path)
-        self.use_token(None)
+        self._target = resolve_links(self.path)
+        self.set_token(None)
         self._published = False
-        self._latest: list[str | None] = []  # the previous text of ``latest``, once replaced; None: no file
+        self._previous_latest: list[str | None] = []  # the previous text of ``latest``, once replaced; None: no file
 
-    def use_token(self, token: str | None) -> None:
+    def set_token(self, token: str | None) -> None:
         """Name the staging folder by a token that all ranks share, or by a new one."""
-        self._owned = OwnedFolder(self._place, token)
-        self.staging = self._owned.made
+        self._owned = OwnedFolder(self._target, token)
+        self.staging = self._owned.staging
 
-    def staged(self, path: str) -> str:
+    def staging_path(self, path: str) -> str:
         """Return the staging path for ``path``; ``path`` itself if it is not in this folder."""
         inside = os.path.relpath(path, self.path)
         if inside.split(os.sep, 1)[0] == os.pardir:
@@ -107,9 +107,9 @@ class CheckpointFolder:
         Raises:
             CheckpointError: the tag's path is not a folder, or cannot be replaced.
         """
-        replaced = self._replaced()
-        if replaced is not None and not os.path.lexists(self._place):
-            replaced.rename(self._place)  # before the check below, which refuses a link without a target
+        replaced = self._find_replaced()
+        if replaced is not None and not os.path.lexists(self._target):
+            replaced.rename(self._target)  # before the check below, which refuses a link without a target
         self._require_replaceable()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._owned.create()
@@ -119,60 +119,60 @@ class CheckpointFolder:
         """Refuse a path that DeepSpeed could not write into either, or that no rename can replace."""
         if not os.path.lexists(self.path):
             return
-        linked = f" (a link to {self._place})" if self.path.is_symlink() else ""
+        linked = f" (a link to {self._target})" if self.path.is_symlink() else ""
         if not self.path.is_dir():
-            state = "a file" if self.path.exists() else "nothing"
+            state = "a file" if self.path.exists() else "a link without a target"
             raise CheckpointError(
-                f"{self.path}{linked} must be a folder, or not be there, to be saved to; it is {state}. Remove it, or "
-                f"save under another tag."
+                f"{self.path}{linked} must be a folder, or must not exist; it is {state}. Remove it, or save under "
+                f"another tag."
             )
-        if os.path.ismount(self._place):
+        if os.path.ismount(self._target):
             raise CheckpointError(
-                f"{self.path}{linked} is a mount point, which cannot be replaced as a whole. Make it a link to a "
-                f"folder in there, or save under another tag."
+                f"{self.path}{linked} is a mount point, which a rename cannot replace. Make it a link to a folder "
+                f"on that file system, or save under another tag."
             )
 
-    def files(self) -> int:
+    def count_files(self) -> int:
         """Return the number of files in the staging folder."""
         return sum(path.is_file() for path in self.staging.rglob("*"))
 
-    def publish(self, keeps_all: bool = False) -> None:
+    def publish(self, keep_unstaged: bool = False) -> None:
         """Replace the tag's folder with the staging folder.
 
         Args:
-            keeps_all: keep all files that are not staged, including those that a save would replace.
+            keep_unstaged: keep all files that are not staged, including those that a save would replace.
         """
-        if self._place.is_dir():
-            ignored = self._staged_already if keeps_all else self._ignored
-            shutil.copytree(self._place, self.staging, True, ignored, _link, dirs_exist_ok=True)
-        self._owned.put_in_place()
+        if self._target.is_dir():
+            ignored = self._ignore_staged if keep_unstaged else self._ignore_replaced
+            shutil.copytree(self._target, self.staging, True, ignored, _link_or_copy, dirs_exist_ok=True)
+        self._owned.publish()  # after the copy: kept files must never be missing under the final name
         self._published = True
 
-    def _ignored(self, folder: str, names: list[str]) -> set[str]:
+    def _ignore_replaced(self, folder: str, names: list[str]) -> set[str]:
         """Return the names in the old folder that a save replaces; all others are kept, by hard links."""
-        return shutil.ignore_patterns(*self._files)(folder, names) if Path(folder) == self._place else set()
+        return shutil.ignore_patterns(*self._files)(folder, names) if Path(folder) == self._target else set()
 
-    def _staged_already(self, folder: str, names: list[str]) -> set[str]:
-        return {name for name in names if Path(folder) == self._place and os.path.lexists(self.staging / name)}
+    def _ignore_staged(self, folder: str, names: list[str]) -> set[str]:
+        return {name for name in names if Path(folder) == self._target and os.path.lexists(self.staging / name)}
 
-    def point(self) -> None:
+    def update_latest(self) -> None:
         """Write the tag into ``latest``."""
         latest = self.save_dir / LATEST
         previous = latest.read_text() if latest.exists() else None
         replace_text(latest, self.tag)
-        self._latest = [previous]
+        self._previous_latest = [previous]
 
     def revert(self) -> None:
         """Undo everything since ``prepare``. Called when the save has failed on any rank."""
         if self._published:
-            self._owned.take_back()
+            self._owned.undo_publish()
         self._published = False  # otherwise a second call would undo this one
         latest = self.save_dir / LATEST
-        for text in self._latest:
+        for text in self._previous_latest:
             if latest.read_text() != self.tag:  # another engine has since saved to the same ``save_dir``
                 continue
             if text is None:
-                behind_links(latest).unlink()
+                resolve_links(latest).unlink()
             else:
                 replace_text(latest, text)
         self.clear()
@@ -182,16 +182,16 @@ class CheckpointFolder:
         try:
             self.revert()
         except Exception as error:
-            logger.error(f"deepspeed_ext: a failed save could not be undone in {self.save_dir}: {told(error)}")
+            logger.error(f"deepspeed_ext: could not undo a failed save in {self.save_dir}: {error_text(error)}")
 
     def clear(self) -> None:
         """Remove the replaced folder, or the files of a failed save. Nothing can be undone after this."""
-        self._published, self._latest = False, []
+        self._published, self._previous_latest = False, []
         self._owned.remove()
 
     # Loading ##########################################################################################
 
-    def present_tag(self) -> str:
+    def actual_tag(self) -> str:
         """Return the tag's actual name: its own, or the one to which a killed save renamed it.
 
         If the tag is a link, the latter is an absolute path.
@@ -201,22 +201,22 @@ class CheckpointFolder:
         """
         if self.path.is_dir():
             return os.path.relpath(self.path, self.save_dir)
-        replaced = self._replaced()
+        replaced = self._find_replaced()
         if replaced is not None:
-            beside = self._place.parent == self.path.parent
+            beside = self._target.parent == self.path.parent
             return os.path.relpath(replaced, self.save_dir) if beside else str(replaced)
         raise CheckpointError(f"there is no checkpoint {self.path}.")
 
-    def _replaced(self) -> Path | None:
+    def _find_replaced(self) -> Path | None:
         """Return the renamed old folder of a killed save; None if there is none."""
-        replaced = replaced_by(self._place)
-        older = self._place.with_name(f".{self._place.name}.replaced")  # of versions without ``owned.py``
+        replaced = find_replaced(self._target)
+        older = self._target.with_name(f".{self._target.name}.replaced")  # of versions without ``owned_folder.py``
         if any(any(older.glob(pattern)) for pattern in self._files):
             replaced.append(older)
         return replaced[0] if replaced else None
 
 
-def _link(source: str, target: str) -> None:
+def _link_or_copy(source: str, target: str) -> None:
     """Create a hard link, or a copy if the file system has no links. An existing target is not changed."""
     if os.path.lexists(target):
         return

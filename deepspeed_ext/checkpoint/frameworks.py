@@ -40,8 +40,8 @@ def last_checkpoint(get_last: Callable[[str], str | None], folder: str) -> str |
     """Return Trainer's newest complete checkpoint; None if there is none."""
     if not _trainer_has_strategy():
         return get_last(folder)
-    numbered = _numbered(Path(folder), r"checkpoint-(\d+)")
-    return _newest([path for path in numbered if not _is_incomplete(path)], numbered)
+    numbered = _numbered_folders(Path(folder), r"checkpoint-(\d+)")
+    return _choose_newest([path for path in numbered if not _is_incomplete(path)], numbered)
 
 
 def rotate_checkpoints(
@@ -53,7 +53,7 @@ def rotate_checkpoints(
     checkpoint_prefix: str = "checkpoint",
 ) -> None:
     """Delete old checkpoints as transformers 5 does, but count only complete ones."""
-    limit = _limit(save_total_limit, best_model_checkpoint, output_dir)
+    limit = _adjusted_limit(save_total_limit, best_model_checkpoint, output_dir)
     rotate(output_dir, limit, best_model_checkpoint, use_mtime, checkpoint_prefix)
 
 
@@ -64,7 +64,7 @@ def rotate_checkpoints_of(
     arguments = trainer.args
     limit = arguments.save_total_limit
     folder = arguments.output_dir if output_dir is None else output_dir
-    arguments.save_total_limit = _limit(limit, trainer.state.best_model_checkpoint, folder)
+    arguments.save_total_limit = _adjusted_limit(limit, trainer.state.best_model_checkpoint, folder)
     try:
         rotate(trainer, use_mtime, output_dir)
     finally:
@@ -75,7 +75,7 @@ def save_checkpoint(save: Callable[..., None], trainer: Any, model: Any, trial: 
     """Save a checkpoint of Trainer; if the save is asynchronous, the end of training waits for it."""
     save(trainer, model, trial)
     files: Any = getattr(trainer.deepspeed, "checkpoint_engine", None)
-    if getattr(files, "aside", None) is not None:
+    if getattr(files, "async_saves", None) is not None:
         trainer.remove_callback(finish_saves())  # of a previous engine
         trainer.add_callback(finish_saves()(files))
 
@@ -113,11 +113,11 @@ def _is_incomplete(checkpoint: Path) -> bool:
     return not (checkpoint / _LATEST).is_file() and any(checkpoint.glob(_RANDOM_STATES))
 
 
-def _limit(limit: int | None, best: str | None, folder: str) -> int | None:
+def _adjusted_limit(limit: int | None, best: str | None, folder: str) -> int | None:
     """Return how many checkpoints Trainer may keep, so that the limit counts only complete ones."""
     if limit is None or limit <= 0 or not _trainer_has_strategy():
         return limit
-    incomplete = sum(_is_incomplete(path) for path in _numbered(Path(folder), r"checkpoint-(\d+)"))
+    incomplete = sum(_is_incomplete(path) for path in _numbered_folders(Path(folder), r"checkpoint-(\d+)"))
     return max(limit, 2 if best else 1) + incomplete if incomplete else limit
 
 
@@ -126,7 +126,7 @@ def _limit(limit: int | None, best: str | None, folder: str) -> int | None:
 
 def save_state(save: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a state of Accelerate, which first deletes older ones: the previous save must be complete by then."""
-    for files in _files(accelerator):
+    for files in _checkpoint_files(accelerator):
         files.finish()
     return save(accelerator, *args, **kwargs)
 
@@ -135,37 +135,37 @@ def load_state(
     load: Callable[..., Any], accelerator: Any, input_dir: str | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Load a state of Accelerate: without a folder, the newest complete one with an automatic name."""
-    every = list(_files(accelerator))
-    for files in every:
+    all_files = list(_checkpoint_files(accelerator))
+    for files in all_files:
         files.finish()
-    if input_dir is None and every and accelerator.project_configuration.automatic_checkpoint_naming:
-        numbered = _numbered(Path(accelerator.project_dir, "checkpoints"), r"checkpoint_(\d+)")
-        input_dir = _newest([path for path in numbered if (path / _LATEST).is_file()], numbered)
+    if input_dir is None and all_files and accelerator.project_configuration.automatic_checkpoint_naming:
+        numbered = _numbered_folders(Path(accelerator.project_dir, "checkpoints"), r"checkpoint_(\d+)")
+        input_dir = _choose_newest([path for path in numbered if (path / _LATEST).is_file()], numbered)
     return load(accelerator, input_dir, *args, **kwargs)
 
 
-def _files(accelerator: Any) -> Iterator[Any]:
+def _checkpoint_files(accelerator: Any) -> Iterator[Any]:
     """Yield the ``CheckpointFiles`` of each engine with a strategy."""
     for model in accelerator._models:
         files = getattr(model, "checkpoint_engine", None)
-        if hasattr(files, "aside"):
+        if hasattr(files, "async_saves"):
             yield files
 
 
 # Both #####################################################################################################
 
 
-def _numbered(folder: Path, pattern: str) -> list[Path]:
+def _numbered_folders(folder: Path, pattern: str) -> list[Path]:
     """Return the subfolders whose names match a pattern with a number, in the order of the numbers."""
     matches = [(match, path) for path in folder.iterdir() if (match := re.fullmatch(pattern, path.name))]
     return [path for _, path in sorted((int(match[1]), path) for match, path in matches if path.is_dir())]
 
 
-def _newest(complete: list[Path], every: list[Path]) -> str | None:
+def _choose_newest(complete: list[Path], all_files: list[Path]) -> str | None:
     """Return the newest complete checkpoint, with a warning if there are newer ones; None if there is none."""
-    skipped = every[every.index(complete[-1]) + 1 :] if complete else every
+    skipped = all_files[all_files.index(complete[-1]) + 1 :] if complete else all_files
     if skipped and os.environ.get("RANK", "0") == "0":  # there may be no process group yet
-        resumed = f"{complete[-1]} is resumed" if complete else "no complete one is there"
+        resumed = f"resuming from {complete[-1]}" if complete else "there is no complete checkpoint"
         names = ", ".join(path.name for path in skipped)
-        _logger.warning(f"deepspeed_ext: the saves of {names} in {skipped[0].parent} were not completed: {resumed}.")
+        _logger.warning(f"deepspeed_ext: the saves {names} in {skipped[0].parent} are incomplete: {resumed}.")
     return str(complete[-1]) if complete else None

@@ -13,10 +13,10 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.checkpoint.owned import sync
+from deepspeed_ext.checkpoint.owned_folder import sync
 
-_LARGEST = 32 * 2**20  # bytes of a buffer: more than disks and copies need at once
-_ALIGNED = 16  # bytes: no element of any dtype is split
+_MAX_BUFFER_BYTES = 32 * 2**20  # bytes of a buffer: more than disks and copies need at once
+_ALIGNMENT = 16  # bytes: no element of any dtype is split
 
 
 @dataclass
@@ -26,7 +26,7 @@ class _Buffer:
     bytes: Tensor
     filled: int = 0
     segments: list[tuple[Path, int, int]] = field(default_factory=list)
-    copied: Any = None  # device event after which it may be read
+    copy_event: Any = None  # device event after which it may be read
 
 
 class HostWriter:
@@ -36,24 +36,24 @@ class HostWriter:
     still wait for this one.
 
     Args:
-        most: bytes of host memory, but at least two buffers.
+        max_bytes: bytes of host memory, but at least two buffers.
 
     Attributes:
         error: the failure; None if there is none.
-        held: bytes of host memory in use.
+        allocated_bytes: bytes of host memory in use.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.error: CheckpointError | None = None
-        self.held = 0
-        size = max(1, min(_LARGEST, most // 2) // _ALIGNED) * _ALIGNED
-        self._size, self._room = size, max(2, most // size)
+        self.allocated_bytes = 0
+        size = max(1, min(_MAX_BUFFER_BYTES, max_bytes // 2) // _ALIGNMENT) * _ALIGNMENT
+        self._size, self._max_buffers = size, max(2, max_bytes // size)
         self._free: queue.SimpleQueue[_Buffer] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
-        self._filling: _Buffer | None = None
-        self._open: tuple[Path, BinaryIO] | None = None
+        self._current: _Buffer | None = None
+        self._open_file: tuple[Path, BinaryIO] | None = None
         self._device = None if get_accelerator().is_synchronized_device() else get_accelerator().current_device()
-        self._thread = threading.Thread(target=self._run, name="deepspeed_ext export", daemon=True)
+        self._thread = threading.Thread(target=self._write_buffers, name="deepspeed_ext export", daemon=True)
         self._thread.start()
 
     # The caller's thread ##############################################################################
@@ -66,7 +66,7 @@ class HostWriter:
         flat, dtype = values.reshape(-1), dtype or values.dtype
         try:
             while flat.numel() and self.error is None:
-                buffer = self._with_room(dtype.itemsize)
+                buffer = self._buffer_with_space(dtype.itemsize)
                 count = min(flat.numel(), (self._size - buffer.filled) // dtype.itemsize)
                 end = buffer.filled + count * dtype.itemsize
                 source = flat[:count].to(dtype).view(torch.uint8)
@@ -74,13 +74,13 @@ class HostWriter:
                 buffer.segments.append((path, offset, end))
                 flat, offset, buffer.filled = flat[count:], offset + end - buffer.filled, end
         except Exception as error:
-            self._fail(path, error)
+            self._record_error(path, error)
         return offset
 
     def finish(self) -> None:
         """End the thread after it has written everything."""
         try:
-            self._send()
+            self._submit()
         finally:
             self._full.put(None)  # also after an error, or the thread would never end
 
@@ -94,36 +94,37 @@ class HostWriter:
         """Whether the thread has ended."""
         return not self._thread.is_alive()
 
-    def _with_room(self, nbytes: int) -> _Buffer:
-        if self._filling is not None and self._size - self._filling.filled < nbytes:
-            self._send()
-        if self._filling is None:
-            self._filling = self._empty()
-        return self._filling
+    def _buffer_with_space(self, nbytes: int) -> _Buffer:
+        if self._current is not None and self._size - self._current.filled < nbytes:
+            self._submit()
+        if self._current is None:
+            self._current = self._next_buffer()
+        return self._current
 
-    def _empty(self) -> _Buffer:
+    def _next_buffer(self) -> _Buffer:
         """Return a buffer: a written one, else a new one, else the next one that the thread has written."""
-        if self._free.empty() and self.held // self._size < self._room:
+        if self._free.empty() and self.allocated_bytes // self._size < self._max_buffers:
             memory = torch.empty(self._size, dtype=torch.uint8)
-            self.held += self._size
+            self.allocated_bytes += self._size
             return _Buffer(
                 memory if get_accelerator().is_synchronized_device() else get_accelerator().pin_memory(memory)
             )
         buffer = self._free.get()
         return _Buffer(buffer.bytes)
 
-    def _send(self) -> None:
-        if self._filling is None:
+    def _submit(self) -> None:
+        if self._current is None:
             return
         if not get_accelerator().is_synchronized_device():
-            self._filling.copied = get_accelerator().Event()
-            self._filling.copied.record(get_accelerator().current_stream())
-        self._full.put(self._filling)
-        self._filling = None
+            # Without this event, the thread could write the buffer before the device has filled it.
+            self._current.copy_event = get_accelerator().Event()
+            self._current.copy_event.record(get_accelerator().current_stream())
+        self._full.put(self._current)
+        self._current = None
 
     # Writer thread ####################################################################################
 
-    def _run(self) -> None:
+    def _write_buffers(self) -> None:
         if self._device is not None:
             get_accelerator().set_device(self._device)  # a new thread has device 0, and would create a context there
         while (buffer := self._full.get()) is not None:
@@ -131,35 +132,35 @@ class HostWriter:
                 if self.error is None:
                     self._write(buffer)
             except Exception as error:
-                self._fail(buffer.segments[0][0], error)
+                self._record_error(buffer.segments[0][0], error)
             self._free.put(buffer)  # also after an error, or `put` would wait for a buffer forever
-        path = self._open[0] if self._open is not None else Path()
+        path = self._open_file[0] if self._open_file is not None else Path()
         try:
             self._close()
         except Exception as error:
-            self._fail(path, error)
+            self._record_error(path, error)
         while not self._free.empty():  # free host memory now, because a caller may keep an export for long
             self._free.get()
 
     def _write(self, buffer: _Buffer) -> None:
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # copies from the device into the buffer are non-blocking
+        if buffer.copy_event is not None:
+            buffer.copy_event.synchronize()  # copies from the device into the buffer are non-blocking
         content, start = memoryview(cast(Any, buffer.bytes.numpy())), 0
         for path, offset, end in buffer.segments:
-            if self._open is None or self._open[0] != path:
+            if self._open_file is None or self._open_file[0] != path:
                 self._close()
-                self._open = path, path.open("r+b" if path.exists() else "wb")
-            self._open[1].seek(offset)
-            self._open[1].write(content[start:end])
+                self._open_file = path, path.open("r+b" if path.exists() else "wb")
+            self._open_file[1].seek(offset)
+            self._open_file[1].write(content[start:end])
             start = end
 
     def _close(self) -> None:
         """Close the open file, and flush it to disk."""
-        if self._open is not None:
-            path, file = self._open
-            self._open = None
+        if self._open_file is not None:
+            path, file = self._open_file
+            self._open_file = None
             file.close()
             sync(path)
 
-    def _fail(self, path: Path, error: Exception) -> None:
+    def _record_error(self, path: Path, error: Exception) -> None:
         self.error = self.error or CheckpointError(f"{path} could not be written: {type(error).__name__}: {error}")

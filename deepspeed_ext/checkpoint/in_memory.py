@@ -11,7 +11,7 @@ Note [Saves in memory]
     stays until all ranks have all of their files.
 
     After a restart, ``engine.load_checkpoint`` checks whether the newest save is newer than the checkpoint on disk. If
-    so, it writes the save into ``save_dir`` as an ordinary checkpoint, and loads that (``restoring.py``).
+    so, it writes the save into ``save_dir`` as an ordinary checkpoint, and loads that (``memory_restore.py``).
 
     The content of ``save_dir`` may be removed or replaced after a save in memory. So a memory folder belongs to a run
     in ``save_dir``, which ends when that is emptied, and a save records the tag in ``latest``.
@@ -35,11 +35,11 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from deepspeed_ext.checkpoint.commit import Commit
-from deepspeed_ext.checkpoint.experts import model_key
+from deepspeed_ext.checkpoint.experts import model_hash
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import LATEST, CheckpointError, CheckpointFolder
-from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, run_of
-from deepspeed_ext.checkpoint.owned import replace_text
+from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, read_run
+from deepspeed_ext.checkpoint.owned_folder import replace_text
 from deepspeed_ext.checkpoint.snapshots import nbytes_of
 from deepspeed_ext.comm.agreement import (
     Channel,
@@ -54,13 +54,13 @@ from deepspeed_ext.comm.host_channel import HostChannel
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.config.section import save_settings
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
-_CHUNK = 16 * 2**20  # bytes of a message
-_BESIDE = 2**16  # upper bound for a file's bytes in addition to its tensors
-_DOING = "the save in memory failed"
+_CHUNK_BYTES = 16 * 2**20  # bytes of a message
+_OVERHEAD_BYTES = 2**16  # upper bound for a file's bytes in addition to its tensors
+_ACTION = "the save in memory failed"
 
 
 def save_in_memory(
@@ -80,34 +80,36 @@ def save_in_memory(
         ValueError: the engine or its configuration does not support it.
         CheckpointError: on all ranks, if there is no room, or if an earlier asynchronous save has failed.
     """
-    files = _require_able(engine)
+    files = _require_supported(engine)
     optimizer: ParoOptimizer = engine.optimizer
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     memory = MemorySave(engine, save_dir)
     commit = MemoryCommit(CheckpointFolder(save_dir, tag), dist.get_rank() == 0, True, False, memory=memory)
     with (
         optimizer.writers.write_in_each_group(engine, optimizer.topology.inter),
-        replaced(files, elsewhere=commit),
-        replaced(engine, _copy_recovery_script=lambda save_path: None),  # to disk
+        replace_attributes(files, memory_commit=commit),
+        replace_attributes(engine, _copy_recovery_script=lambda save_path: None),  # to disk
     ):
         return engine.save_checkpoint(save_dir, tag, dict(client_state or {}), save_latest=False)
 
 
-def _require_able(engine: Engine) -> CheckpointFiles:
+def _require_supported(engine: Engine) -> CheckpointFiles:
     files = engine.checkpoint_engine
     if not isinstance(engine.optimizer, ParoOptimizer) or not isinstance(files, CheckpointFiles):
-        raise ValueError("save_in_memory needs an engine with zero_optimization.paro_strategy, and our own writer.")
-    if files.aside is None:
+        raise ValueError(
+            "save_in_memory needs an engine with zero_optimization.paro_strategy and the default checkpoint writer."
+        )
+    if files.async_saves is None:
         raise ValueError('save_in_memory needs "checkpoint": {"async_save": true} in the configuration.')
     if engine.use_node_local_storage():
         raise ValueError(
-            "save_in_memory cannot be combined with checkpoint.use_node_local_storage: what the memory of several "
-            "nodes holds is loaded from a folder that all of them share."
+            "save_in_memory cannot be combined with checkpoint.use_node_local_storage: a load collects the files of "
+            "all nodes in a folder that they share."
         )
     if isinstance(engine.optimizer.outer, OuterOptimizer):
         raise ValueError(
-            "save_in_memory cannot be combined with zero_optimization.paro_outer_optimizer, where each group has "
-            "states of its own: use engine.save_checkpoint."
+            "save_in_memory cannot be combined with zero_optimization.paro_outer_optimizer, because each group has "
+            "its own states. Use engine.save_checkpoint."
         )
     return files
 
@@ -138,24 +140,24 @@ class MemoryCommit(Commit):
 
     memory: "MemorySave" = field(kw_only=True)
 
-    def prepare(self, over: Channel) -> None:
-        self.folder.staging = self.memory.prepare(over)
+    def prepare(self, channel: Channel) -> None:
+        self.folder.staging = self.memory.prepare(channel)
 
-    def expect(self, waiting: Sequence[tuple[object, str, str]]) -> None:
-        self.memory.expect({path: nbytes_of(content) for content, _, path in waiting}, self.folder)
+    def plan_files(self, pending: Sequence[tuple[object, str, str]]) -> None:
+        self.memory.plan_files({path: nbytes_of(content) for content, _, path in pending}, self.folder)
 
-    def run(self, written: int, error: Exception | None, over: Channel) -> None:
-        assert isinstance(over, HostChannel)
+    def run(self, written: int, error: Exception | None, channel: Channel) -> None:
+        assert isinstance(channel, HostChannel)
         try:
-            raise_together(error, CheckpointError, over)
-            self.memory.copy(over)
-            run_on_all_or_raise(lambda: self.memory.publish(self.folder.tag), _DOING, CheckpointError, over)
+            raise_together(error, CheckpointError, channel)
+            self.memory.send_copies(channel)
+            run_on_all_or_raise(lambda: self.memory.publish(self.folder.tag), _ACTION, CheckpointError, channel)
         except CheckpointError as failure:
-            self.revert(failure, over)
+            self.revert(failure, channel)
             raise
         self.memory.clear()  # after the vote above: until all ranks have published, the previous save is needed
 
-    def revert(self, failure: Exception, over: Channel) -> None:
+    def revert(self, failure: Exception, channel: Channel) -> None:
         self.memory.revert()
 
     def abandon(self) -> None:
@@ -182,47 +184,47 @@ class MemorySave:
         self._model = self._latest = ""
         self._folder: MemoryFolder
         self._staging: Path
-        self._place, self._on_disk = 0, False
+        self._location, self._on_disk = 0, False
         self._ring = _Ring(engine)
         self._names: dict[int, str] = {}  # hash of a name: name, for this rank's files
-        self._sent: list[list[str]] = []  # for each target, names of files to send
+        self._to_send: list[list[str]] = []  # for each target, names of files to send
         self._files: dict[str, int] = {}  # name: rank that wrote it, for all files in this rank's folder
         self._count = 0  # number of files of all ranks
         self.published = False
 
-    def prepare(self, over: Channel) -> Path:
+    def prepare(self, channel: Channel) -> Path:
         """Return a folder for this rank's files. Collective."""
         # Also a barrier: after it, no thread of any rank still writes or removes files of an earlier save.
         self._number = unique_number()
-        self._model = model_key(self._engine)
+        self._model = model_hash(self._engine)
         run, self._latest = self._run_and_latest()
         self._folder = MemoryFolder(self._engine._config, self._save_dir, run)
-        run_on_all_or_raise(self._begin, _DOING, CheckpointError, over)
+        run_on_all_or_raise(self._create_staging, _ACTION, CheckpointError, channel)
         return self._staging
 
-    def _begin(self) -> None:
+    def _create_staging(self) -> None:
         folder = self._folder
-        self._staging = folder.begin(self._number, self._rank)
-        self._place, self._on_disk = _known_by(folder.place), not folder.is_in_memory
+        self._staging = folder.create_staging(self._number, self._rank)
+        self._location, self._on_disk = _hash(folder.location), not folder.is_in_memory
 
     def _run_and_latest(self) -> tuple[str, str]:
         """Return the run in ``save_dir``, after creating it if there is none, and the latest tag. Collective."""
         path = self._save_dir / RUN
 
-        def look() -> str:
+        def read() -> str:
             if self._rank != 0:
                 return ""
-            if not run_of(self._save_dir):
+            if not read_run(self._save_dir):
                 self._save_dir.mkdir(parents=True, exist_ok=True)
                 replace_text(path, secrets.token_hex(16))
             latest = self._save_dir / LATEST
-            return json.dumps([run_of(self._save_dir), latest.read_text().strip() if latest.is_file() else ""])
+            return json.dumps([read_run(self._save_dir), latest.read_text().strip() if latest.is_file() else ""])
 
-        content = run_on_all_or_raise(look, f"{path} cannot be made", CheckpointError)
+        content = run_on_all_or_raise(read, f"{path} cannot be created", CheckpointError)
         run, latest = json.loads(broadcast_text(content, 0))
         return run, latest
 
-    def expect(self, sizes: Mapping[str, int], folder: CheckpointFolder) -> None:
+    def plan_files(self, sizes: Mapping[str, int], folder: CheckpointFolder) -> None:
         """Choose which files are sent to which ranks, and check that there is room. Collective.
 
         Args:
@@ -232,12 +234,12 @@ class MemorySave:
         Raises:
             CheckpointError: on all ranks; there is no room.
         """
-        own_sizes = {str(Path(path).relative_to(folder.path)): size + _BESIDE for path, size in sizes.items()}
-        self._names = {_known_by(name): name for name in own_sizes}
+        own_sizes = {str(Path(path).relative_to(folder.path)): size + _OVERHEAD_BYTES for path, size in sizes.items()}
+        self._names = {_hash(name): name for name in own_sizes}
         self._files = dict.fromkeys(own_sizes, self._rank)
         ((_, most),) = bounds([len(own_sizes)])
         described = [value for key, name in self._names.items() for value in (key, own_sizes[name])]
-        rows = all_gather_rows([int(self._time * 1e6), self._place, *described, *[0] * 2 * (most - len(own_sizes))])
+        rows = all_gather_rows([int(self._time * 1e6), self._location, *described, *[0] * 2 * (most - len(own_sizes))])
         self._time = int(rows[0, 0]) / 1e6  # rank 0's, because all parts of a save must have equal identities
         self._count = int((rows[:, 2::2].unique() != 0).sum())
         received = 0
@@ -247,84 +249,89 @@ class MemorySave:
             return {key: size for key, size in flat if key}
 
         sent = files_to_send(self._names, [files_of(group) for group in self._ring.next_groups()])
-        self._sent = [[self._names[key] for key in keys] for keys in sent]
+        self._to_send = [[self._names[key] for key in keys] for keys in sent]
         for source, groups in self._ring.sources():
             files = files_of([source])
             received += sum(files[key] for key in files_to_send(files, [files_of(group) for group in groups])[-1])
-        beside = any(int(rows[target, 1]) == self._place for target in self._ring.targets)
-        self._require_room(sum(own_sizes.values()) + received, beside)
+        same_memory = any(int(rows[target, 1]) == self._location for target in self._ring.targets)
+        self._require_room(sum(own_sizes.values()) + received, same_memory)
 
-    def _require_room(self, needed: int, beside: bool) -> None:
+    def _require_room(self, needed: int, same_memory: bool) -> None:
         """Raise on all ranks if a node has no room for the files of all its ranks. Collective.
 
         Args:
             needed: bytes that this rank needs.
-            beside: whether this rank's copies are in the same memory as its files.
+            same_memory: whether this rank's copies are in the same memory as its files.
         """
-        free = run_on_all_or_raise(lambda: self._folder.free, _DOING, CheckpointError)
-        rows = all_gather_rows([self._place, needed, free, beside, self._on_disk])
+        free = run_on_all_or_raise(lambda: self._folder.free_bytes, _ACTION, CheckpointError)
+        rows = all_gather_rows([self._location, needed, free, same_memory, self._on_disk])
         if self._rank == 0:
             self._warn(int(rows[:, 3].sum()), bool(rows[:, 4].any()))
-        sharers = rows[:, 0] == self._place
+        sharers = rows[:, 0] == self._location
         total, free = int(rows[sharers, 1].sum()), int(rows[sharers, 2].min())
 
         def compare() -> None:
             if total > free:
                 raise CheckpointError(
-                    f"a save in memory needs {total / 1e9:.3f} GB, and {free / 1e9:.3f} GB are free beside the one "
-                    f"before it, in {self._folder.path} on the node of ranks {sharers.nonzero().flatten().tolist()}. "
-                    f"Make that larger (mount -o remount,size=..., docker --shm-size), set checkpoint.memory_folder "
-                    f"to another one, or checkpoint.memory_copies to 0.{self._others()}"
+                    f"a save in memory needs {total / 1e9:.3f} GB in addition to the previous save, and "
+                    f"{free / 1e9:.3f} GB are free in {self._folder.path} on the node of ranks "
+                    f"{sharers.nonzero().flatten().tolist()}. Enlarge it (mount -o remount,size=..., docker "
+                    f"--shm-size), set checkpoint.memory_folder to another folder, or set checkpoint.memory_copies to "
+                    f"0.{self._other_runs()}"
                 )
 
-        run_on_all_or_raise(compare, _DOING, CheckpointError)
+        run_on_all_or_raise(compare, _ACTION, CheckpointError)
 
-    def _warn(self, beside: int, on_disk: bool) -> None:
+    def _warn(self, same_node: int, on_disk: bool) -> None:
         """Log limitations of saves on all ranks."""
         if on_disk:
-            _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory are written to a disk.")
-        if beside:
+            _warn_once(f"{self._folder.parent} is not in memory (tmpfs): saves in memory go to a disk.")
+        if same_node:
             _warn_once(
-                f"copies of files in memory are on the node of those that they are made of, on {beside} rank(s): they "
-                f"do not survive it. Set zero_optimization.paro_group_size to the ranks of a node."
+                f"the in-memory copies of {same_node} rank(s) are on the same node as the originals, and would be "
+                f"lost with it. Set zero_optimization.paro_group_size to the ranks of a node."
             )
-        if self._ring.short:
+        if self._ring.lacks_groups:
             _warn_once(
-                f"{self._ring.groups} group(s) of ranks have no place for {self._ring.wanted} copies of a save in "
-                f"memory in others, so there are {self._ring.groups - 1}."
+                f"checkpoint.memory_copies is {self._ring.configured_copies}, but there are {self._ring.groups} "
+                f"group(s) of ranks, so each file has {self._ring.groups - 1} copies."
             )
 
-    def _others(self) -> str:
+    def _other_runs(self) -> str:
         """Return a sentence about other runs' saves in memory on this node; empty if there are none."""
-        others = "; ".join(self._folder.others())
-        return f" Saves of other runs take room there, too: {others}. Remove those that have ended." if others else ""
+        others = "; ".join(self._folder.describe_others())
+        return f" Saves of other runs also use it: {others}. Remove those of runs that have ended." if others else ""
 
     # Writer thread ####################################################################################
 
-    def copy(self, over: HostChannel) -> None:
+    def send_copies(self, channel: HostChannel) -> None:
         """Send files to other groups, and receive theirs. Collective.
 
         Raises:
             CheckpointError: on all ranks, if one of them failed.
         """
-        for names, target, (source, _) in zip(self._sent, self._ring.targets, self._ring.sources(), strict=True):
+        for names, target, (source, _) in zip(self._to_send, self._ring.targets, self._ring.sources(), strict=True):
+            # A rank that failed alone here would leave its neighbors waiting in the exchange.
             tensors = run_on_all_or_raise(
-                lambda names=names: [_mapped(self._staging / name) for name in names],  # type: ignore[misc]
-                _DOING,
+                lambda names=names: [_map_file(self._staging / name) for name in names],  # type: ignore[misc]
+                _ACTION,
                 CheckpointError,
-                over,
+                channel,
             )
             sizes = json.dumps(list(zip(names, (tensor.numel() for tensor in tensors), strict=True)))
-            taken = json.loads(over.exchange_text(sizes, target, source))
+            received_files = json.loads(channel.exchange_text(sizes, target, source))
+            # All ranks must have room before any of them sends.
             buffers = run_on_all_or_raise(
-                lambda taken=taken: [_made(self._staging / name, size) for name, size in taken],  # type: ignore[misc]
-                _DOING,
+                lambda received_files=received_files: [
+                    _create_mapped_file(self._staging / name, size) for name, size in received_files
+                ],  # type: ignore[misc]
+                _ACTION,
                 CheckpointError,
-                over,
+                channel,
             )
             for sent, received in itertools.zip_longest(_chunks(tensors), _chunks(buffers), fillvalue=()):
-                over.exchange(sent, target, received, source)
-            self._files |= {name: source for name, _ in taken}
+                channel.exchange(sent, target, received, source)
+            self._files |= {name: source for name, _ in received_files}
 
     def publish(self, tag: str) -> None:
         """Publish this rank's files by a rename."""
@@ -334,11 +341,11 @@ class MemorySave:
 
     def clear(self) -> None:
         """Remove earlier saves. Called once all ranks have published this one."""
-        self._folder.keep_only(self._number)
+        self._folder.remove_others(self._number)
 
     def revert(self) -> None:
         """Remove this rank's files of the save."""
-        self._folder.drop(self._number, self._rank)
+        self._folder.remove_files_of(self._number, self._rank)
 
 
 class _Ring:
@@ -346,7 +353,7 @@ class _Ring:
 
     Attributes:
         groups: number of groups.
-        wanted: configured copies of each file.
+        configured_copies: configured copies of each file.
         targets: global ranks that receive this rank's files.
     """
 
@@ -354,15 +361,15 @@ class _Ring:
         topology = engine.optimizer.topology
         self._ranks, self._size = data_parallel_ranks(topology.world), topology.sizes.group_size
         self._rank, self.groups = topology.rank, topology.sizes.groups
-        self.wanted = save_settings(engine._config).memory_copies
-        copies = min(self.wanted, self.groups - 1)  # fewer than configured if the job has lost a node
+        self.configured_copies = save_settings(engine._config).memory_copies
+        copies = min(self.configured_copies, self.groups - 1)  # fewer than configured if the job has lost a node
         self._steps = range(1, copies + 1)
         self.targets = [self._neighbor(step) for step in self._steps]
 
     @property
-    def short(self) -> bool:
+    def lacks_groups(self) -> bool:
         """Whether there are too few groups for all copies."""
-        return self.wanted >= self.groups
+        return self.configured_copies >= self.groups
 
     def _neighbor(self, step: int) -> int:
         return self._ranks[(self._rank + step * self._size) % len(self._ranks)]
@@ -382,17 +389,17 @@ class _Ring:
         ]
 
 
-def _known_by(text: str) -> int:
+def _hash(text: str) -> int:
     """Return a nonzero hash of a text, as an integer that a row of a collective can contain."""
     return 1 + int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=7).digest(), "big")
 
 
-def _mapped(path: Path) -> Tensor:
+def _map_file(path: Path) -> Tensor:
     """Return the bytes of a file, mapped into memory."""
     return torch.from_file(str(path), shared=True, size=path.stat().st_size, dtype=torch.uint8)
 
 
-def _made(path: Path, size: int) -> Tensor:
+def _create_mapped_file(path: Path, size: int) -> Tensor:
     """Create a file of ``size`` bytes, and return it as a tensor to write into.
 
     Raises:
@@ -401,11 +408,11 @@ def _made(path: Path, size: int) -> Tensor:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
-    return _mapped(path)
+    return _map_file(path)
 
 
 def _chunks(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor]]:
-    yield from ((chunk,) for tensor in tensors for chunk in tensor.split(_CHUNK))
+    yield from ((chunk,) for tensor in tensors for chunk in tensor.split(_CHUNK_BYTES))
 
 
 @functools.cache

@@ -15,17 +15,17 @@ from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint import universal
 from deepspeed_ext.checkpoint.checks import Check, UniversalCheck
-from deepspeed_ext.checkpoint.converting import converted, is_universal
+from deepspeed_ext.checkpoint.conversion import convert_for_load, is_universal
 from deepspeed_ext.checkpoint.files import CheckpointFiles, inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
-from deepspeed_ext.checkpoint.memory_folder import age
+from deepspeed_ext.checkpoint.memory_folder import age_text
+from deepspeed_ext.checkpoint.memory_restore import restore_from_memory
 from deepspeed_ext.checkpoint.outer_states import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
-from deepspeed_ext.checkpoint.restoring import bring_back
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 
 
 @torch.inference_mode(False)  # the next step writes to the loaded tensors
@@ -70,37 +70,37 @@ def load_checkpoint(
     tag = _choose_tag(engine, load_dir, tag)
     if not tag:  # there is no checkpoint: DeepSpeed warns and returns
         # A run that saves in memory loads before it has saved anything. A universal load would raise in DeepSpeed.
-        with _ordinary(engine) if engine.checkpoint_engine.aside is not None else nullcontext():
+        with _disable_universal(engine) if engine.checkpoint_engine.async_saves is not None else nullcontext():
             return load(engine, load_dir, **options)
-    present = run_on_all_or_raise(
-        CheckpointFolder(load_dir, tag).present_tag, f"no checkpoint {tag} in {load_dir}", CheckpointError
+    actual_tag = run_on_all_or_raise(
+        CheckpointFolder(load_dir, tag).actual_tag, f"{load_dir} has no checkpoint {tag}", CheckpointError
     )
-    require_same(f"the place of checkpoint {tag}", present, CheckpointError)
+    require_same(f"the path of checkpoint {tag}", actual_tag, CheckpointError)
     strict = None if custom_load_fn is not None else load_module_strict
     if not engine.load_universal_checkpoint():
-        return _load_checked(load, engine, Check(engine, load_dir, present, states), strict, options)
+        return _load_checked(load, engine, Check(engine, load_dir, actual_tag, states), strict, options)
     lease: IO[str] | None = None
-    if not is_universal(Path(load_dir, present)):
-        with _ordinary(engine):
-            check = Check(engine, load_dir, present, states)
-            why = _misfit(engine, check, strict)
-            if not why:
+    if not is_universal(Path(load_dir, actual_tag)):
+        with _disable_universal(engine):
+            check = Check(engine, load_dir, actual_tag, states)
+            reason = _mismatch(engine, check, strict)
+            if not reason:
                 return _load_checked(load, engine, check, strict, options)
-        present, lease = _convert(engine, load_dir, present, why)
+        actual_tag, lease = _convert(engine, load_dir, actual_tag, reason)
     with lease or nullcontext():  # otherwise another job could remove the converted checkpoint during the load
-        return _load_checked(load, engine, UniversalCheck(engine, load_dir, present, states), strict, options)
+        return _load_checked(load, engine, UniversalCheck(engine, load_dir, actual_tag, states), strict, options)
 
 
 def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
     """Wait for saves, and return the tag to load, the same on all ranks; empty if there is none. Collective."""
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()  # a running save may be the one to load, and it reads states that this load changes
-    if tag is None and files.aside is not None:
-        bring_back(engine, load_dir)
+    if tag is None and files.async_saves is not None:
+        restore_from_memory(engine, load_dir)
     if tag is None and engine.load_universal_checkpoint() and dist.get_rank() == 0:
         _warn_if_older(Path(load_dir, LATEST_UNIVERSAL), Path(load_dir, LATEST))
     tag = run_on_all_or_raise(
-        lambda: _tag(engine, load_dir, tag),
+        lambda: _read_tag(engine, load_dir, tag),
         f"the latest checkpoint of {load_dir} cannot be determined",
         CheckpointError,
     )
@@ -108,14 +108,14 @@ def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
     return tag
 
 
-def _convert(engine: Engine, load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
-    """Convert a checkpoint that does not fit this run; see ``converted``."""
+def _convert(engine: Engine, load_dir: str, tag: str, reason: str) -> tuple[str, IO[str] | None]:
+    """Convert a checkpoint that does not fit this run; see ``convert_for_load``."""
     if layers := native_mixtures(engine.module):
         raise CheckpointError(
-            f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
+            f"{reason}\nIt cannot be converted either: DeepSpeed's universal checkpoints do not support "
             f"experts of MoE layers ({', '.join(layers)})."
         )
-    return converted(load_dir, tag, why)
+    return convert_for_load(load_dir, tag, reason)
 
 
 def _load_checked(
@@ -129,31 +129,34 @@ def _load_checked(
         strict: as in ``Check.run``.
         options: arguments of DeepSpeed's load.
     """
-    folder, universally = check.folder, isinstance(check, UniversalCheck)
+    folder, from_universal = check.folder, isinstance(check, UniversalCheck)
     errors = engine.optimizer.error_state
     try:
         with engine.optimizer.writers.use_rank_numbers(engine):
             check.run(strict)
         residuals, outer = run_on_all_or_raise(
-            lambda: (Residuals(engine, folder) if check.states else None, OuterStates(engine, folder, check.states)),
+            lambda: (
+                Residuals(engine, folder) if check.load_states else None,
+                OuterStates(engine, folder, check.load_states),
+            ),
             f"{folder} cannot be loaded",
             CheckpointError,
         )
-        if universally:
-            universal.load_untrained(engine, check.untrained)
-        with _weights_of(engine, check.tag, universally), engine.optimizer.writers.use_rank_numbers(engine):
-            loaded = _loaded(lambda: load(engine, check.load_dir, check.tag, **options), folder)
+        if from_universal:
+            universal.load_buffers_and_frozen(engine, check.model_states)
+        with _read_weights_of_tag(engine, check.tag, from_universal), engine.optimizer.writers.use_rank_numbers(engine):
+            loaded = _run_load(lambda: load(engine, check.load_dir, check.tag, **options), folder)
         load_errors = errors.reset if residuals is None else residuals.load
-        run_on_all_or_raise(load_errors, f"{folder} was loaded only in part", CheckpointError)
+        run_on_all_or_raise(load_errors, f"the load of {folder} failed halfway", CheckpointError)
         outer.load()
         # As the save did. Otherwise later updates would have to correct for weights from before the load.
         engine.optimizer.resync_parameters()
         return loaded
     finally:
-        engine.checkpoint_engine.forget()
+        engine.checkpoint_engine.clear_headers()
 
 
-def _loaded(load: Callable[[], Any], folder: Path) -> Any:
+def _run_load(load: Callable[[], Any], folder: Path) -> Any:
     """Run DeepSpeed's load, and return its result. If it raises on one rank, all others raise instead of waiting.
 
     Raises:
@@ -165,7 +168,7 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
     except Exception as error:
         failed = error
     try:
-        raise_together(failed and CheckpointError(f"{folder} was loaded only in part: {failed}"), CheckpointError)
+        raise_together(failed and CheckpointError(f"the load of {folder} failed halfway: {failed}"), CheckpointError)
     except CheckpointError:
         if failed is not None:  # raise DeepSpeed's own error on this rank, as scripts expect
             raise failed from None
@@ -174,13 +177,13 @@ def _loaded(load: Callable[[], Any], folder: Path) -> Any:
 
 
 @contextmanager
-def _ordinary(engine: Engine) -> Iterator[None]:
+def _disable_universal(engine: Engine) -> Iterator[None]:
     """Disable universal loads within this context."""
-    with replaced(engine._config, load_universal_checkpoint=False):
+    with replace_attributes(engine._config, load_universal_checkpoint=False):
         yield
 
 
-def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
+def _mismatch(engine: Engine, check: Check, strict: bool | None) -> str:
     """Return why a checkpoint cannot be loaded without conversion; empty if it can."""
     try:
         with engine.optimizer.writers.use_rank_numbers(engine):
@@ -189,7 +192,7 @@ def _misfit(engine: Engine, check: Check, strict: bool | None) -> str:
     except CheckpointError as error:
         return str(error)
     finally:
-        engine.checkpoint_engine.forget()
+        engine.checkpoint_engine.clear_headers()
 
 
 def load_into_stock(
@@ -200,13 +203,13 @@ def load_into_stock(
     If DeepSpeed would raise because the checkpoint is of another stage, buffers and frozen parameters are loaded here,
     because DeepSpeed never loads them from universal checkpoints. DeepSpeed loads everything else.
     """
-    folder = Path(load_dir, _tag(engine, load_dir, tag))
-    if universal.beyond_stock(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
-        universal.load_untrained(engine, universal.untrained(engine, folder, inspect))
+    folder = Path(load_dir, _read_tag(engine, load_dir, tag))
+    if universal.needs_own_loader(engine.optimizer, engine.zero_optimization_partition_weights(), folder):
+        universal.load_buffers_and_frozen(engine, universal.read_model_states(engine, folder, inspect))
     return load(engine, load_dir, tag, *args, **kwargs)
 
 
-def _tag(engine: Engine, load_dir: str, tag: str | None) -> str:
+def _read_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
     """Return the tag, by default from ``latest``; for a universal load, from ``latest_universal`` if it exists.
 
     Empty if there is none.
@@ -224,12 +227,12 @@ def _warn_if_older(loaded: Path, other: Path) -> None:
         first, second = loaded.stat().st_mtime, other.stat().st_mtime
         if first < second:
             logger.warning(
-                f"deepspeed_ext: {loaded} takes precedence, though it is {age(first)} old and {other} only "
-                f"{age(second)}. Remove it to load the newer checkpoint."
+                f"deepspeed_ext: {loaded} takes precedence, although it is {age_text(first)} old and {other} is only "
+                f"{age_text(second)} old. Remove it to load the newer checkpoint."
             )
 
 
-def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
+def _read_weights_of_tag(engine: Engine, tag: str, from_universal: bool) -> AbstractContextManager[Any]:
     """Return a context in which the engine reads weights from this tag's optimizer shards, if from shards at all.
 
     A universal checkpoint has no shards; the optimizer loads the weights. A pipeline has weights in its layer files,
@@ -238,6 +241,6 @@ def _weights_of(engine: Engine, tag: str, from_universal: bool) -> AbstractConte
     name = "get_fp32_state_dict_from_zero_checkpoint"
     original = getattr(deepspeed.runtime.engine, name)
     if not engine.pipeline_parallelism and not from_universal:
-        return replaced(deepspeed.runtime.engine, **{name: functools.partial(original, tag=tag)})
+        return replace_attributes(deepspeed.runtime.engine, **{name: functools.partial(original, tag=tag)})
     weights: Any = None if engine.pipeline_parallelism else {}
-    return replaced(deepspeed.runtime.engine, **{name: lambda *_, **__: weights})
+    return replace_attributes(deepspeed.runtime.engine, **{name: lambda *_, **__: weights})

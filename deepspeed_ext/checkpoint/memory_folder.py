@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.checkpoint.owned import OwnedFolder, boot_id
+from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, boot_id
 from deepspeed_ext.config.section import save_settings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _PROC = Path("/proc")
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")
 # By controller in /proc/self/cgroup, empty for version 2: folder, limit and usage files, and cache that can be freed.
-_VERSIONS = {
+_CONTROLLERS = {
     "": ("", "memory.max", "memory.current", ("inactive_file", "active_file")),
     "memory": (
         "memory",
@@ -114,12 +114,12 @@ class Part:
         return json.dumps(asdict(self))
 
 
-def _require_type(value: Any, kind: Any) -> None:
-    if type(value) is not kind:
-        raise TypeError(f"{value!r} is no {kind}")
+def _require_type(value: Any, expected: Any) -> None:
+    if type(value) is not expected:
+        raise TypeError(f"{value!r} is no {expected}")
 
 
-def run_of(save_dir: str | os.PathLike[str]) -> str:
+def read_run(save_dir: str | os.PathLike[str]) -> str:
     """Return the run in a folder; empty if no save in memory has started one, or its file is damaged."""
     try:
         text = Path(save_dir, RUN).read_bytes().decode(errors="replace").strip()
@@ -144,14 +144,14 @@ class MemoryFolder:
         self._owned: OwnedFolder | None = None  # staging folder of the running save
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """An identifier that is equal on ranks that share this folder, which must exist."""
         status = self.path.stat()
         # Several nodes may have the same host name.
         return f"{socket.gethostname()}:{boot_id()}:{status.st_dev}:{status.st_ino}:{self.path}"
 
     @property
-    def is_ours(self) -> bool:
+    def is_private(self) -> bool:
         """Whether it exists and no other user can write into it. Loading a file can execute code from it."""
         try:
             status = self.path.lstat()
@@ -171,15 +171,15 @@ class MemoryFolder:
         return not parents or max(parents)[1] in _IN_MEMORY
 
     @property
-    def free(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that can still be written, limited by the file system, and also by memory if it is in memory."""
         statistics = os.statvfs(self.path)
-        room = statistics.f_bavail * statistics.f_frsize
-        return min(room, available_memory()) if self.is_in_memory else room
+        free = statistics.f_bavail * statistics.f_frsize
+        return min(free, available_memory()) if self.is_in_memory else free
 
     # Saving ###########################################################################################
 
-    def begin(self, number: int, rank: int) -> Path:
+    def create_staging(self, number: int, rank: int) -> Path:
         """Create and return a rank's staging folder; remove those of killed saves of any rank.
 
         Called when no other save is running.
@@ -189,59 +189,59 @@ class MemoryFolder:
         """
         if not self.parent.is_dir():
             raise CheckpointError(
-                f"{self.parent}, where saves in memory go, is no folder on the node of rank {rank}. Set "
-                f"checkpoint.memory_folder to one that is in memory (tmpfs) and outlives the processes that train."
+                f"{self.parent}, the folder for saves in memory, does not exist on the node of rank {rank}. Set "
+                f"checkpoint.memory_folder to a folder in memory (tmpfs) that outlives the training processes."
             )
         self.path.mkdir(mode=0o700, exist_ok=True)
-        if not self.is_ours:
+        if not self.is_private:
             raise CheckpointError(
-                f"{self.path} must be a folder that only this user can write into. Remove it, or set "
-                f"checkpoint.memory_folder to another place."
+                f"{self.path} must be a folder that only this user can write to. Remove it, or set "
+                f"checkpoint.memory_folder to another folder."
             )
         about = self.path / _ABOUT
         if not about.exists():
             about.write_text(json.dumps({"save_dir": self._save_dir}))
         self._owned = OwnedFolder(self.path / f"{number}-{rank}")
         self._owned.create()
-        self._owned.made.mkdir()
-        return self._owned.made
+        self._owned.staging.mkdir()
+        return self._owned.staging
 
     def publish(self, staging: Path, part: Part) -> None:
         """Publish complete files.
 
         Args:
-            staging: the folder from ``begin``.
+            staging: the folder from ``create_staging``.
             part: its files.
         """
         sizes = {name: (staging / name).stat().st_size for name in part.files}
         content = {"part": part.to_json(), "sizes": sizes}
         (staging / _MANIFEST).write_text(json.dumps(content))
-        staging.rename(self.path / part.folder)
-        self._end()
+        staging.rename(self.path / part.folder)  # with the manifest, so no visible folder is without one
+        self._remove_staging()
 
-    def keep_only(self, number: int) -> None:
+    def remove_others(self, number: int) -> None:
         """Remove all other saves. Never raises, because the save is already published on all ranks."""
         with contextlib.suppress(Exception):
             for path in list(self.path.glob("[0-9]*-*")):
                 if not path.name.startswith(f"{number}-"):
                     shutil.rmtree(path, ignore_errors=True)  # other ranks of the node remove it, too
 
-    def drop(self, number: int, rank: int) -> None:
+    def remove_files_of(self, number: int, rank: int) -> None:
         """Remove a rank's files of a save, published or not. Never raises."""
-        self._end()
+        self._remove_staging()
         with contextlib.suppress(Exception):
             shutil.rmtree(self.path / f"{number}-{rank}", ignore_errors=True)
 
-    def _end(self) -> None:
+    def _remove_staging(self) -> None:
         if self._owned is not None:
             self._owned.remove()
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Remove all saves."""
-        if self.is_ours:
+        if self.is_private:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def others(self, same: bool = False) -> list[str]:
+    def describe_others(self, same: bool = False) -> list[str]:
         """Describe folders of this user's other saves in memory: path, save_dir, size and age. Never raises.
 
         Args:
@@ -254,19 +254,21 @@ class MemoryFolder:
                 save_dir = json.loads(about.read_text())["save_dir"] if about.exists() else "unknown"
                 if path != self.path and (save_dir == self._save_dir or not same):
                     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                    folders.append(f"{path} (of {save_dir}, {size / 1e9:.3f} GB, {age(path.stat().st_mtime)} old)")
+                    folders.append(
+                        f"{path} (of {save_dir}, {size / 1e9:.3f} GB, {age_text(path.stat().st_mtime)} old)"
+                    )
         return folders
 
     # Loading ##########################################################################################
 
-    def parts(self) -> list[Part]:
+    def read_parts(self) -> list[Part]:
         """Return all parts of saves, without files of a wrong size."""
-        if self.is_ours:
+        if self.is_private:
             return list(self._manifests())
         if os.path.lexists(self.path):
             logger.warning(
-                f"deepspeed_ext: saves in memory in {self.path} are left alone, since others than this user may have "
-                f"written them."
+                f"deepspeed_ext: ignoring the saves in memory in {self.path}, because other users may have written "
+                f"them."
             )
         return []
 
@@ -281,14 +283,14 @@ class MemoryFolder:
             yield Part(part.save, path.parent.name, intact)
 
 
-def forget(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
+def remove_memory_saves(config: "DeepSpeedConfig", save_dir: str | os.PathLike[str]) -> None:
     """Remove the saves in memory of the run in ``save_dir`` from this node. Never raises."""
     with contextlib.suppress(OSError):
-        if any(Path(save_settings(config).memory_folder).glob(f"{_prefix()}*")) and (run := run_of(save_dir)):
-            MemoryFolder(config, save_dir, run).forget()
+        if any(Path(save_settings(config).memory_folder).glob(f"{_prefix()}*")) and (run := read_run(save_dir)):
+            MemoryFolder(config, save_dir, run).remove()
 
 
-def age(since: float) -> str:
+def age_text(since: float) -> str:
     """Return the time since ``since`` in words."""
     seconds = max(0.0, time.time() - since)
     unit, name = next(((unit, name) for unit, name in _UNITS if seconds >= unit), _UNITS[-1])
@@ -317,31 +319,31 @@ def available_memory() -> int:
     """
     candidates = [sys.maxsize]
     with contextlib.suppress(OSError, KeyError, ValueError):
-        candidates.append(_table(_PROC / "meminfo")["MemAvailable:"] * 1024)
+        candidates.append(_read_table(_PROC / "meminfo")["MemAvailable:"] * 1024)
     with contextlib.suppress(OSError):
         for line in (_PROC / "self" / "cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            for version in set(controllers.split(",")) & set(_VERSIONS):
-                candidates += _left_in(version, path)
+            for version in set(controllers.split(",")) & set(_CONTROLLERS):
+                candidates += _remaining_bytes(version, path)
     return max(0, min(candidates))
 
 
-def _left_in(version: str, path: str) -> list[int]:
+def _remaining_bytes(version: str, path: str) -> list[int]:
     """Return the bytes left in a control group and in each of its parents, if they have a limit."""
-    subfolder, limit, use, cache = _VERSIONS[version]
+    subfolder, limit, use, cache = _CONTROLLERS[version]
     inner = Path(os.path.normpath(path))  # in a container, only the outermost group may be visible
     remaining = []
     for group in (inner, *inner.parents):
         folder = _CONTROL_GROUPS / subfolder / str(group).lstrip("/")
         with contextlib.suppress(OSError, ValueError):  # there is no such file, or no limit ("max")
-            most = int((folder / limit).read_text())
-            statistics = _table(folder / "memory.stat")
+            limit_bytes = int((folder / limit).read_text())
+            statistics = _read_table(folder / "memory.stat")
             freed = sum(statistics.get(name, 0) for name in cache)
-            remaining.append(most - max(0, int((folder / use).read_text()) - freed))
+            remaining.append(limit_bytes - max(0, int((folder / use).read_text()) - freed))
     return remaining
 
 
-def _table(path: Path) -> dict[str, int]:
+def _read_table(path: Path) -> dict[str, int]:
     """Return a dict from the first word of each line to its first number."""
     rows = (line.split() for line in path.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1}

@@ -24,7 +24,7 @@ from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
 
 
-def contents(engine: Engine) -> dict[str, Any] | None:
+def file_content(engine: Engine) -> dict[str, Any] | None:
     """Return the content of this rank's file. Collective.
 
     Called before the anchors replace the group's weights.
@@ -37,20 +37,22 @@ def contents(engine: Engine) -> dict[str, Any] | None:
         return None
     shards = {shard.number: optimizer.shard_weights(shard.number) for shard in optimizer.flat_shards()}
     return {
-        "described": _described(engine, optimizer.outer),
+        "described": _description(engine, optimizer.outer),
         "outer": optimizer.outer.state(),
         "weights": {number: weights.detach().cpu().clone() for number, weights in shards.items()},
-        "states": {number: _copied(optimizer.optimizer.state.get(weights, {})) for number, weights in shards.items()},
+        "states": {
+            number: _copy_states(optimizer.optimizer.state.get(weights, {})) for number, weights in shards.items()
+        },
     }
 
 
-def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
+def _copy_states(states: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value.detach().cpu().clone() if isinstance(value, Tensor) else value for name, value in states.items()
     }
 
 
-def _described(engine: Engine, outer: OuterOptimizer) -> dict[str, Any]:
+def _description(engine: Engine, outer: OuterOptimizer) -> dict[str, Any]:
     return {"strategy": engine.optimizer.strategy.name, **outer.compatibility()}
 
 
@@ -61,7 +63,7 @@ def save(engine: Engine, files: CheckpointFiles, content: dict[str, Any] | None,
 
 
 def _name(engine: Engine) -> str:
-    return RankFile.OUTER.of(engine.optimizer.outer.topology.rank, engine.checkpoint_mp_rank)
+    return RankFile.OUTER.file_name(engine.optimizer.outer.topology.rank, engine.checkpoint_mp_rank)
 
 
 class OuterStates:
@@ -79,7 +81,7 @@ class OuterStates:
     def __init__(self, engine: Engine, folder: Path, with_states: bool) -> None:
         self._optimizer: ParoOptimizer = engine.optimizer
         self._folder = folder
-        self._found: Mapping[str, Any] = {}
+        self._content: Mapping[str, Any] = {}
         outer = self._optimizer.outer
         if not isinstance(outer, OuterOptimizer):
             return
@@ -89,49 +91,47 @@ class OuterStates:
         if with_states and path.exists():
             content = files.inspect(path, "described", "outer", "weights", "states")
             # Older versions did not replace these files in a save without an outer optimizer, so they may be stale.
-            of_this_save = files.is_of_save(path, files.header_of(folder))
-            if of_this_save and content["described"] == _described(engine, outer):
-                self._found = content
+            same_save = files.belongs_to_save(path, files.read_header(folder))
+            if same_save and content["described"] == _description(engine, outer):
+                self._content = content
 
     def load(self) -> None:
         """Load the saved states, or restart from the weights that DeepSpeed has loaded. Collective."""
         if not isinstance(self._optimizer.outer, OuterOptimizer):
             return
-        if any_rank(not self._found):  # on all ranks, or their outer steps would no longer coincide
+        if any_rank(not self._content):  # on all ranks, or their outer steps would no longer coincide
             self._outer.restart()
             log_dist(
                 f"deepspeed_ext: {self._folder} has no states of this outer optimizer (other groups, other settings, "
-                f"another save, or none): all groups begin with its weights and with the first group's states of the "
-                f"optimizer.",
+                f"another save, or none). All groups start from its weights and the first group's optimizer states.",
                 ranks=[0],
                 level=logging.WARNING,
             )
             return
-        run_on_all_or_raise(self._take, f"{self._folder} was loaded only in part", CheckpointError)
-        self._optimizer.send_parameters()
+        run_on_all_or_raise(self._load_content, f"the load of {self._folder} failed halfway", CheckpointError)
+        self._optimizer.send_parameters()  # DeepSpeed has loaded the anchors into the model
 
-    def _take(self) -> None:
-        self._outer.load(self._found["outer"])
-        for number, saved in self._found["weights"].items():
+    def _load_content(self) -> None:
+        self._outer.load(self._content["outer"])
+        for number, saved in self._content["weights"].items():
             weights = self._optimizer.shard_weights(number)
             states = self._optimizer.optimizer.state[weights]
-            _require_same_names(self._folder, states, self._found["states"][number])
+            _require_same_names(self._folder, states, self._content["states"][number])
             weights.data.copy_(saved)
-            for name, value in self._found["states"][number].items():
-                states[name] = _like(states.get(name), value)
+            for name, value in self._content["states"][number].items():
+                states[name] = _copy_into(states.get(name), value)
 
 
 def _require_same_names(folder: Path, states: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     if states and set(states) != set(saved):
         raise CheckpointError(
-            f"{folder} has the states {sorted(saved)} of another optimizer in its outer_rank_*.pt, expected "
-            f"{sorted(states)}."
+            f"{folder} has optimizer states {sorted(saved)} in its outer_rank_*.pt, expected {sorted(states)}."
         )
 
 
-def _like(held: Any, saved: Any) -> Any:
+def _copy_into(current: Any, saved: Any) -> Any:
     """Return a saved state; a tensor is copied into DeepSpeed's."""
-    if isinstance(held, Tensor) and isinstance(saved, Tensor):
-        held.copy_(torch.as_tensor(saved))
-        return held
+    if isinstance(current, Tensor) and isinstance(saved, Tensor):
+        current.copy_(torch.as_tensor(saved))
+        return current
     return saved

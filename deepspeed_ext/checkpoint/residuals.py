@@ -38,12 +38,12 @@ def save(engine: Engine, files: CheckpointFiles, save_dir: str, tag: str) -> Non
     if not optimizer.error_state.keeps_errors:
         return
     error_state = optimizer.error_state
-    content = {"states": error_state.states(), "halves": sorted(error_state.halves), **_described(optimizer)}
-    name = RankFile.RESIDUALS.of(optimizer.topology.rank, engine.checkpoint_mp_rank)
+    content = {"states": error_state.states(), "halves": sorted(error_state.halves), **_sharding(optimizer)}
+    name = RankFile.RESIDUALS.file_name(optimizer.topology.rank, engine.checkpoint_mp_rank)
     files.save(content, str(Path(save_dir, tag, name)))
 
 
-def _described(optimizer: ParoOptimizer) -> dict[str, Any]:
+def _sharding(optimizer: ParoOptimizer) -> dict[str, Any]:
     """Return the elements of all buckets. If two runs have equal ones, states can be loaded unchanged."""
     sizes = optimizer.topology.sizes
     return {
@@ -68,102 +68,104 @@ class Residuals:
 
     def __init__(self, engine: Engine, folder: Path) -> None:
         self._optimizer: ParoOptimizer = engine.optimizer
-        self._errors = self._optimizer.error_state
+        self._error_state = self._optimizer.error_state
         self._folder = folder
-        self._same: Mapping[str, Any] = {}  # this rank's content, if sharding is the same
-        self._ranks: list[Mapping[str, Any]] = []  # otherwise the contents of all ranks
-        if not self._errors.keeps_errors:
+        self._own_content: Mapping[str, Any] = {}  # this rank's content, if sharding is the same
+        self._rank_contents: list[Mapping[str, Any]] = []  # otherwise the contents of all ranks
+        if not self._error_state.keeps_errors:
             return
         self._files: CheckpointFiles = engine.checkpoint_engine
-        self._saved = self._files.header_of(folder)
-        if not self._saved.get(FOLDER):
+        self._header = self._files.read_header(folder)
+        if not self._header.get(FOLDER):
             return
-        mp_rank, described = engine.checkpoint_mp_rank, _described(self._optimizer)
-        own_path = folder / RankFile.RESIDUALS.of(described["rank"], mp_rank)
+        mp_rank, sharding = engine.checkpoint_mp_rank, _sharding(self._optimizer)
+        own_path = folder / RankFile.RESIDUALS.file_name(sharding["rank"], mp_rank)
         if own_path.exists() or engine.use_node_local_storage():
-            self._same = self._look(own_path)
-            if all(self._same.get(key) == value for key, value in described.items()):
+            self._own_content = self._inspect(own_path)
+            if all(self._own_content.get(key) == value for key, value in sharding.items()):
                 return
-        self._same = {}
-        paths = self._paths(folder, mp_rank) or self._paths_elsewhere(mp_rank)
-        self._ranks = [self._look(path) for path in paths]
-        expected = self._ranks[0]["groups"] * self._ranks[0]["group_size"] if paths else 0
+        self._own_content = {}
+        paths = self._paths(folder, mp_rank) or self._paths_of_source(mp_rank)
+        self._rank_contents = [self._inspect(path) for path in paths]
+        expected = self._rank_contents[0]["groups"] * self._rank_contents[0]["group_size"] if paths else 0
         if len(paths) != expected:
             raise CheckpointError(
-                f"{paths[0].parent} has {len(paths)} files with residuals of reductions, expected {expected}: one of "
-                f"each data-parallel rank."
+                f"{paths[0].parent} has {len(paths)} files with residuals of reductions, expected {expected}: one "
+                f"per data-parallel rank."
             )
 
-    def _look(self, path: Path) -> Mapping[str, Any]:
+    def _inspect(self, path: Path) -> Mapping[str, Any]:
         content: Mapping[str, Any] = self._files.inspect(path, "states", "whereabouts")
-        if not self._files.is_of_save(path, self._saved):
-            raise CheckpointError(f"{path} is of another save than the other files of {self._folder}.")
+        if not self._files.belongs_to_save(path, self._header):
+            raise CheckpointError(f"{path} belongs to another save than the other files of {self._folder}.")
         return content
 
-    def _paths_elsewhere(self, mp_rank: int) -> list[Path]:
+    def _paths_of_source(self, mp_rank: int) -> list[Path]:
         """Return the files of the checkpoint from which this one was converted, if it is still a sibling."""
-        name = Path(str(self._saved[FOLDER])).name
+        name = Path(str(self._header[FOLDER])).name
         paths = self._paths(self._folder.with_name(name), mp_rank) if name not in ("", os.pardir) else []
         if paths:
             self._files.inspect(paths[0])
-        return paths if paths and self._files.is_of_save(paths[0], self._saved) else []
+        return paths if paths and self._files.belongs_to_save(paths[0], self._header) else []
 
     @staticmethod
     def _paths(folder: Path, mp_rank: int) -> list[Path]:
-        return sorted(folder.glob(RankFile.RESIDUALS.of_all(mp_rank)))
+        return sorted(folder.glob(RankFile.RESIDUALS.pattern(mp_rank)))
 
     def load(self) -> None:
         """Load the residuals into this rank's error feedback; without residuals, reset it to zero."""
-        if not self._errors.keeps_errors:
+        if not self._error_state.keeps_errors:
             return
-        content = self._same or (self._ranks[0] if self._ranks else {})
+        content = self._own_content or (self._rank_contents[0] if self._rank_contents else {})
         if content:
-            self._tell_what_is_not_taken(set(content.get("halves", ["reductions"])))
-        if self._same:
-            self._errors.load_states(self._same["states"])
-        elif self._ranks:
-            whereabouts = _described(self._optimizer)["whereabouts"]
-            self._errors.load_errors(self._collected(whereabouts), self._ranks[0]["states"].get("steps", 0))
+            self._warn_of_lost_errors(set(content.get("halves", ["reductions"])))
+        if self._own_content:
+            self._error_state.load_states(self._own_content["states"])
+        elif self._rank_contents:
+            whereabouts = _sharding(self._optimizer)["whereabouts"]
+            self._error_state.load_errors(
+                self._redistribute(whereabouts), self._rank_contents[0]["states"].get("steps", 0)
+            )
         else:
-            self._errors.reset()
+            self._error_state.reset()  # errors from before the load belong to other weights
             log_dist(
-                f"deepspeed_ext: {self._folder} has no residuals of reductions: the errors of LoCo start at zero. A "
-                f"checkpoint that was saved with LoCo has files residuals_rank_*.pt; if it was converted, copy them "
-                f"from the folder that was converted, or put it beside that.",
+                f"deepspeed_ext: {self._folder} has no residuals of reductions, so LoCo's errors start at zero. A "
+                f"checkpoint saved with LoCo has files residuals_rank_*.pt. If it was converted, copy them from the "
+                f"original folder, or move it next to that folder.",
                 ranks=[0],
                 level=logging.WARNING,
             )
 
-    def _tell_what_is_not_taken(self, saved: set[str]) -> None:
+    def _warn_of_lost_errors(self, saved: set[str]) -> None:
         """Warn of errors that start at zero, and of saved errors that are not loaded.
 
         If sharding has changed, reductions may also load the errors of sums.
         """
-        configured, alike = self._errors.halves, bool(self._same)
-        loaded = saved & configured if alike else ({"reductions"} & configured if saved else set())
-        lost = saved - loaded if alike or not loaded else set()
-        for kinds, outcome in ((configured - loaded, "start at zero"), (lost, "were saved, and are not taken")):
+        configured, same_sharding = self._error_state.halves, bool(self._own_content)
+        loaded = saved & configured if same_sharding else ({"reductions"} & configured if saved else set())
+        lost = saved - loaded if same_sharding or not loaded else set()
+        for kinds, outcome in ((configured - loaded, "start at zero"), (lost, "were saved, but are not loaded")):
             if kinds:
                 log_dist(
                     f"deepspeed_ext: {self._folder}: errors of {' and '.join(sorted(kinds))} {outcome}: the "
-                    f"configuration, or how states are sharded, was another.",
+                    f"configuration or the sharding has changed.",
                     ranks=[0],
                     level=logging.WARNING,
                 )
 
-    def _collected(self, wanted: Sequence[tuple[str, int, Sequence[int]]]) -> dict[ShardSpan, Tensor]:
+    def _redistribute(self, spans: Sequence[tuple[str, int, Sequence[int]]]) -> dict[ShardSpan, Tensor]:
         """Return, for each row of this rank's gradients, its share of the gradients that all groups had not sent."""
         totals: dict[tuple[int, int], Tensor] = {}
         spans_by_name: dict[str, list[tuple[int, ShardSpan]]] = defaultdict(list)
-        for name, start, run in wanted:
+        for name, start, run in spans:
             spans_by_name[name].append((start, ShardSpan(*run)))
         for _, run in (span for spans in spans_by_name.values() for span in spans):
             end = run.elements.stop
             previous = totals.get((run.buffer, run.row), torch.empty(0))
             if previous.numel() < end:
                 totals[run.buffer, run.row] = torch.zeros(end)
-        for file in self._ranks:
-            for name, start, values in self._by_parameter(file):
+        for file in self._rank_contents:
+            for name, start, values in self._unsent_gradients(file):
                 for first, run in spans_by_name[name]:
                     overlap = Span(first, run.numel).common(Span(start, values.numel()))
                     if overlap.numel:
@@ -178,12 +180,12 @@ class Residuals:
             ShardSpan(buffer, row, 0, total.numel()): total / groups[buffer] for (buffer, row), total in totals.items()
         }
 
-    def _by_parameter(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
+    def _unsent_gradients(self, file: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor]]:
         """Yield a rank's unsent gradients: name of a parameter, first element, values."""
         spans: dict[tuple[int, int], list[tuple[Span, str, int]]] = defaultdict(list)
         for name, start, (buffer, row, *elements) in file["whereabouts"]:
             spans[buffer, row].append((Span(*elements), name, start))
-        for run, values in self._errors.errors_in(file["states"]):
+        for run, values in self._error_state.errors_in(file["states"]):
             for span, name, start in spans[run.buffer, run.row]:
                 overlap = span.common(run.elements)
                 if overlap.numel:

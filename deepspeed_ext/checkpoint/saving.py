@@ -10,7 +10,7 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES
 from torch import Tensor
 
-from deepspeed_ext.checkpoint import exporting, outer_states, residuals
+from deepspeed_ext.checkpoint import export, outer_states, residuals
 from deepspeed_ext.checkpoint.asynchronous import AsyncSaves, SaveFailed
 from deepspeed_ext.checkpoint.commit import Commit
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER, data_before_experts
@@ -19,7 +19,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.snapshots import Snapshot
 from deepspeed_ext.comm.agreement import WORLD, raise_together, require_same, unique_number
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.outer import OuterOptimizer
@@ -49,14 +49,14 @@ def save_checkpoint(
         RuntimeError: parameters are offloaded; see ``ParoOptimizer.resync_parameters``.
     """
     if HEADER in (client_state or {}):
-        raise KeyError(f"client_state has the key {HEADER!r}, which deepspeed_ext uses to record what saved it.")
+        raise KeyError(f"client_state has the key {HEADER!r}, which is reserved for the header of deepspeed_ext.")
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     require_same("the tag of a checkpoint", tag, CheckpointError)
     files: CheckpointFiles = engine.checkpoint_engine
     files.finish()  # at most one save runs at a time; raises if the last one failed
-    if files.elsewhere is None:  # an in-memory save does not touch the folder of an export
-        exporting.finish_last(engine)
-    commit = files.elsewhere or Commit(
+    if files.memory_commit is None:  # an in-memory save does not touch the folder of an export
+        export.finish_last_export(engine)
+    commit = files.memory_commit or Commit(
         CheckpointFolder(save_dir, tag),
         _is_first(engine),
         not engine.use_node_local_storage(),
@@ -65,32 +65,34 @@ def save_checkpoint(
     )
     snapshot = None
     try:
-        if files.aside is not None:
-            files.aside.connect()
+        if files.async_saves is not None:
+            files.async_saves.connect()
         commit.prepare(WORLD)
-        frozen = {} if exclude_frozen_parameters else _frozen(engine)
-        snapshot = None if files.aside is None else _snapshot(engine, files.aside)
+        frozen = {} if exclude_frozen_parameters else _frozen_parameters(engine)
+        snapshot = None if files.async_saves is None else _snapshot(engine, files.async_saves)
         engine.optimizer.resync_parameters()  # or a run that loads this checkpoint would differ
-        outer_content = outer_states.contents(engine)
+        outer_content = outer_states.file_content(engine)
         header, writers = _header(engine, commit.folder.path.name), engine.optimizer.writers
         with (
             engine.optimizer.outer.use_outer_weights(),
-            files.saving(commit.folder, header, writers, snapshot),
+            files.redirect_to_staging(commit.folder, header, writers, snapshot),
             writers.use_rank_numbers(engine),
             engine.optimizer.saving(snapshot),
-            replaced(engine, checkpoint_tag_validation_enabled=lambda: False),  # `require_same` has compared tags
+            # `require_same` above has compared the tags already.
+            replace_attributes(engine, checkpoint_tag_validation_enabled=lambda: False),
         ):
             saved: bool = save(
                 engine, save_dir, tag, {**frozen, **(client_state or {})}, False, exclude_frozen_parameters
             )
             residuals.save(engine, files, save_dir, tag)
             outer_states.save(engine, files, outer_content, save_dir, tag)
-        if files.aside is None or snapshot is None:
-            commit.run(len(files.written), files.error, WORLD)
+        if files.async_saves is None or snapshot is None:
+            commit.run(len(files.written_paths), files.error, WORLD)
         else:
-            _go_on_aside(files, files.aside, snapshot, commit)
+            _start_async_save(files, files.async_saves, snapshot, commit)
     except BaseException:
-        if files.aside is None or snapshot is None or files.aside.give_up(snapshot):
+        # A writer thread that already has the snapshot commits or abandons the folder itself.
+        if files.async_saves is None or snapshot is None or files.async_saves.discard(snapshot):
             commit.abandon()
         raise
     return saved
@@ -99,9 +101,9 @@ def save_checkpoint(
 class _Reader:
     """Blocks the optimizer until an engine's asynchronous saves have read its states."""
 
-    def __init__(self, engine: Engine, aside: AsyncSaves) -> None:
+    def __init__(self, engine: Engine, async_saves: AsyncSaves) -> None:
         self._engine: Engine = weakref.proxy(engine)  # the engine's optimizer refers to this object
-        self._aside = aside
+        self._async_saves = async_saves
 
     def before_step(self) -> None:
         """Wait until states may change, and raise if a save has failed.
@@ -110,7 +112,7 @@ class _Reader:
             SaveFailed: on all ranks. The engine's step may be called again.
         """
         try:
-            self._aside.at_step(raises=not self._engine.pipeline_parallelism)
+            self._async_saves.before_step(raises=not self._engine.pipeline_parallelism)
         except SaveFailed:
             if self._engine._running_engine_step:  # reset what DeepSpeed's step has set, so it can be called again
                 self._engine._running_engine_step = False
@@ -119,14 +121,14 @@ class _Reader:
 
     def before_change(self) -> None:
         """Wait until a running save has copied the states."""
-        self._aside.settle()
+        self._async_saves.wait_for_copies()
 
 
-def _snapshot(engine: Engine, aside: AsyncSaves) -> Snapshot:
+def _snapshot(engine: Engine, async_saves: AsyncSaves) -> Snapshot:
     """Return an empty snapshot. The optimizer waits for it before changing its states."""
     readers = engine.optimizer.context.readers
-    readers[:] = [*(reader for reader in readers if not isinstance(reader, _Reader)), _Reader(engine, aside)]
-    return aside.snapshot(_changed_by_steps(engine))
+    readers[:] = [*(reader for reader in readers if not isinstance(reader, _Reader)), _Reader(engine, async_saves)]
+    return async_saves.snapshot(_changed_by_steps(engine))
 
 
 def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
@@ -149,20 +151,20 @@ def _changed_by_steps(engine: Engine) -> Iterator[Tensor]:
         )
 
 
-def _go_on_aside(files: CheckpointFiles, aside: AsyncSaves, snapshot: Snapshot, commit: Commit) -> None:
+def _start_async_save(files: CheckpointFiles, async_saves: AsyncSaves, snapshot: Snapshot, commit: Commit) -> None:
     """Start writing a snapshot in the background, or raise on all ranks if one failed to copy states. Collective.
 
     Raises:
         CheckpointError: on all ranks.
     """
     raise_together(files.error, CheckpointError)
-    waiting = files.take_waiting()
-    commit.expect(waiting)
-    snapshot.seal()
-    aside.start(snapshot, waiting, files.write, commit)
+    pending = files.pop_pending()
+    commit.plan_files(pending)
+    snapshot.start_device_copies()
+    async_saves.start(snapshot, pending, files.write, commit)
 
 
-def _frozen(engine: Engine) -> dict[str, Any]:
+def _frozen_parameters(engine: Engine) -> dict[str, Any]:
     """Return frozen parameters as stages 2 and 3 save them: ``zero_to_fp32.py`` also expects them at stage 1."""
     if engine.zero_optimization_partition_gradients():
         return {}

@@ -24,7 +24,7 @@ Note [States in several files]
 Note [Atomic conversion]
     DeepSpeed's converter writes directly into its output folder, and momentum is renamed after it has ended. If a
     conversion were killed in between, the output would look like a universal checkpoint. So the output is an owned
-    folder (``owned.py``). It is renamed at the end, and only then does ``latest_universal`` name it.
+    folder (``owned_folder.py``). It is renamed at the end, and only then does ``latest_universal`` name it.
 """
 
 import argparse
@@ -51,13 +51,13 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from deepspeed_ext.checkpoint.converting import is_universal
+from deepspeed_ext.checkpoint.conversion import is_universal
 from deepspeed_ext.checkpoint.experts import EXPERT_ORDER
 from deepspeed_ext.checkpoint.files import HEADER, inspect, tensor_of
 from deepspeed_ext.checkpoint.folder import LATEST_UNIVERSAL
-from deepspeed_ext.checkpoint.owned import OwnedFolder, behind_links, replace_text
-from deepspeed_ext.overrides import replaced
-from deepspeed_ext.progress import followed
+from deepspeed_ext.checkpoint.owned_folder import OwnedFolder, replace_text, resolve_links
+from deepspeed_ext.overrides import replace_attributes
+from deepspeed_ext.progress import track_progress
 from deepspeed_ext.strategy import STRATEGIES, Placement
 from deepspeed_ext.zero.flat.states import with_stock_names
 from deepspeed_ext.zero.momentum import MOMENTUM_SCALE, unscaled_momentum
@@ -65,16 +65,16 @@ from deepspeed_ext.zero.muon import MOMENTUM
 from deepspeed_ext.zero.native_experts import EXPERTS
 from deepspeed_ext.zero.sharded.partitions import PLACEMENT
 
-_SHOWN_AS, _BESIDE, _STEP = "exp_avg", "exp_avg_sq", "step"
+_FIRST_MOMENT, _SECOND_MOMENT, _STEP = "exp_avg", "exp_avg_sq", "step"
 _MARK = torch.uint8  # no moment has this dtype
-_MARK_OF_EXPERTS = -1.0  # no mean of squares is negative
+_EXPERT_MARK = -1.0  # no mean of squares is negative
 
 # Bound before ``convert`` replaces them. Worker processes import replacements from this module by name, and these from
 # DeepSpeed's.
 _extract_replicated = ds_to_universal.extract_zero_shards
 _extract_partitioned = ds_to_universal.extract_zero_shards_stage3
 _consolidate = ds_to_universal._consolidate_zero3_autoep_expert_states
-_save_rest = ds_to_universal._save_optimizer_state
+_save_other_states = ds_to_universal._save_optimizer_state
 
 
 def convert(arguments: argparse.Namespace) -> None:
@@ -91,14 +91,14 @@ def convert(arguments: argparse.Namespace) -> None:
     _refuse_experts(source)
     _require_replaceable(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    owned = OwnedFolder(behind_links(target))
+    owned = OwnedFolder(resolve_links(target))
     owned.create()
     try:
-        _make(argparse.Namespace(**{**vars(arguments), "output_folder": str(owned.made)}))
-        owned.put_in_place()
+        _convert_into_folder(argparse.Namespace(**{**vars(arguments), "output_folder": str(owned.staging)}))
+        owned.publish()
     finally:
         owned.remove()
-    replace_text(target.with_name(LATEST_UNIVERSAL), target.name)
+    replace_text(target.with_name(LATEST_UNIVERSAL), target.name)  # only now: the folder is complete
 
 
 def _require_replaceable(target: Path) -> None:
@@ -108,30 +108,30 @@ def _require_replaceable(target: Path) -> None:
         ValueError: the target is something else.
     """
     if target.exists() and not (target.is_dir() and (is_universal(target) or not any(target.iterdir()))):
-        raise ValueError(f"{target} is there, and is no universal checkpoint. Name another --output_folder.")
+        raise ValueError(f"{target} exists, and is not a universal checkpoint. Choose another --output_folder.")
 
 
-def _make(arguments: argparse.Namespace) -> None:
+def _convert_into_folder(arguments: argparse.Namespace) -> None:
     """Convert into a hidden folder; see Note [Momentum in universal checkpoints]."""
-    with replaced(
+    with replace_attributes(
         ds_to_universal,
         extract_zero_shards=extract_replicated,
         extract_zero_shards_stage3=extract_partitioned,
         _consolidate_zero3_autoep_expert_states=consolidate_experts,
-        _save_optimizer_state=save_rest,
-        tqdm=SimpleNamespace(tqdm=partial(followed, what="converting", unit="part")),  # tqdm also floods logs
+        _save_optimizer_state=save_other_states,
+        tqdm=SimpleNamespace(tqdm=partial(track_progress, label="converting", unit="part")),  # tqdm also floods logs
     ):
         ds_to_universal.main(arguments)
-    moments = sorted(Path(arguments.output_folder, "zero").glob(f"*/{_BESIDE}.pt"))
-    for path in followed(moments, "looking for momentum", "parameter"):
+    moments = sorted(Path(arguments.output_folder, "zero").glob(f"*/{_SECOND_MOMENT}.pt"))
+    for path in track_progress(moments, "looking for momentum", "parameter"):
         if _is_mark(tensor_of(inspect(path))):
-            path.with_name(f"{_SHOWN_AS}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
+            path.with_name(f"{_FIRST_MOMENT}.pt").rename(path.with_name(f"{MOMENTUM}.pt"))
             path.unlink()
             path.with_name(f"{_STEP}.pt").unlink(missing_ok=True)
 
 
 def _is_mark(moment: Tensor) -> bool:
-    return moment.dtype == _MARK or bool((moment.flatten()[:1] == _MARK_OF_EXPERTS).any())
+    return moment.dtype == _MARK or bool((moment.flatten()[:1] == _EXPERT_MARK).any())
 
 
 def _refuse_experts(folder: Path) -> None:
@@ -145,14 +145,16 @@ def _refuse_experts(folder: Path) -> None:
     files = (*folder.glob("mp_rank_*_model_states.pt"), *folder.glob("zero_pp_rank_*_model_states.pt"))
     state = inspect(min(files)) if files else {}
     prefixes = tuple(f"{layer['expert_key_prefix']}." for layer in state.get(AUTOEP_LAYERS_KEY) or ())
-    if not prefixes and (of_layers := sorted(folder.glob("layer_*_expert_*"))):
+    if not prefixes and (expert_files := sorted(folder.glob("layer_*_expert_*"))):
         raise ValueError(
-            f"{folder} has experts of DeepSpeed's MoE layers ({of_layers[0].name}), for which universal checkpoints "
-            f"have no place. {way_out}"
+            f"{folder} has experts of DeepSpeed's MoE layers ({expert_files[0].name}), which universal checkpoints do "
+            f"not support. {way_out}"
         )
     frozen = [name for name in state.get(FROZEN_PARAM_SHAPES) or () if name.startswith(prefixes)]
     if frozen:
-        raise ValueError(f"{folder} has frozen experts of AutoEP, such as {frozen[0]}, not to be converted. {way_out}")
+        raise ValueError(
+            f"{folder} has frozen AutoEP experts, such as {frozen[0]}, which cannot be converted. {way_out}"
+        )
     header = state.get(HEADER) or {}
     several = STRATEGIES[header["strategy"]].os != Placement.G if header.get("strategy") else False
     if prefixes and header.get(EXPERT_ORDER) and several:
@@ -164,7 +166,7 @@ def _refuse_experts(folder: Path) -> None:
 
 def extract_replicated(dir: str, ds_checkpoint: Any, indices_3D: tuple[int, int, int]) -> None:
     """Extract a rank's fragments at stages 1 and 2. Arguments are those of DeepSpeed's ``extract_zero_shards``."""
-    with _shown_when_loaded(lambda state: without_repeated(shown(state), indices_3D[2])):
+    with _transform_loaded_states(lambda state: omit_repeated(present_momentum_as_adam(state), indices_3D[2])):
         _extract_replicated(dir, ds_checkpoint, indices_3D)
 
 
@@ -179,9 +181,11 @@ def extract_partitioned(
     """Extract a rank's fragments at stage 3. Arguments are those of DeepSpeed's ``extract_zero_shards_stage3``."""
     tensor_parallel, number = indices
     state = inspect(optim_files_grid[tensor_parallel][number])[OPTIMIZER_STATE_DICT]
-    placed = zip(state.get(PLACEMENT) or (), param_shapes_grid[tensor_parallel], strict=False)
-    repeated = {name for placement, shapes in placed if number >= placement["partition_count"] for name in shapes}
-    with _shown_when_loaded(shown):
+    placed_shapes = zip(state.get(PLACEMENT) or (), param_shapes_grid[tensor_parallel], strict=False)
+    repeated = {
+        name for placement, shapes in placed_shapes if number >= placement["partition_count"] for name in shapes
+    }
+    with _transform_loaded_states(present_momentum_as_adam):
         _extract_partitioned(
             optim_files_grid,
             param_shapes_grid,
@@ -196,42 +200,42 @@ def consolidate_experts(output_dir: str, model_files: list[str], optim_files: li
     """Consolidate experts at stage 3. Arguments are those of DeepSpeed's function."""
     load = torch.load
     placements = inspect(optim_files[0])[OPTIMIZER_STATE_DICT].get(PLACEMENT) or ()
-    shares = {placement["partition_count"] for placement in placements if EXPERTS in placement["families"]}
+    counts = {placement["partition_count"] for placement in placements if EXPERTS in placement["families"]}
 
-    def load_shown(*args: Any, **kwargs: Any) -> Any:
+    def load_transformed(*args: Any, **kwargs: Any) -> Any:
         state = load(*args, **kwargs)
-        if AUTOEP_LAYERS_KEY in state and len(shares) == 1:
-            (count,) = shares
+        if AUTOEP_LAYERS_KEY in state and len(counts) == 1:
+            (count,) = counts
             layers = [{**layer, "expert_data_parallel_world_size": count} for layer in state[AUTOEP_LAYERS_KEY]]
             state = {**state, AUTOEP_LAYERS_KEY: layers}
         if OPTIMIZER_STATE_DICT in state:
-            state = {**state, OPTIMIZER_STATE_DICT: shown(state[OPTIMIZER_STATE_DICT])}
+            state = {**state, OPTIMIZER_STATE_DICT: present_momentum_as_adam(state[OPTIMIZER_STATE_DICT])}
         return state
 
-    with replaced(torch, load=load_shown):
+    with replace_attributes(torch, load=load_transformed):
         _consolidate(output_dir, model_files, optim_files)
 
 
-def save_rest(args: Any, ds_checkpoint: Any) -> None:
+def save_other_states(args: Any, ds_checkpoint: Any) -> None:
     """Save the states of stages 1 and 2 that belong to no parameter. Arguments are those of DeepSpeed's function."""
-    with _shown_when_loaded(with_stock_names):
-        _save_rest(args, ds_checkpoint)
+    with _transform_loaded_states(with_stock_names):
+        _save_other_states(args, ds_checkpoint)
 
 
 @contextmanager
-def _shown_when_loaded(show: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Apply ``show`` to a rank's state dict whenever its file is loaded within this context."""
+def _transform_loaded_states(transform: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Apply ``transform`` to a rank's state dict whenever its file is loaded within this context."""
     load = torch.load
 
-    def load_shown(*args: Any, **kwargs: Any) -> Any:
+    def load_transformed(*args: Any, **kwargs: Any) -> Any:
         state = load(*args, **kwargs)
-        return {**state, OPTIMIZER_STATE_DICT: show(state[OPTIMIZER_STATE_DICT])}
+        return {**state, OPTIMIZER_STATE_DICT: transform(state[OPTIMIZER_STATE_DICT])}
 
-    with replaced(torch, load=load_shown):
+    with replace_attributes(torch, load=load_transformed):
         yield
 
 
-def without_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
+def omit_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return a rank's state dict of stages 1 and 2 without the parameters in files of earlier ranks.
 
     Args:
@@ -240,15 +244,15 @@ def without_repeated(state: Mapping[str, Any], number: int) -> dict[str, Any]:
     base, counts = state[BASE_OPTIMIZER_STATE], state[PARTITION_COUNT]
     if not isinstance(base, dict):
         return dict(state)
-    shown_of = list(state[PARAM_SLICE_MAPPINGS])
+    mappings = list(state[PARAM_SLICE_MAPPINGS])
     for group, row in enumerate(base["param_groups"]):
         ranks = counts[group] if isinstance(counts, list) else counts
         if not row.get("moe", False) and number >= ranks:
-            shown_of[group] = {}
-    return {**state, PARAM_SLICE_MAPPINGS: shown_of}
+            mappings[group] = {}
+    return {**state, PARAM_SLICE_MAPPINGS: mappings}
 
 
-def shown(state: Mapping[str, Any]) -> dict[str, Any]:
+def present_momentum_as_adam(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rank's state dict under DeepSpeed's names, with momentum as ``exp_avg`` and a mark as ``exp_avg_sq``.
 
     Args:
@@ -271,10 +275,10 @@ def shown(state: Mapping[str, Any]) -> dict[str, Any]:
     for number, group in muon:
         moment = _momentum(state, base["state"].get(number, {}), flats[number].numel() + paddings[number])
         if group.get("moe", False) and not stage3:
-            mark, extra = torch.full((1,), _MARK_OF_EXPERTS), {_STEP: 0}
+            mark, extra = torch.full((1,), _EXPERT_MARK), {_STEP: 0}
         else:
             mark, extra = torch.zeros(1, dtype=_MARK), {}
-        states[number] = {_SHOWN_AS: moment, _BESIDE: mark.expand(moment.numel()), **extra}
+        states[number] = {_FIRST_MOMENT: moment, _SECOND_MOMENT: mark.expand(moment.numel()), **extra}
     return {**state, key: {**base, "state": {**base["state"], **states}}}
 
 

@@ -66,7 +66,7 @@ _STATES = "optimizer_state.pt"
 Inspect = Callable[[Path], Any]  # returns a file's content; its tensors stay on disk
 
 
-def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, Any]]:
+def read_model_states(engine: Engine, folder: Path, inspect_file: Inspect) -> list[Mapping[str, Any]]:
     """Return the model states for this model-parallel rank, with buffers and frozen parameters.
 
     They are those of one data-parallel rank, or of all in order if frozen parameters are partitioned.
@@ -76,13 +76,13 @@ def untrained(engine: Engine, folder: Path, look: Inspect) -> list[Mapping[str, 
         raise CheckpointError(f"{folder} has no files *_model_states.pt.")
     own_rank = ranks[engine.checkpoint_mp_rank * len(ranks) // engine.mp_world_size]
     paths = sorted(folder.glob(f"*mp_rank_{own_rank}"), key=lambda path: natural_keys(path.name))
-    first = look(paths[0])
+    first = inspect_file(paths[0])
     if len(paths) == 1 or not first.get(FROZEN_PARAM_FRAGMENTS):
         return [first]
-    return [first, *(look(path) for path in paths[1:])]
+    return [first, *(inspect_file(path) for path in paths[1:])]
 
 
-def beyond_stock(optimizer: Any, stage3: bool, folder: str | Path) -> bool:
+def needs_own_loader(optimizer: Any, stage3: bool, folder: str | Path) -> bool:
     """Return whether DeepSpeed's own ZeRO cannot load a checkpoint.
 
     It cannot if parameters are partitioned in only one of the two runs. Nor can it with Muon: stage 3 requires Adam's
@@ -120,18 +120,18 @@ def _stage(states: Mapping[str, Any]) -> int:
 
 
 def check(
-    engine: Engine, folder: Path, look: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]
+    engine: Engine, folder: Path, inspect_file: Inspect, states: bool, model_states: Sequence[Mapping[str, Any]]
 ) -> None:
     """Check this rank's share of the files.
 
     Args:
-        look: returns a file's content.
-        model_states: from ``untrained``.
+        inspect_file: returns a file's content.
+        model_states: from ``read_model_states``.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or belongs to another model.
     """
-    saved_states = look(folder / "zero" / _STATES)
+    saved_states = inspect_file(folder / "zero" / _STATES)
     groups = engine.optimizer.optimizer.param_groups
     if states and len(saved_states[PARAM_GROUPS]) != len(groups):
         raise CheckpointError(
@@ -142,10 +142,10 @@ def check(
     }
     moments = _moments_by_parameter(engine.optimizer) if states else {}
     for name in sorted(parameters)[dist.get_rank() :: dist.get_world_size()]:
-        expected = _numels(parameters[name], engine)
+        expected = _allowed_numels(parameters[name], engine)
         for key in (_WEIGHTS, *moments.get(id(parameters[name]), ())):
             path = folder / "zero" / name / f"{key}.pt"
-            saved = look(path)
+            saved = inspect_file(path)
             numel = tensor_of(saved).numel()
             padded = isinstance(saved, dict) and saved.get(VOCAB_TENSOR)  # tensor parallelism pads the vocabulary
             if expected and numel not in expected and not padded:
@@ -153,13 +153,13 @@ def check(
                     f"{path} has {numel} elements, expected {' or '.join(map(str, sorted(expected)))}."
                 )
     for name, param in engine.module.named_parameters():
-        frozen = None if is_optimized_parameter(param) else _frozen(name, model_states)
+        frozen = None if is_optimized_parameter(param) else _find_frozen(name, model_states)
         numel = getattr(param, "ds_numel", param.numel())
         if frozen is not None and frozen.numel != numel:
             raise CheckpointError(f"the frozen parameter {name} has {frozen.numel} elements, expected {numel}.")
 
 
-def _numels(param: nn.Parameter, engine: Engine) -> set[int]:
+def _allowed_numels(param: nn.Parameter, engine: Engine) -> set[int]:
     """Return the allowed numbers of elements in a parameter's files; empty if only DeepSpeed's AutoTP knows them."""
     if hasattr(param, DS_AUTOTP_UC_META):
         return set()
@@ -187,7 +187,7 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
     stage3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
     swapped = getattr(optimizer, "swap_optimizer", False)  # to NVMe, which only DeepSpeed's loader knows
     ours = isinstance(optimizer, ParoOptimizer)
-    if not ours and (swapped or not beyond_stock(optimizer, stage3, folder)):
+    if not ours and (swapped or not needs_own_loader(optimizer, stage3, folder)):
         load(optimizer, folder, states, from_fp32)
         return
     if states and not ours:
@@ -200,7 +200,7 @@ def load_into(load: Callable[..., None], optimizer: ZeROOptimizer, folder: str, 
     (_load_partitioned if stage3 else _load_replicated)(optimizer, Path(folder) / "zero", saved, states)
     if states:
         if not ours and uses_muon(optimizer.optimizer):
-            _give_stock_its_momentum(optimizer, stage3, Path(folder) / "zero")
+            _convert_momentum_for_stock(optimizer, stage3, Path(folder) / "zero")
         for group, loaded in zip(optimizer.optimizer.param_groups, saved[PARAM_GROUPS], strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
     elif not from_fp32:
@@ -217,7 +217,7 @@ def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, A
         moments = _moments(optimizer, group) if states else ()
         for param in params:
             if param._hp_mapping is not None:
-                _load_piece(param, zero / optimizer.param_names[param], optimizer.mpu, moments)
+                _load_span(param, zero / optimizer.param_names[param], optimizer.mpu, moments)
                 param._hp_mapping.update_lp()
         if states:
             map_to_flat_opt_states(flat, params, optimizer.optimizer.state, moments)
@@ -225,7 +225,7 @@ def _load_replicated(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, A
             _set_step(optimizer.optimizer.state[flat], zero / optimizer.param_names[params[0]], saved)
 
 
-def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tuple[str, ...]) -> None:
+def _load_span(param: MappedParameter, folder: Path, mpu: object, moments: tuple[str, ...]) -> None:
     """Load this rank's span of a parameter: its weights into the flat buffer, its moments into the mapping."""
     mapping, weights = param._hp_mapping, inspect(folder / f"{_WEIGHTS}.pt")
     if isinstance(weights, dict):
@@ -239,10 +239,10 @@ def _load_piece(param: MappedParameter, folder: Path, mpu: object, moments: tupl
             mapping.optim_fragment = previous
         return
     start, numel = mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel
-    piece = slice(start, start + numel)
-    mapping.get_hp_fragment().data.copy_(weights.flatten()[piece])
+    span = slice(start, start + numel)
+    mapping.get_hp_fragment().data.copy_(weights.flatten()[span])
     if moments:
-        mapping.optim_fragment = {moment: inspect(folder / f"{moment}.pt").flatten()[piece] for moment in moments}
+        mapping.optim_fragment = {moment: inspect(folder / f"{moment}.pt").flatten()[span] for moment in moments}
 
 
 def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, Any], states: bool) -> None:
@@ -270,7 +270,7 @@ def _load_partitioned(optimizer: ZeROOptimizer, zero: Path, saved: Mapping[str, 
             _set_step(optimizer.optimizer.state[flat], folders[0][1], saved)
 
 
-def _give_stock_its_momentum(optimizer: Any, stage3: bool, zero: Path) -> None:
+def _convert_momentum_for_stock(optimizer: Any, stage3: bool, zero: Path) -> None:
     """Convert momentum to the form of DeepSpeed's optimizer; see Note [Momentum of DeepSpeed's stages]."""
     scale, states = float(optimizer.loss_scale), optimizer.optimizer.state
     if stage3:
@@ -301,7 +301,7 @@ def _refuse_slices(optimizer: Any, stage3: bool) -> None:
     if experts or bwc_tensor_model_parallel_world_size(mpu=optimizer.mpu) > 1:
         raise ValueError(
             "With tensor parallelism or AutoEP's experts, DeepSpeed's stages 1 and 2 load Muon's momentum from a "
-            "universal checkpoint only with offload_optimizer. Set that, or a paro_strategy."
+            "universal checkpoint only with offload_optimizer. Set offload_optimizer, or a paro_strategy."
         )
 
 
@@ -320,23 +320,23 @@ def _set_step(state: dict[str, Any], folder: Path, saved: Mapping[str, Any]) -> 
 # Buffers and frozen parameters ####################################################################
 
 
-def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
+def load_buffers_and_frozen(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
     """Load buffers and frozen parameters into the model; for partitioned ones, this rank's chunk.
 
     Call it before DeepSpeed's own load, which may gather the parameters.
 
     Args:
         engine: an engine with or without a strategy.
-        states: from ``untrained``.
+        states: from ``read_model_states``.
     """
     module = states[0]["module"]
     buffers = {name: module[name] for name in states[0][BUFFER_NAMES] if name in module}
     engine.module.load_state_dict(buffers, strict=False)
     for name, param in engine.module.named_parameters():
-        frozen = None if is_optimized_parameter(param) else _frozen(name, states)
+        frozen = None if is_optimized_parameter(param) else _find_frozen(name, states)
         if frozen is None:  # it is trained, or was saved with exclude_frozen_parameters
             continue
-        values = torch.cat([piece.flatten() for piece in frozen.pieces])[: frozen.numel]
+        values = torch.cat([span.flatten() for span in frozen.pieces])[: frozen.numel]
         if is_partitioned(param):
             chunk = param.ds_tensor.ds_numel
             chunk_values = values[dist.get_rank(group=param.ds_process_group) * chunk :][:chunk]
@@ -345,22 +345,22 @@ def load_untrained(engine: Engine, states: Sequence[Mapping[str, Any]]) -> None:
             param.data.copy_(values.view_as(param))
 
 
-class _Frozen(NamedTuple):
+class _FrozenParameter(NamedTuple):
     """A frozen parameter: its spans on disk, the last possibly padded, and its number of elements."""
 
     pieces: Sequence[Tensor]
     numel: int
 
 
-def _frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _Frozen | None:
+def _find_frozen(name: str, states: Sequence[Mapping[str, Any]]) -> _FrozenParameter | None:
     """Return a frozen parameter from the model states of all ranks; None if it is missing."""
     values = states[0]["module"].get(name)
     if values is not None and values.numel():  # stage 3 saves a module's partitioned parameters without elements
-        return _Frozen([values], values.numel())
+        return _FrozenParameter([values], values.numel())
     fragments: list[Tensor] = []
     for state in states:
         fragment = (state.get(FROZEN_PARAM_FRAGMENTS) or {}).get(name)
         if fragment is None:
             return None
         fragments.append(fragment)
-    return _Frozen(fragments, math.prod(states[0][FROZEN_PARAM_SHAPES][name]))
+    return _FrozenParameter(fragments, math.prod(states[0][FROZEN_PARAM_SHAPES][name]))

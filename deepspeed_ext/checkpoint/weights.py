@@ -41,7 +41,7 @@ from deepspeed_ext.deepspeed_types import Engine, is_partitioned
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # as transformers names them
 NAMES = ("model.safetensors", "model-*-of-*.safetensors", INDEX)  # patterns of all files of an export
-_ALIGNED = 8  # bytes: the header is padded to a multiple, so that elements of all dtypes are aligned
+_ALIGNMENT = 8  # bytes: the header is padded to a multiple, so that elements of all dtypes are aligned
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -90,12 +90,12 @@ class Weight:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
-    def of_first_rank(self) -> bool:
+    def from_first_rank(self) -> bool:
         """Whether the first rank's values are exported, because ranks may have different ones: buffers."""
         return not self.parameters
 
     @property
-    def collective(self) -> bool:
+    def is_collective(self) -> bool:
         """Whether other ranks have a part of it."""
         return self.group is not None or any(is_partitioned(source) for source in self.parameters)
 
@@ -118,7 +118,7 @@ class Weight:
             yield part
 
 
-def gathered(weights: Iterable[Weight]) -> AbstractContextManager[Any]:
+def gather_weights(weights: Iterable[Weight]) -> AbstractContextManager[Any]:
     """Gather the sources of weights, and release them at the end of this context. Collective over their owners.
 
     Available parameters are not released. DeepSpeed's ``checkpoint_event_prologue`` must have completed all fetches.
@@ -128,7 +128,7 @@ def gathered(weights: Iterable[Weight]) -> AbstractContextManager[Any]:
     return cast(AbstractContextManager[Any], deepspeed.zero.GatheredParameters(absent))
 
 
-def weights_of(engine: Engine, dtype: torch.dtype | None, exclude_frozen: bool) -> list[Weight]:
+def exported_weights(engine: Engine, dtype: torch.dtype | None, exclude_frozen: bool) -> list[Weight]:
     """Return the parameters and persistent buffers of a model in the order of its modules, tied ones once.
 
     Args:
@@ -138,15 +138,17 @@ def weights_of(engine: Engine, dtype: torch.dtype | None, exclude_frozen: bool) 
     Raises:
         NotImplementedError: the model uses pipelines or tensor parallelism, or names of experts are unknown.
     """
-    _require_whole(engine)
+    _require_full_model(engine)
     mixtures: dict[str, _Mixture] = {}
     weights: dict[tuple[int, tuple[int, ...]], Weight] = {}
     for path, module in engine.module.named_modules():
         if isinstance(module, MoE):
-            mixtures[path] = partial(_of_moe, path, module)
+            mixtures[path] = partial(_moe_weights, path, module)
         elif is_autoep(module):
-            mixtures[path] = partial(_of_autoep, path, module, _replaced(engine, path, module))
-        inside = next((mixture for prefix, mixture in mixtures.items() if f"{path}.".startswith(f"{prefix}.")), _own)
+            mixtures[path] = partial(_autoep_weights, path, module, _autoep_preset(engine, path, module))
+        inside = next(
+            (mixture for prefix, mixture in mixtures.items() if f"{path}.".startswith(f"{prefix}.")), _module_weights
+        )
         for weight in inside(path, module):
             if not (exclude_frozen and any(not param.requires_grad for param in weight.parameters)):
                 weights.setdefault((id(weight.sources[0]), weight.owners), weight)
@@ -154,21 +156,21 @@ def weights_of(engine: Engine, dtype: torch.dtype | None, exclude_frozen: bool) 
     return [replace(w, dtype=dtype) if dtype and w.dtype.is_floating_point else w for w in exported]
 
 
-def _require_whole(engine: Engine) -> None:
+def _require_full_model(engine: Engine) -> None:
     """Refuse pipelines (no rank has all names) and tensor parallelism (no rank has full tensors)."""
     if engine.pipeline_parallelism:
         raise NotImplementedError(
-            "Weights of a pipeline cannot be exported: its stages have different layers, under numbers. Save a "
-            "checkpoint, which has a file for each layer (layer_*-model_states.pt)."
+            "Weights of a pipeline cannot be exported: each stage has only its own layers, named by number. Save a "
+            "checkpoint, which has a file per layer (layer_*-model_states.pt)."
         )
     if engine.mp_world_size > 1:
         raise NotImplementedError(
-            f"Weights that {engine.mp_world_size} tensor-parallel ranks have cut cannot be exported: how they are put "
-            f"together is up to each module. engine.save_16bit_model does so for tensor_parallel.autotp_size."
+            f"Weights that are split over {engine.mp_world_size} tensor-parallel ranks cannot be exported, because "
+            f"each module splits them in its own way. engine.save_16bit_model supports tensor_parallel.autotp_size."
         )
 
 
-def _own(path: str, module: nn.Module) -> Iterator[Weight]:
+def _module_weights(path: str, module: nn.Module) -> Iterator[Weight]:
     """Yield a module's own parameters and persistent buffers, named by ``path``."""
     for name, param in module.named_parameters(recurse=False):
         yield _weight(path, name, (param,))
@@ -186,27 +188,27 @@ def _weight(path: str, name: str, sources: tuple[Any, ...], group: ProcessGroup 
     shape = first if group is None else (ranks * first[0], *first[1:])
     dtype = sources[0].ds_tensor.dtype if is_partitioned(sources[0]) else sources[0].dtype
     owners = () if group is None else tuple(range(ranks))
-    return Weight(_joined(path, name), shape, dtype, path, sources, group, owners)
+    return Weight(_join_path(path, name), shape, dtype, path, sources, group, owners)
 
 
-def _joined(*parts: str) -> str:
+def _join_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def _of_moe(prefix: str, layer: Any, path: str, module: nn.Module) -> Iterator[Weight]:
+def _moe_weights(prefix: str, layer: Any, path: str, module: nn.Module) -> Iterator[Weight]:
     """Yield the weights of a module in a ``MoE`` layer; for an expert, those of the same module on all ranks."""
-    experts = f"{_joined(prefix, _MOE_EXPERTS)}."
+    experts = f"{_join_path(prefix, _MOE_EXPERTS)}."
     if layer.ep_size == 1 or not path.startswith(experts):
-        yield from _own(path, module)
+        yield from _module_weights(path, module)
         return
     number, _, inside = path.removeprefix(experts).partition(".")
     group = groups._get_expert_parallel_group(layer.expert_group_name)
     for owner in range(layer.ep_size):
-        expert_path = _joined(experts[:-1], str(owner * layer.num_local_experts + int(number)), inside)
-        yield from (replace(weight, group=group, owners=(owner,)) for weight in _own(expert_path, module))
+        expert_path = _join_path(experts[:-1], str(owner * layer.num_local_experts + int(number)), inside)
+        yield from (replace(weight, group=group, owners=(owner,)) for weight in _module_weights(expert_path, module))
 
 
-def _replaced(engine: Engine, path: str, layer: Any) -> Any:
+def _autoep_preset(engine: Engine, path: str, layer: Any) -> Any:
     """Return the preset with the names of the mixture that AutoEP replaced by a layer.
 
     Raises:
@@ -216,12 +218,13 @@ def _replaced(engine: Engine, path: str, layer: Any) -> Any:
         return apply_config_overrides(engine._config.expert_parallel_config, get_preset(layer.model_family))
     except ValueError as error:
         raise NotImplementedError(
-            f"AutoEP has replaced {path}, which expert_parallel.moe_layer_pattern describes, and how its experts were "
-            f"packed is not known any more. Save a checkpoint, and convert it. ({error})"
+            f"The experts of {path} cannot be exported: AutoEP replaced the layer "
+            f"(expert_parallel.moe_layer_pattern), and its original format is unknown. Save a checkpoint, and convert "
+            f"it. ({error})"
         ) from error
 
 
-def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Module) -> Iterator[Weight]:
+def _autoep_weights(prefix: str, layer: Any, preset: Any, path: str, module: nn.Module) -> Iterator[Weight]:
     """Yield the weights of a module in a layer of AutoEP. See Note [Expert names]."""
     inside = path[len(prefix) :].removeprefix(".")
     if inside != "experts":
@@ -232,9 +235,11 @@ def _of_autoep(prefix: str, layer: Any, preset: Any, path: str, module: nn.Modul
             "shared_experts_gate": preset.shared_experts_gate_pattern,
         }
         longest = max((old for old in renamed if f"{inside}.".startswith(f"{old}.")), key=len, default="")
-        yield from _own(_joined(prefix, renamed.get(longest, ""), inside[len(longest) :].removeprefix(".")), module)
+        yield from _module_weights(
+            _join_path(prefix, renamed.get(longest, ""), inside[len(longest) :].removeprefix(".")), module
+        )
         return
-    path_of_experts, group = _joined(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
+    path_of_experts, group = _join_path(prefix, preset.experts_pattern), None if layer.ep_size == 1 else layer.ep_group
     gate, up, down = (cast(nn.Parameter, getattr(module, attribute)) for attribute in ("w1", "w3", "w2"))
     packed = {preset.expert_w1: (gate, up), preset.expert_w2: (down,)}
     if preset.expert_w3 is not None:
@@ -266,10 +271,10 @@ class TensorFile:
         ends = list(accumulate(weight.nbytes for weight in inside))
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         for weight, end in zip(inside, ends, strict=True):
-            where = [end - weight.nbytes, end]
-            header[weight.name] = {"dtype": _DTYPES[weight.dtype], "shape": weight.shape, "data_offsets": where}
+            offsets = [end - weight.nbytes, end]
+            header[weight.name] = {"dtype": _DTYPES[weight.dtype], "shape": weight.shape, "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % _ALIGNED)
+        text += b" " * (-len(text) % _ALIGNMENT)
         begin = struct.pack("<Q", len(text)) + text
         return begin, {w.name: len(begin) + end - w.nbytes for w, end in zip(inside, ends, strict=True)}
 
@@ -278,11 +283,11 @@ class TensorFile:
         yield from ((self, list(group)) for _, group in groupby(self.weights, key=lambda weight: weight.unit))
 
 
-def divide(weights: Sequence[Weight], most: int, writers: int) -> list[TensorFile]:
+def divide_into_files(weights: Sequence[Weight], max_bytes: int, writers: int) -> list[TensorFile]:
     """Divide weights into files as transformers does: in order, named by number.
 
     Args:
-        most: maximum bytes of a file, unless a single weight has more.
+        max_bytes: maximum bytes of a file, unless a single weight has more.
         writers: number of writer ranks; files are assigned to them in turn.
 
     Raises:
@@ -290,11 +295,11 @@ def divide(weights: Sequence[Weight], most: int, writers: int) -> list[TensorFil
     """
     unknown = [weight for weight in weights if weight.dtype not in _DTYPES]
     if unknown:
-        raise ValueError(f"safetensors has no name for the dtype of {unknown[0].name}, {unknown[0].dtype}.")
+        raise ValueError(f"safetensors does not support the dtype of {unknown[0].name}, {unknown[0].dtype}.")
     parts: list[list[Weight]] = [[]]
     filled = 0
-    for weight in sorted(weights, key=lambda weight: not weight.of_first_rank):
-        if parts[-1] and filled + weight.nbytes > most:
+    for weight in sorted(weights, key=lambda weight: not weight.from_first_rank):
+        if parts[-1] and filled + weight.nbytes > max_bytes:
             parts.append([])
             filled = 0
         parts[-1].append(weight)
@@ -303,21 +308,27 @@ def divide(weights: Sequence[Weight], most: int, writers: int) -> list[TensorFil
     names = [
         f"model-{n:05d}-of-{len(parts):05d}.safetensors" if several else WEIGHTS for n in range(1, len(parts) + 1)
     ]
-    of_first = sum(part[0].of_first_rank for part in parts[1:] if part)  # further files with the first rank's buffers
+    # Further files with the first rank's buffers also have the first rank as writer.
+    first_rank_files = sum(part[0].from_first_rank for part in parts[1:] if part)
     return [
-        TensorFile(name, tuple(part), max(0, n - of_first) % writers)
+        TensorFile(name, tuple(part), max(0, n - first_rank_files) % writers)
         for n, (name, part) in enumerate(zip(names, parts, strict=True))
     ]
 
 
-def interleaved(files: Sequence[TensorFile], writers: int) -> list[tuple[TensorFile, list[Weight]]]:
+def interleave_units(files: Sequence[TensorFile], writers: int) -> list[tuple[TensorFile, list[Weight]]]:
     """Return the units of all files in the order of gathers: one for each writer in turn, so that writers overlap."""
-    of_each = [[unit for file in files if file.writer == writer for unit in file.units()] for writer in range(writers)]
-    return [unit for row in zip_longest(*of_each) for unit in row if unit is not None]
+    units_by_writer = [
+        [unit for file in files if file.writer == writer for unit in file.units()] for writer in range(writers)
+    ]
+    return [unit for row in zip_longest(*units_by_writer) for unit in row if unit is not None]
 
 
-def index_of(files: Sequence[TensorFile]) -> str:
+def index_text(files: Sequence[TensorFile]) -> str:
     """Return the text of the index, which maps each weight to one of several files."""
     total = sum(weight.nbytes for file in files for weight in file.weights)
-    where = {weight.name: file.name for file in files for weight in file.weights}
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"
+    file_names = {weight.name: file.name for file in files for weight in file.weights}
+    return (
+        json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}, indent=2)
+        + "\n"
+    )

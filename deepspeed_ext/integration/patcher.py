@@ -217,7 +217,7 @@ def override_problems() -> list[str]:
     for cls in patches.OVERRIDING:
         module, _, name = cls.partition(":")
         try:
-            problems += overrides.problems(getattr(importlib.import_module(module), name))
+            problems += overrides.override_problems(getattr(importlib.import_module(module), name))
         except ImportError as error:
             if not (error.name or "").startswith("deepspeed."):
                 raise

@@ -242,13 +242,19 @@ def has_kernels(device: str) -> bool:
 
 
 def lacks_kernels(device: str) -> bool:
-    """Return whether kernels were built, but not for this device type: a mistake, because the reference is slow."""
-    return device == "cuda" and has_kernels("CPU") and not has_kernels("CUDA")
+    """Return whether kernels were built, but not for this device type: a mistake, because the reference is slow.
+
+    It is not one on ROCm, for which there are none.
+    """
+    return device == "cuda" and has_kernels("CPU") and not has_kernels("CUDA") and torch.version.hip is None
 
 
 def load_kernels() -> bool:
-    """Load the kernels, or build them; return whether there are any. Warn once if both fail."""
+    """Load the kernels, or build them; return whether there are any. Warn once if both fail, or on ROCm."""
     global _loaded
+    if torch.version.hip is not None:  # DeepSpeed's builder would translate CUDA sources, and fail
+        _warn_of_rocm()
+        return False
     if not _loaded and not _build_errors:
         try:
             from deepspeed_ext.op_builder import LocoBuilder
@@ -282,6 +288,14 @@ def require_kernels(device: str, group: ProcessGroup | None, key: str) -> None:
             f"The kernels of LoCo were built for the CPU only{'' if lacking else ' on another rank'}, but the model "
             f"is on {device}. {BUILD_ADVICE} Or remove {key}."
         )
+
+
+@functools.cache
+def _warn_of_rocm() -> None:
+    warnings.warn(
+        "deepspeed_ext: LoCo has no kernels for ROCm, so its operators run in plain PyTorch, which is slower.",
+        stacklevel=3,
+    )
 
 
 def _warn(reason: str) -> None:

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed_ext.comm.process_groups import Topology, data_parallel_ranks, destroy_topologies
 from deepspeed_ext.config.section import active_strategy
-from deepspeed_ext.overrides import checked, override, replaced
+from deepspeed_ext.overrides import check_overrides, override, replace_attributes
 from deepspeed_ext.pipeline.agreement import require_same_groups
 from deepspeed_ext.pipeline.tied import TiedGradients, tied_stages
 from deepspeed_ext.strategy import Placement, Strategy
@@ -52,7 +52,7 @@ class _Outputs:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
 
 
-@checked
+@check_overrides
 class ShardedPipelineEngine(PipelineEngine):
     """A pipeline engine with a strategy. See Note [Order of operations in a pipeline].
 
@@ -155,7 +155,7 @@ class ShardedPipelineEngine(PipelineEngine):
             super()._exec_backward_pass(buffer_id)
         elif self._has_gradient(buffer_id):
             # Both the parent and hooks on its outputs start timers; starting one twice is an assertion error.
-            with replaced(self, wall_clock_breakdown=lambda: False):
+            with replace_attributes(self, wall_clock_breakdown=lambda: False):
                 super()._exec_backward_pass(buffer_id)
             self._backward_epilogue()
         # One backward is one micro-step of the optimizer, however many forwards run in between.
@@ -226,10 +226,10 @@ class ShardedPipelineEngine(PipelineEngine):
         for index, layer in enumerate(list(module.forward_funcs)):
             parameters = list(layer.parameters()) if isinstance(layer, nn.Module) else []
             with contextlib.ExitStack() as stack:
-                stack.enter_context(replaced(module, forward_funcs=[layer], _local_start=first + index))
+                stack.enter_context(replace_attributes(module, forward_funcs=[layer], _local_start=first + index))
                 # Tied weights are synchronized once, at the end: stages have different numbers of layers, so their
                 # collectives would not match.
-                stack.enter_context(replaced(module, _synchronize_tied_weights=lambda: None))
+                stack.enter_context(replace_attributes(module, _synchronize_tied_weights=lambda: None))
                 if parameters:
                     gathered = deepspeed.zero.GatheredParameters(parameters, modifier_rank=0 if modify else None)
                     stack.enter_context(gathered)

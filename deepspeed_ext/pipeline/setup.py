@@ -19,7 +19,7 @@ from deepspeed_ext.config.check import use_strategy_of_stage
 from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.section import active_strategy, undecided
 from deepspeed_ext.config.unsupported import Unsupported, refuse_unsupported
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.pipeline.agreement import device_of, require_same_settings, settings_of
 from deepspeed_ext.pipeline.engine import NOTHING_TO_TRAIN, ShardedPipelineEngine
 from deepspeed_ext.pipeline.tied import tied_stages
@@ -76,7 +76,7 @@ def initialize(
     _fill_empty_groups(module, kwargs)
     # The parent refuses ZeRO-2 and 3 in one assertion, its only use of this name.
     allows_all_stages = SimpleNamespace(gradients=float("inf"))
-    with replaced(deepspeed.runtime.pipe.engine, ZeroStageEnum=allows_all_stages):
+    with replace_attributes(deepspeed.runtime.pipe.engine, ZeroStageEnum=allows_all_stages):
         init(engine, *args, **kwargs)
     engine.attach_optimizer()
 

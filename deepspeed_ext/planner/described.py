@@ -15,7 +15,7 @@ from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTI
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.model_bytes import dense, experts_of_sizes, on_device
+from deepspeed_ext.model_bytes import dense_parameters, experts_by_size, states_on_device
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.planner.memory import HostParameters, Model
@@ -37,10 +37,10 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(
         description,
-        held=on_device(engine, dense(model)),
+        held=states_on_device(engine, dense_parameters(model)),
         experts=tuple(
-            replace(family, held=on_device(engine, params))
-            for family, params in zip(description.experts, experts_of_sizes(model).values(), strict=True)
+            replace(family, held=states_on_device(engine, params))
+            for family, params in zip(description.experts, experts_by_size(model).values(), strict=True)
         ),
         regathered=not keeps_gathered,
         streams=not get_accelerator().is_synchronized_device(),

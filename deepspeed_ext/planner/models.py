@@ -9,7 +9,13 @@ from typing import Any
 from torch import nn
 
 from deepspeed_ext.leaf.modules import numel_of
-from deepspeed_ext.model_bytes import count, dense, experts_of_sizes, matrices, nbytes
+from deepspeed_ext.model_bytes import (
+    count_states,
+    dense_parameters,
+    experts_by_size,
+    muon_parameters,
+    parameter_nbytes,
+)
 from deepspeed_ext.planner.memory import BUCKET, Experts, Model
 from deepspeed_ext.strategy import full_bucket
 from deepspeed_ext.zero.matrices import matrices_of
@@ -42,17 +48,17 @@ def describe(
     if first is None:
         raise ValueError(f"expected a model with parameters, got a {type(model).__name__} without.")
     width = gradient_bytes or parameter_bytes or first.element_size()
-    layers, states = list(_layers(model)), count(dense(model), parameter_bytes, width)
+    layers, states = list(_layers(model)), count_states(dense_parameters(model), parameter_bytes, width)
     experts = tuple(
         Experts(
             size,
-            count(params, parameter_bytes, width),
+            count_states(params, parameter_bytes, width),
             fetches=len(list(_layers_with(model, params))),
-            matrices=float(width * sum(map(numel_of, matrices(params)))),
+            matrices=float(width * sum(map(numel_of, muon_parameters(params)))),
         )
-        for size, params in experts_of_sizes(model).items()
+        for size, params in experts_by_size(model).items()
     )
-    dense_ids = {id(param) for param in dense(model)}
+    dense_ids = {id(param) for param in dense_parameters(model)}
     elements = round((states.gradients + sum(family.states.gradients for family in experts)) / width)
     return Model(
         states,
@@ -60,9 +66,9 @@ def describe(
         accumulation,
         compute,
         fetches=max(1, sum(any(id(param) in dense_ids for param in layer) for layer in layers)),
-        largest_layer=max(nbytes(layer, parameter_bytes) for layer in layers),
+        largest_layer=max(parameter_nbytes(layer, parameter_bytes) for layer in layers),
         bucket=full_bucket(bucket, elements),
-        matrices=float(width * sum(map(numel_of, matrices(dense(model))))),
+        matrices=float(width * sum(map(numel_of, muon_parameters(dense_parameters(model))))),
         experts=experts,
     )
 
@@ -78,7 +84,7 @@ def orthogonalizing_flops(model: nn.Module, method: str) -> float:
     """Return the FLOPs of orthogonalizing all of Muon's matrices once with an ``ns_method``."""
     return sum(
         matrix.flops
-        for param in matrices(model.parameters())
+        for param in muon_parameters(model.parameters())
         for matrix in matrices_of(
             getattr(param, "ds_shape", param.shape), getattr(param, "muon_num_heads", None), method, float("inf")
         )
@@ -94,7 +100,7 @@ def micro_step_flops(model: nn.Module, samples: int) -> float:
     """
     config = _language_model(model)
     share = _experts_used(config)
-    ranks = {id(param): size for size, params in experts_of_sizes(model).items() for param in params}
+    ranks = {id(param): size for size, params in experts_by_size(model).items() for param in params}
     flops_per_token, seen = 0.0, set()
     for name, module in model.named_modules():
         for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):

@@ -23,7 +23,7 @@ from deepspeed_ext.comm.hops import GatherHop, Hop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.transfer_queue import ActiveTransfer
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates, fit
-from deepspeed_ext.progress import followed
+from deepspeed_ext.progress import track_progress
 
 MIB = 2**20
 SIZES = (MIB // 16, MIB, 4 * MIB, 16 * MIB, 64 * MIB)  # bytes that a rank receives
@@ -54,7 +54,7 @@ def measure(
     groups = {"intra": topology.intra, "inter": topology.inter}
     gathers = [GatherHop(group, level) for level, group in groups.items()]
     reductions = [make_reduce(group, level, reduce_scatter) for level, group in groups.items()]
-    rates = [_rate(hop, dtype) for hop in followed([*gathers, *reductions], "measuring links", "hop")]
+    rates = [_rate(hop, dtype) for hop in track_progress([*gathers, *reductions], "measuring links", "hop")]
     of_gathers, of_reductions = (
         dict(zip(groups, rates_by_level, strict=True)) for rates_by_level in (rates[:2], rates[2:])
     )

@@ -13,7 +13,7 @@ from deepspeed_ext.comm.process_groups import ranks_per_node
 from deepspeed_ext.config.keys import GROUP_SIZE, OVERLAP_UPDATES, SECTION, STRATEGY
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.model_bytes import on_device
+from deepspeed_ext.model_bytes import states_on_device
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
 from deepspeed_ext.version import __version__
 from deepspeed_ext.zero.families import DENSE, Topologies, experts_of, family_of
@@ -93,7 +93,7 @@ def warn_if_too_large(strategy: Strategy, topologies: Topologies, engine: Engine
     params_of = {
         name: [param for param in engine.module.parameters() if family_of(param) == name] for name in topologies
     }
-    parts = [(topologies[name].sizes, on_device(engine, params)) for name, params in params_of.items()]
+    parts = [(topologies[name].sizes, states_on_device(engine, params)) for name, params in params_of.items()]
 
     def total(row: Strategy) -> float:
         return sum(row.memory(sizes, states).total for sizes, states in parts)

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.agreement import all_gather_ints, all_reduce_max
 from deepspeed_ext.comm.process_groups import data_parallel_ranks, get_topology
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.families import DENSE, Families, experts_of
 
@@ -80,8 +80,8 @@ class CheckpointWriters:
             yield
             return
         with (
-            replaced(engine.optimizer, dp_process_group=self._group),
-            replaced(engine, save_zero_checkpoint=self.is_writer),
+            replace_attributes(engine.optimizer, dp_process_group=self._group),
+            replace_attributes(engine, save_zero_checkpoint=self.is_writer),
         ):
             yield
 
@@ -94,7 +94,7 @@ class CheckpointWriters:
         flags = [engine.save_zero_checkpoint, engine.save_non_zero_checkpoint, bool(self.is_writer)]
         states, model, own = all_reduce_max(torch.tensor(flags).float(), between).bool().tolist()
         with (
-            replaced(engine, save_zero_checkpoint=states, save_non_zero_checkpoint=model),
-            replaced(self, _writes_for_first=own),
+            replace_attributes(engine, save_zero_checkpoint=states, save_non_zero_checkpoint=model),
+            replace_attributes(self, _writes_for_first=own),
         ):
             yield

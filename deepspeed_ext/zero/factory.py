@@ -24,7 +24,7 @@ from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
 from deepspeed_ext.leaf.setup import choose_by_budget
-from deepspeed_ext.overrides import bypassed, replaced
+from deepspeed_ext.overrides import bypassed_methods, replace_attributes
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero import native_experts
 from deepspeed_ext.zero.announcement import log_strategy, warn_if_too_large
@@ -125,14 +125,18 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
     engine_module = deepspeed.runtime.engine
     with contextlib.ExitStack() as stack:
         if strategy.p == Placement.N:  # in a pipeline the engine would disable overlap, with a warning
-            stack.enter_context(replaced(engine, zero_overlap_comm=_return_false))
+            stack.enter_context(replace_attributes(engine, zero_overlap_comm=_return_false))
             record = _call_recorder("DeepSpeedZeroOptimizer")
-            stack.enter_context(replaced(engine_module, DeepSpeedZeroOptimizer=record))
+            stack.enter_context(replace_attributes(engine_module, DeepSpeedZeroOptimizer=record))
         else:
             stack.enter_context(native_experts.allow_sharding(engine))
-            stack.enter_context(replaced(engine_module, DeepSpeedZeRoOffload=_call_recorder("DeepSpeedZeRoOffload")))
+            stack.enter_context(
+                replace_attributes(engine_module, DeepSpeedZeRoOffload=_call_recorder("DeepSpeedZeRoOffload"))
+            )
             record = _call_recorder("DeepSpeedZeroOptimizer_Stage3")
-            stack.enter_context(replaced(deepspeed.runtime.zero.stage3, DeepSpeedZeroOptimizer_Stage3=record))
+            stack.enter_context(
+                replace_attributes(deepspeed.runtime.zero.stage3, DeepSpeedZeroOptimizer_Stage3=record)
+            )
         call = configure(engine, optimizer)
     if not isinstance(call, _Call):
         raise RuntimeError(
@@ -152,7 +156,7 @@ def _reject_patched_methods(strategy: Strategy) -> None:
     Raises:
         ValueError: a patch has replaced a method of DeepSpeed's optimizer that ours overrides.
     """
-    if methods := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
+    if methods := bypassed_methods(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
         raise ValueError(
             f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}, which other code has patched: its patch "
             f"would have no effect. Turn off that patch (in axolotl: lora_fp32_gradients), or remove "

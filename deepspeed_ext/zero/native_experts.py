@@ -26,7 +26,7 @@ from deepspeed.runtime.zero.partition_parameters import register_external_parame
 
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.overrides import replaced
+from deepspeed_ext.overrides import replace_attributes
 
 EXPERTS = "autoep_expert"  # DeepSpeed's name of the placement of experts
 
@@ -46,5 +46,5 @@ def allow_sharding(engine: Engine) -> Iterator[None]:
             expert: Any = param
             expert.ds_zero_placement_family = EXPERTS
             expert.ds_zero_partition_group_name = expert.group_name
-    with replaced(engine, _validate_zero3_moe_compatibility=lambda: None):
+    with replace_attributes(engine, _validate_zero3_moe_compatibility=lambda: None):
         yield

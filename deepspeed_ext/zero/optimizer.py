@@ -23,7 +23,7 @@ from deepspeed_ext.comm.hops import ErrorState
 from deepspeed_ext.comm.process_groups import Topology
 from deepspeed_ext.comm.relayout import DeferredExchange
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.overrides import override, replaced
+from deepspeed_ext.overrides import override, replace_attributes
 from deepspeed_ext.strategy import Strategy
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
@@ -293,5 +293,5 @@ def without_host_synchronization() -> Iterator[None]:
     if get_accelerator().resolves_data_dependency():
         yield
         return
-    with replaced(get_accelerator(), resolves_data_dependency=lambda: True):
+    with replace_attributes(get_accelerator(), resolves_data_dependency=lambda: True):
         yield

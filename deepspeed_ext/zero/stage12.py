@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from deepspeed_ext.comm.spans import Span
-from deepspeed_ext.overrides import checked, override, replaced
+from deepspeed_ext.overrides import check_overrides, override, replace_attributes
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
@@ -47,7 +47,7 @@ from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan
 BucketEntry = tuple[int, int, int]  # parameter group, index in the group, parameter id
 
 
-@checked
+@check_overrides
 class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
     """Stage-1/2 optimizer of a strategy with p = N. See Note [Order of operations].
 
@@ -181,7 +181,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         """
         paddings = self.round_robin_bit16_padding
         link_paddings = [[1]] * len(paddings) if self.round_robin_gradients else paddings
-        with replaced(self, round_robin_bit16_padding=link_paddings):
+        with replace_attributes(self, round_robin_bit16_padding=link_paddings):
             super()._link_all_hp_params()
         self.buffers.link_stripes()
         self._hp_optimizer_states_linked = self.buffers.link_states()
@@ -393,7 +393,7 @@ class Stage12Optimizer(ParoOptimizer, Stage12View, DeepSpeedZeroOptimizer):
         if not self.buffers[number].has_experts:
             return nullcontext()
         tp_rank = self.model_parallel_rank if self.autoep_folding_tp_group is None else 0
-        return replaced(self, dp_process_group=self.topology.world, model_parallel_rank=tp_rank)
+        return replace_attributes(self, dp_process_group=self.topology.world, model_parallel_rank=tp_rank)
 
     # The step, and parameters after it: os -> N ###################################################
 

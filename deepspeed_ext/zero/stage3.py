@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from deepspeed_ext.comm.spans import Span
 from deepspeed_ext.deepspeed_types import ZeroParameter
 from deepspeed_ext.leaf.gradients import LeafGradients
-from deepspeed_ext.overrides import checked, override
+from deepspeed_ext.overrides import check_overrides, override
 from deepspeed_ext.strategy import Placement
 from deepspeed_ext.zero.checkpoint_ranks import CheckpointWriters
 from deepspeed_ext.zero.context import Context
@@ -48,7 +48,7 @@ from deepspeed_ext.zero.sharded.stage3_view import Stage3View
 from deepspeed_ext.zero.shards import FlatShard, InterGroupSpan
 
 
-@checked
+@check_overrides
 class Stage3Optimizer(ParoOptimizer, Stage3View, DeepSpeedZeroOptimizer_Stage3):
     """Stage-3 optimizer of a strategy with p = I or G. See Note [Order of work, parameters sharded].
 

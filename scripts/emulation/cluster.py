@@ -6,9 +6,9 @@
     scripts/cluster --nodes 2 --ranks-per-node 2 --rate 100 --module deepspeed_ext doctor
 
 Each node is a network namespace (see ``network.py``). In it, the launcher is started as on a node of a real cluster:
-``torchrun``, or what the ``deepspeed`` runner starts on each of its hosts. Ranks of one node communicate through its
-loopback, without a limit. At the end it prints the bytes between nodes, from the counters of their interfaces; these
-include the messages by which ranks meet.
+``torchrun``, or the program that the ``deepspeed`` runner starts on each of its hosts. Ranks of one node communicate
+through its loopback, without a limit. At the end it prints the bytes between nodes, from the counters of their
+interfaces; these include the messages by which ranks meet.
 
 A script can change the rate and read the counters through ``network.Link``.
 
@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from scripts.emulation.launching import environment, exit_on_signals, split_output
-from scripts.emulation.network import ENDING, MAX_NODES, PORT, Network, Traffic, address, missing, undisturbed
+from scripts.emulation.network import ENDING, MAX_NODES, PORT, Network, Traffic, address, ignore_signals, missing
 
 LAUNCHERS = ("torchrun", "deepspeed", "none")
 _GRACE_SECONDS = 3  # that processes have to end by themselves when another one has failed
@@ -58,7 +58,7 @@ class Failure(NamedTuple):
 
 
 def rank_jobs(nodes: int, ranks_per_node: int, script: Sequence[str]) -> list[NodeJob]:
-    """Return the ranks themselves, each with what a launcher sets."""
+    """Return the ranks themselves, each with the variables that a launcher sets."""
     size = {"WORLD_SIZE": str(nodes * ranks_per_node), "LOCAL_WORLD_SIZE": str(ranks_per_node)}
     master = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT)}
     return [
@@ -101,7 +101,7 @@ class Processes:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with undisturbed():
+        with ignore_signals():
             for _, process in self._started:
                 process.terminate()  # does nothing if it has ended
             deadline = time.monotonic() + _GRACE_SECONDS
@@ -166,7 +166,7 @@ def require_emulation() -> None:
 def collect(nodes: int, ranks_per_node: int, module: str, log: Path, timeout: float, more: Sequence[str] = ()) -> Any:
     """Run the ranks of this program in a network, with its own arguments and further ones.
 
-    Returns what the first rank has written, from JSON.
+    Returns the JSON value that the first rank has written.
 
     ``--worker`` tells a rank where to write. Exits with status 2 if a rank fails, or this machine cannot emulate.
     """
@@ -205,7 +205,7 @@ def _run_logged(network: Network, jobs: list[NodeJob], log: Path, timeout: float
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start the launchers, wait for them, and print what was sent; return the exit status."""
+    """Start the launchers, wait for them, and print the bytes sent; return the exit status."""
     kind = [] if not args.module else ["--module" if args.launcher == "deepspeed" else "-m"]
     jobs = launcher_jobs(args.launcher, args.nodes, args.ranks_per_node, [*kind, args.script, *args.arguments])
     with _output_of_others(args.log) as output, Network(args.nodes, args.rate) as network:

@@ -90,7 +90,7 @@ def launch_workers(module: str, worker: Path, args: argparse.Namespace, ranks: i
 
 
 def collect(module: str, args: argparse.Namespace) -> Any:
-    """Run the ranks of this program with its own arguments; return what the first one has written, from JSON.
+    """Run the ranks of this program with its own arguments; return the JSON value that the first one has written.
 
     Exits with status 2 if that fails.
     """

@@ -4,11 +4,11 @@
 
 A veth pair connects each node with a bridge in a namespace of its own, like a cable to a switch. ``tc`` limits the
 rate at both ends of the pair, and so in both directions. Messages between ranks of one node go through its own
-loopback, without a limit. No traffic leaves the machine.
+loopback, without a limit. All traffic stays on the machine.
 
 The namespaces are removed at the end of the context, with every process in them; also on SIGTERM and SIGHUP if the
-script turns these into an exception (``launching.exit_on_signals``). If a script was killed, the next one removes what
-it has left.
+script turns these into an exception (``launching.exit_on_signals``). If a script was killed, the next one removes its
+namespaces.
 
 Needs root, and ``ip`` and ``tc`` of iproute2. Imports neither torch nor DeepSpeed.
 """
@@ -55,9 +55,9 @@ class Traffic(NamedTuple):
 
 
 def missing() -> list[str]:
-    """Return what this needs but this machine does not have."""
-    found = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
-    return found + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
+    """Return the requirements that this machine does not meet."""
+    results = [] if os.geteuid() == 0 else ["root: run it as root, or in a container with NET_ADMIN and SYS_ADMIN"]
+    return results + [f"{tool}: install iproute2" for tool in ("ip", "tc") if shutil.which(tool) is None]
 
 
 class Network:
@@ -100,11 +100,11 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with undisturbed():
+        with ignore_signals():
             _remove([*self.names, self.switch])
 
     def environment(self, node: int) -> dict[str, str]:
-        """Return what a rank of this node needs in its environment: for gloo, and for its ``Link``."""
+        """Return the environment variables of a rank of this node: for gloo, and for its ``Link``."""
         return {"GLOO_SOCKET_IFNAME": LINK, _SWITCH: self.switch, _NODE: str(node)}
 
     def traffic(self) -> list[Traffic]:
@@ -148,7 +148,7 @@ def address(node: int) -> str:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Ignore SIGINT and its like, for cleaning up: a second Ctrl-C must neither end that, nor the commands it runs."""
     if threading.current_thread() is not threading.main_thread():  # which alone may, and gets the exceptions
         yield
@@ -162,7 +162,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def remove_stale() -> None:
-    """Remove the namespaces of scripts that were killed, with what still runs in them.
+    """Remove the namespaces of scripts that were killed, with the processes that still run in them.
 
     Those of this process, too: it has made none yet, so they are of one that had its pid before.
     """
@@ -192,15 +192,16 @@ def _kill(names: Sequence[str]) -> None:
 
 
 def _pids(names: Sequence[str]) -> list[int]:
-    found = []
+    results = []
     for name in names:
         listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
-        found += [int(pid) for pid in listed.stdout.split()]
-    return found
+        results += [int(pid) for pid in listed.stdout.split()]
+    return results
 
 
 def _limits(name: str, switch: str, node: int, mbit: float | None) -> list[list[str]]:
-    """Return the commands that limit what a node sends and is sent; without a name, run inside its namespace."""
+    """Return the commands that limit the traffic of a node in both directions; without a name, run inside its
+    namespace."""
     tbf = ["tbf", "rate", f"{mbit:g}mbit", "burst", _BURST, "latency", _LATENCY] if mbit is not None else []
     shape = tbf or ["noqueue"]  # what a veth begins with; a tbf of a huge rate would cost time
     return [
@@ -211,8 +212,8 @@ def _limits(name: str, switch: str, node: int, mbit: float | None) -> list[list[
 
 def _traffic(name: str) -> Traffic:
     """Read the counters of a namespace; without a name, of that that this runs in."""
-    shown = json.loads(_run(["ip", *_within(name), "-s", "-j", "link", "show", "dev", LINK]))
-    counters = shown[0]["stats64"]
+    printed = json.loads(_run(["ip", *_within(name), "-s", "-j", "link", "show", "dev", LINK]))
+    counters = printed[0]["stats64"]
     return Traffic(counters["tx"]["bytes"], counters["rx"]["bytes"])
 
 
@@ -229,10 +230,10 @@ def _ip(*arguments: str) -> None:
 
 
 def _run(command: Sequence[str]) -> str:
-    """Run a command, and return what it prints.
+    """Run a command, and return its output.
 
     Raises:
-        RuntimeError: with what it said.
+        RuntimeError: the command failed; the message has its output.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,11 +1,11 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that really crossed between ranks, read from the kernel's own TCP counters.
+"""Bytes sent between ranks, read from the kernel's own TCP counters.
 
-A claim about communication is worth what the wire shows. On gloo every byte between two ranks travels over
-TCP sockets that the process owns, and Linux keeps a byte counter for each of them (``TCP_INFO``, tcp(7)). No
-privilege, no tool and no knowledge of the collective algorithms is needed, so stock DeepSpeed and this package
-are measured with one ruler. NCCL does not use such sockets for its data: there, use DeepSpeed's comms logger.
+With gloo, every byte between two ranks is sent over TCP sockets that the process owns, and Linux keeps a byte counter
+for each of them (``TCP_INFO``, tcp(7)). No privilege, no tool and no knowledge of the collective algorithms is needed,
+so stock DeepSpeed and this package are measured in the same way. NCCL does not use such sockets for its data: there,
+use DeepSpeed's comms logger.
 """
 
 import os
@@ -72,7 +72,7 @@ class Traffic:
 
 
 class TrafficMeter:
-    """Measures what the ranks of the default process group receive from one another between two moments.
+    """Measures the bytes that ranks of the default process group receive from one another between two calls.
 
     ``start`` and ``stop`` are local and send nothing; ``read`` is collective. Put the ranks at rest before
     ``start`` and before ``stop`` (a barrier, or any collective that all of them have finished).
@@ -111,7 +111,7 @@ class TrafficMeter:
         matrix = self.read()
         intra, inter = [], []
         for dst, row in enumerate(matrix):
-            same = sum(count for src, count in enumerate(row) if src // group_size == dst // group_size)
-            intra.append(same)
-            inter.append(sum(row) - same)
+            is_same = sum(count for src, count in enumerate(row) if src // group_size == dst // group_size)
+            intra.append(is_same)
+            inter.append(sum(row) - is_same)
         return Traffic(intra, inter)

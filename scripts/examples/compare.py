@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Train the same model twice, with stock ZeRO-3 and with a PaRO strategy, and show what differs.
+"""Train the same model twice, with stock ZeRO-3 and with a PaRO strategy, and show the differences.
 
 Both runs use the stock ``deepspeed`` launcher, the same script and the same data; only the configuration file differs.
-The losses must agree, and the bytes that cross between groups must be those of the formula. All ranks are CPU
+The losses must agree, and the bytes sent between groups must match the formula. All ranks are CPU
 processes on this machine, which count as ``ranks / group size`` groups. The bytes are exact (they are read from the
 kernel's counters), but the seconds say nothing about a cluster with slow links between groups.
 
@@ -126,8 +126,8 @@ def train(path: Path, group_size: int, log_path: Path, args: argparse.Namespace)
 
 def print_losses(a: TrainingRun, b: TrainingRun) -> None:
     print(f"\n{'step':>4}  {'loss ' + a.label:>14}  {'loss ' + b.label:>14}  {'difference':>11}")
-    for index, (left, right) in enumerate(zip(a.losses, b.losses, strict=True)):
-        print(f"{index:>4}  {left:>14.6f}  {right:>14.6f}  {right - left:>+11.1e}")
+    for index, (remaining, right) in enumerate(zip(a.losses, b.losses, strict=True)):
+        print(f"{index:>4}  {remaining:>14.6f}  {right:>14.6f}  {right - remaining:>+11.1e}")
 
 
 def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
@@ -146,10 +146,10 @@ def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
                 f"{measured / formula - 1:>+11.1%}"
             )
     for run in runs:
-        held, formula = run.report["optimizer_bytes"], run.optimizer_formula
+        retained, formula = run.report["optimizer_bytes"], run.optimizer_formula
         print(
-            f"{'optimizer state':<16}{run.label:<9}{held / MEGABYTE:>10.3f}{formula / MEGABYTE:>10.3f}"
-            f"{held / formula - 1:>+11.1%}   (MB that a rank holds)"
+            f"{'optimizer state':<16}{run.label:<9}{retained / MEGABYTE:>10.3f}{formula / MEGABYTE:>10.3f}"
+            f"{retained / formula - 1:>+11.1%}   (MB that a rank holds)"
         )
     for run in runs:
         summary = run.report["summary"]
@@ -163,13 +163,15 @@ def checks_of(a: TrainingRun, b: TrainingRun) -> list[Check]:
     """Return the checks: the same training; B's traffic between groups and its optimizer state match the formulas."""
     loss = difference(a.losses, b.losses)
     deviation = abs(b.measured.inter / b.formula.inter - 1)
-    held = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
+    retained = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
     share, due = b.measured.inter / a.measured.inter, b.formula.inter / a.formula.inter
     return [
         Check(f"largest relative difference of the losses, {b.label} against {a.label}", loss, BOUNDS["float32"]),
         Check(f"bytes between groups of {b.label} against the formula", 100 * deviation, 100 * BYTES_BOUND, " %"),
         Check(f"bytes between groups of {b.label} as a share of {a.label}'s", 100 * share, round(100 * due, 1), " %"),
-        Check(f"optimizer state of a rank with {b.label} against the formula", 100 * held, 100 * BYTES_BOUND, " %"),
+        Check(
+            f"optimizer state of a rank with {b.label} against the formula", 100 * retained, 100 * BYTES_BOUND, " %"
+        ),
     ]
 
 
@@ -200,9 +202,9 @@ def draw_bytes(axes: Axes, runs: tuple[TrainingRun, TrainingRun]) -> None:
     formula = [run.formula.inter / MEGABYTE for run in runs]
     axes.bar([run.label for run in runs], measured, width=0.55, color=COLORS)
     axes.hlines(formula, [-0.36, 0.64], [0.36, 1.36], color="black", linewidth=1.5, label="formula")
-    for index, (seen, due) in enumerate(zip(measured, formula, strict=True)):
-        label = f"{seen:.1f} MB\n(formula {due:.1f})"
-        axes.text(index, max(seen, due) + 0.015 * max(measured), label, ha="center", va="bottom")
+    for index, (observed, due) in enumerate(zip(measured, formula, strict=True)):
+        label = f"{observed:.1f} MB\n(formula {due:.1f})"
+        axes.text(index, max(observed, due) + 0.015 * max(measured), label, ha="center", va="bottom")
     axes.set(title="Bytes between groups", ylabel="MB received per rank and step", ylim=(0, 1.18 * max(measured)))
     axes.legend(frameon=False, loc="upper right")
 
@@ -226,9 +228,9 @@ def draw(path: Path, a: TrainingRun, b: TrainingRun, checks: list[Check]) -> Non
     """Draw one picture of the comparison: losses, bytes between groups, seconds."""
     report = a.report
     pyplot.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
-    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
+    figure, (remaining, middle, right) = pyplot.subplots(1, 3, figsize=(13, 4.3), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, wspace=0.03)
-    draw_losses(left, a, b, checks)
+    draw_losses(remaining, a, b, checks)
     draw_bytes(middle, (a, b))
     draw_seconds(right, (a, b))
     groups = report["world_size"] // report["group_size"]

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A callback for the Trainer of transformers that exports weights every some steps, while training goes on.
+"""A callback for the Trainer of transformers that exports weights every few steps, while training continues.
 
 ``trainer.add_callback(ExportWeights(trainer, "exports", steps=500))`` before ``trainer.train()``.
 """

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Train the model of the examples, and report what each step cost.
+"""Train the model of the examples, and report the cost of each step.
 
 The training is that of ``examples/train.py``: nothing of ours is imported before the engine is made. The report has
 the loss and the seconds of each step, on gloo the bytes that the ranks received from one another, and the bytes of
@@ -89,26 +89,26 @@ def summarize(steps: list[TimedStep], received: dict[str, float | None]) -> dict
 def optimizer_bytes(engine: DeepSpeedEngine) -> int:
     """Return the bytes of optimizer states, master weights included, on the rank that holds the most."""
     states = engine.optimizer.optimizer.state  # by master weight
-    held = sum(
+    retained = sum(
         tensor.nbytes
         for master, state in states.items()
         for tensor in (master, *state.values())
         if isinstance(tensor, Tensor) and tensor.dim()  # a count of steps is no state
     )
-    most = torch.tensor(held, device=engine.device)
+    most = torch.tensor(retained, device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     return int(most.item())
 
 
 def versions() -> dict[str, str | None]:
     """Return the versions that the numbers depend on; None for a package that is not installed as a distribution."""
-    found: dict[str, str | None] = {}
+    results: dict[str, str | None] = {}
     for name in ("torch", "deepspeed", "deepspeed_ext"):
         try:
-            found[name] = metadata.version(name)
+            results[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            results[name] = None
+    return results
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -177,9 +177,9 @@ def main() -> None:
         bar.set_postfix(loss=f"{steps[-1].loss:.4f}")
 
     summary = summarize(steps[warm_up:], counter.stop())
-    held = optimizer_bytes(engine)
+    retained = optimizer_bytes(engine)
     if dist.get_rank() == 0:
-        report = build_report(args, engine, count, held, steps, summary)
+        report = build_report(args, engine, count, retained, steps, summary)
         print(json.dumps(summary), flush=True)
         if args.report is not None:
             args.report.write_text(json.dumps(report, indent=2) + "\n")

@@ -35,19 +35,19 @@ class Failed(Exception):
 
 def requirement() -> Requirement:
     """Return the base version in ``patches/BASE``, which pip reads as well."""
-    found = re.search(
+    match = re.search(
         r"^deepspeed==(\S+) --hash=sha256:([0-9a-f]{64})$", BASE.read_text(encoding="utf-8"), re.MULTILINE
     )
-    if found is None:
+    if match is None:
         raise Failed(f"{BASE} must have a line 'deepspeed==VERSION --hash=sha256:DIGEST'")
-    return Requirement(*found.groups())
+    return Requirement(*match.groups())
 
 
 def run(command: list[str], **kwargs: object) -> str:
-    """Run a program, and return what it prints.
+    """Run a program, and return its output.
 
     Raises:
-        Failed: it failed; with what it printed.
+        Failed: it failed; the message has its output.
     """
     try:
         done = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **kwargs)  # type: ignore
@@ -74,7 +74,7 @@ def fetch(version: str) -> Path:
 
 
 def git(tree: Path, *arguments: str, date: str | None = None, **kwargs: object) -> str:
-    """Run git in a tree, whatever the user has configured; return what it prints."""
+    """Run git in a tree, whatever the user has configured; return its output."""
     name, email = _IDENTITY
     environment = {
         # Inside a git hook, these variables name the hook's repository.
@@ -128,7 +128,8 @@ def unpack(version: str, tree: Path) -> Path:
 
 
 def importable(tree: Path) -> Path:
-    """Return a folder, for a search path, with nothing but the package of a tree: others beside it would hide ours."""
+    """Return a folder, for a search path, with nothing but the package of a tree: others next to it would hide
+    ours."""
     folder = tree.parent / "lib"
     folder.mkdir(exist_ok=True)
     link = folder / "deepspeed"

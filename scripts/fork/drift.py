@@ -62,13 +62,13 @@ class Report:
     @property
     def breaking(self) -> int:
         """The number of differences that matter."""
-        return sum(one.matters for one in self.differences)
+        return sum(difference.matters for difference in self.differences)
 
 
 # Finding a DeepSpeed ##############################################################################
 
 
-def opened(what: str, scratch: Path) -> tuple[str, Path]:
+def open_deepspeed(what: str, scratch: Path) -> tuple[str, Path]:
     """Return a description and the folder of a DeepSpeed.
 
     Args:
@@ -90,10 +90,10 @@ def opened(what: str, scratch: Path) -> tuple[str, Path]:
     tree, archive = scratch / "tree", scratch / "tree.tar"
     tree.mkdir(parents=True)
     names = git(path, "ls-tree", "--name-only", "HEAD").split()
-    wanted = [name for name in ("deepspeed", "accelerator", "op_builder", "version.txt") if name in names]
-    if "deepspeed" not in wanted:
+    expected = [name for name in ("deepspeed", "accelerator", "op_builder", "version.txt") if name in names]
+    if "deepspeed" not in expected:
         raise Failed(f"HEAD of {path} has no folder deepspeed")
-    git(path, "archive", "--output", str(archive.resolve()), "HEAD", "--", *wanted)
+    git(path, "archive", "--output", str(archive.resolve()), "HEAD", "--", *expected)
     with tarfile.open(archive) as content:
         deepspeed_source.extract_all(content, str(tree))
     return f"DeepSpeed {_version(tree)}{_commit(path)}", tree
@@ -108,7 +108,7 @@ def _commit(repository: Path) -> str:
     return ", commit " + git(repository, "log", "-1", "--format=%h of %cs").strip()
 
 
-def known(scratch: Path) -> Path:
+def supported_deepspeed(scratch: Path) -> Path:
     """Return the folder of the DeepSpeed in ``patches/BASE``: the one that is installed, or a fresh one."""
     spec, version = util.find_spec("deepspeed"), requirement().version
     if spec is not None and spec.origin is not None and metadata.version("deepspeed") == version:
@@ -125,9 +125,9 @@ def newest() -> str:
     try:
         run([sys.executable, "-m", "pip", "download", "--no-deps", "deepspeed==0"])
     except Failed as failed:
-        found = re.search(r"from versions: .*?([\d.]+)\)", str(failed))
-        if found:
-            return found[1]
+        match = re.search(r"from versions: .*?([\d.]+)\)", str(failed))
+        if match:
+            return match[1]
     raise Failed("pip does not say which versions of deepspeed there are")
 
 
@@ -135,7 +135,7 @@ def newest() -> str:
 
 
 def uses(base: Path, ours: Path, rows: Iterable[Patch], scratch: Path) -> list[dict[str, Any]]:
-    """Return what the package uses of the DeepSpeed that we know.
+    """Return the symbols of the supported DeepSpeed that the package uses.
 
     Args:
         base: the folder of that DeepSpeed.
@@ -158,7 +158,7 @@ def report(label: str, root: Path, ours: Path, used: Sequence[dict[str, Any]], s
         label: its description.
         root: its folder.
         ours: the folder that has the package.
-        used: what the package uses.
+        used: the symbols that the package uses.
         scratch: an empty folder.
 
     Raises:
@@ -167,19 +167,19 @@ def report(label: str, root: Path, ours: Path, used: Sequence[dict[str, Any]], s
     targets = scratch / "targets.json"
     targets.write_text(json.dumps([use["target"] for use in used]), encoding="utf-8")
     now = _beside(root, ours, scratch, "look-up", str(targets))
-    found = [one for use in used for one in _differences(use, use["was"], now["symbols"][use["target"]])]
+    results = [one for use in used for one in _differences(use, use["was"], now["symbols"][use["target"]])]
     by_error: dict[str, list[str]] = {}
     for name, error in now["failures"].items():
         by_error.setdefault(error, []).append(name)
     imports = [
         Difference(error, "import", "", "", tuple(names), "cannot be imported") for error, names in by_error.items()
     ]
-    return Report(label, len(used), (*imports, *sorted(found, key=lambda one: (not one.matters, one.symbol))))
+    return Report(label, len(used), (*imports, *sorted(results, key=lambda one: (not one.matters, one.symbol))))
 
 
 def _row(row: Patch) -> dict[str, Any]:
-    place = row.replace.__module__ if row.replace else "deepspeed_ext.integration.patches"
-    return {"target": row.target, "why": row.why, "places": [place], "was": row.signature}
+    location = row.replace.__module__ if row.replace else "deepspeed_ext.integration.patches"
+    return {"target": row.target, "why": row.why, "places": [location], "was": row.signature}
 
 
 def _beside(root: Path, ours: Path, scratch: Path, *arguments: str) -> Any:
@@ -201,26 +201,26 @@ def _beside(root: Path, ours: Path, scratch: Path, *arguments: str) -> Any:
 def _differences(use: dict[str, Any], was: Any, now: dict[str, Any] | None) -> Iterator[Difference]:
     """Yield the differences of a symbol; of one in the table of patches, ``was`` is the signature."""
     rule, symbol = use.get("rule"), use["target"].replace(":", ".").rstrip(".")
-    made = Difference(symbol, "", "", "", tuple(use["places"]), use["why"])
+    created = Difference(symbol, "", "", "", tuple(use["places"]), use["why"])
     if rule == "new":
         if now is not None and was is None:
-            yield replace(made, what="new", expected="nothing of that name", found=_shown(now))
+            yield replace(created, what="new", expected="nothing of that name", found=_shown(now))
     elif now is None or "error" in now:
-        yield replace(made, what="missing", expected=_shown(was), found=now["error"] if now else "gone")
+        yield replace(created, what="missing", expected=_shown(was), found=now["error"] if now else "gone")
     elif isinstance(was, str):
         if _shown(now) != was:
-            yield replace(made, what="arguments", expected=was, found=_shown(now))
+            yield replace(created, what="arguments", expected=was, found=_shown(now))
     elif was is not None and was["kind"] != now["kind"]:
-        yield replace(made, what="kind", expected=was["kind"], found=now["kind"])
+        yield replace(created, what="kind", expected=was["kind"], found=now["kind"])
     elif rule == "override":
         if use.get("arguments") and now.get("arguments") and not fits(*map(_signature, (use, now))):
             expected = f"{_shown(was)}, ours takes {_shown(use)}"
-            yield replace(made, what="arguments", expected=expected, found=_shown(now))
+            yield replace(created, what="arguments", expected=expected, found=_shown(now))
     elif was is not None and use["called"] and was.get("arguments") != now.get("arguments"):
         matters = not (now.get("arguments") and was.get("arguments") and takes(_signature(now), _signature(was)))
-        yield replace(made, what="arguments", expected=_shown(was), found=_shown(now), matters=matters)
+        yield replace(created, what="arguments", expected=_shown(was), found=_shown(now), matters=matters)
     elif was is not None and was.get("value") != now.get("value") and "version" not in symbol.rpartition(".")[2]:
-        yield replace(made, what="value", expected=str(was["value"]), found=str(now["value"]))
+        yield replace(created, what="value", expected=str(was["value"]), found=str(now["value"]))
 
 
 class _Default:
@@ -253,20 +253,22 @@ def _shown(symbol: Any) -> str:
 
 def takes(now: inspect.Signature, was: inspect.Signature) -> bool:
     """Return whether a function accepts all calls that another one accepts, with the same meaning."""
-    given = [one for one in was.parameters.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    names = {one.name: one for one in was.parameters.values() if one.kind == one.KEYWORD_ONLY}
-    needed = {name: name for name, one in names.items() if one.default is one.empty}
+    provided = [
+        item for item in was.parameters.values() if item.kind in (item.POSITIONAL_ONLY, item.POSITIONAL_OR_KEYWORD)
+    ]
+    names = {item.name: item for item in was.parameters.values() if item.kind == item.KEYWORD_ONLY}
+    needed = {name: name for name, item in names.items() if item.default is item.empty}
     try:
-        by_position = now.bind(*(one.name for one in given), **{name: name for name in names}).arguments
-        now.bind(*(one.name for one in given if one.default is one.empty), **needed)
-        now.bind(**{one.name: one.name for one in given if one.kind != one.POSITIONAL_ONLY}, **needed)
+        by_position = now.bind(*(item.name for item in provided), **{name: name for name in names}).arguments
+        now.bind(*(item.name for item in provided if item.default is item.empty), **needed)
+        now.bind(**{item.name: item.name for item in provided if item.kind != item.POSITIONAL_ONLY}, **needed)
     except TypeError:
         return False
-    same = all(name == value for name, value in by_position.items() if isinstance(value, str))
-    left = {one.kind for one in was.parameters.values()} - {one.kind for one in now.parameters.values()}
-    pairs = [(one, now.parameters[one.name]) for one in (*given, *names.values()) if one.name in now.parameters]
-    defaults = all(repr(one.default) == repr(other.default) for one, other in pairs)
-    return same and defaults and not left & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    is_same = all(name == value for name, value in by_position.items() if isinstance(value, str))
+    remaining = {item.kind for item in was.parameters.values()} - {item.kind for item in now.parameters.values()}
+    pairs = [(item, now.parameters[item.name]) for item in (*provided, *names.values()) if item.name in now.parameters]
+    defaults = all(repr(item.default) == repr(other.default) for item, other in pairs)
+    return is_same and defaults and not remaining & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 # Printing #########################################################################################
@@ -279,9 +281,9 @@ def _head(one: Report) -> str:
 
 
 def _places(difference: Difference, most: int = 3) -> str:
-    shown = ", ".join(place.removeprefix("deepspeed_ext.") for place in difference.breaks[:most])
-    left = len(difference.breaks) - most
-    return shown + (f" and {left} more" if left > 0 else "")
+    printed = ", ".join(location.removeprefix("deepspeed_ext.") for location in difference.breaks[:most])
+    remaining = len(difference.breaks) - most
+    return printed + (f" and {remaining} more" if remaining > 0 else "")
 
 
 def as_text(one: Report) -> str:
@@ -309,18 +311,18 @@ def main(of: Sequence[str], markdown: bool, output: Path | None, rows: Sequence[
     """Report on each DeepSpeed; the status is 0 if nothing breaks, 1 if something does, 2 if one could not be read."""
     reports, missed = [], False
     with TemporaryDirectory() as folder:
-        used = uses(known(Path(folder)), ours, rows, Path(folder))
-        for number, what in enumerate(of or [newest()]):
+        used = uses(supported_deepspeed(Path(folder)), ours, rows, Path(folder))
+        for number, case in enumerate(of or [newest()]):
             scratch = Path(folder) / str(number)
             scratch.mkdir()
             try:
-                reports.append(report(*opened(what, scratch), ours, used, scratch))
+                reports.append(report(*open_deepspeed(case, scratch), ours, used, scratch))
             except Failed as failed:  # the others are reported all the same
                 print(failed, file=sys.stderr)
                 missed = True
-    text = "\n".join((as_markdown if markdown else as_text)(one) for one in reports)
+    text = "\n".join((as_markdown if markdown else as_text)(item) for item in reports)
     if output is None:
         print(text)
     else:  # pip and others print to the terminal
         output.write_text(text + "\n", encoding="utf-8")
-    return 2 if missed else int(any(one.breaking for one in reports))
+    return 2 if missed else int(any(item.breaking for item in reports))

@@ -44,18 +44,18 @@ class Mail(NamedTuple):
         return self.values(ALONE)
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the header."""
-        found = [f"no trailer {name}" for name in REQUIRED if not self.values(name)]
+        """Return the problems of the header."""
+        results = [f"no trailer {name}" for name in REQUIRED if not self.values(name)]
         for status in self.values("Upstream-Status"):
             if status.split(" ")[0] not in STATUSES:
-                found.append(f"Upstream-Status {status!r}, expected one of {', '.join(STATUSES)}")
+                results.append(f"Upstream-Status {status!r}, expected one of {', '.join(STATUSES)}")
             elif status in ("submitted", "merged"):
-                found.append(f"Upstream-Status {status!r} without an address")
+                results.append(f"Upstream-Status {status!r} without an address")
         if len(self.body.split()) < 15:
-            found.append("the body does not explain the patch")
+            results.append("the body does not explain the patch")
         if len(self.subject) > 72:
-            found.append(f"the subject has {len(self.subject)} characters, at most 72 fit")
-        return [f"{self.path.name}: {problem}" for problem in found]
+            results.append(f"the subject has {len(self.subject)} characters, at most 72 fit")
+        return [f"{self.path.name}: {problem}" for problem in results]
 
 
 def read(path: Path) -> Mail:
@@ -71,8 +71,8 @@ def read(path: Path) -> Mail:
         raise Failed(f"{path} is not a mail of git format-patch")
     lines = text.rstrip().splitlines()
     trailers: list[tuple[str, str]] = []
-    while lines and (found := _TRAILER.match(lines[-1])):
-        trailers.insert(0, (found[1], found[2]))
+    while lines and (results := _TRAILER.match(lines[-1])):
+        trailers.insert(0, (results[1], results[2]))
         lines.pop()
     return Mail(path, subject.removeprefix("[PATCH] "), "\n".join(lines).strip(), tuple(trailers))
 

@@ -58,7 +58,9 @@ def add_package(tree: Path) -> None:
     git(tree, "commit", "--quiet", "--message", _MESSAGE.format(version=__version__), date=_DATE)
 
 
-def applied(folder: Path, with_package: bool, check: Callable[[Path, str], object] = lambda tree, name: None) -> Path:
+def apply_series(
+    folder: Path, with_package: bool, check: Callable[[Path, str], object] = lambda tree, name: None
+) -> Path:
     """Make a tree with all patches.
 
     Args:
@@ -87,32 +89,32 @@ def export(tree: Path, folder: Path) -> list[str]:
 
 
 def problems(scratch: Path, do_import: bool) -> list[str]:
-    """Return what is wrong with the series.
+    """Return the problems of the series.
 
     Args:
         scratch: an empty folder.
         do_import: whether the tree after each patch is imported, which takes a few seconds for each.
     """
-    found = [problem for mail in series() for problem in mail.problems()]
+    results = [problem for mail in series() for problem in mail.problems()]
 
     def check(tree: Path, name: str) -> None:
-        found.extend(import_problems(tree, name) if do_import else [])
+        results.extend(import_problems(tree, name) if do_import else [])
 
     tree = scratch / "tree"
     try:
-        found += hook_problems(applied(tree, False, check))
+        results += hook_problems(apply_series(tree, False, check))
     except Failed as failed:
-        found.append(str(failed))
+        results.append(str(failed))
     for mail in (mail for mail in series() if mail.tests):
         git(tree, "checkout", "--quiet", "--force", "--detach", "base")
         try:
             apply(tree, mail)
         except Failed as failed:
-            found.append(f"alone, {failed}")
+            results.append(f"alone, {failed}")
             continue
-        found += [f"{mail.path.name} lacks its {ALONE} {name}" for name in mail.tests if not (tree / name).is_file()]
+        results += [f"{mail.path.name} lacks its {ALONE} {name}" for name in mail.tests if not (tree / name).is_file()]
         check(tree, f"{mail.path.name} alone")
-    return found
+    return results
 
 
 def import_problems(tree: Path, name: str) -> list[str]:
@@ -123,7 +125,7 @@ def import_problems(tree: Path, name: str) -> list[str]:
 
 
 def hook_problems(tree: Path) -> list[str]:
-    """Return where a tree's hooks and the patches at run time differ, and what else the package does not expect."""
+    """Return differences between a tree's hooks and the run-time patches, and other unexpected symbols."""
     return _in_tree(tree, _compare)
 
 

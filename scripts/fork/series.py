@@ -39,7 +39,7 @@ def series(args: argparse.Namespace) -> int:
     if args.to.exists():
         raise Failed(f"{args.to} exists")
     with tempfile.TemporaryDirectory() as folder:
-        names = patched_tree.export(patched_tree.applied(Path(folder) / "tree", True), args.to)
+        names = patched_tree.export(patched_tree.apply_series(Path(folder) / "tree", True), args.to)
     print(f"{len(names)} patches for DeepSpeed {requirement().version} in {args.to}")
     return 0
 
@@ -48,7 +48,7 @@ def apply(args: argparse.Namespace) -> int:
     """Make a git repository of DeepSpeed with a commit for each patch of patches/, to read them or to edit them."""
     if args.to.exists():
         raise Failed(f"{args.to} exists")
-    print(patched_tree.applied(args.to, False))
+    print(patched_tree.apply_series(args.to, False))
     return 0
 
 
@@ -62,7 +62,7 @@ def wheel(work: Path) -> Path:
     """Build the wheel in a folder, and return it."""
     from deepspeed_ext.version import __version__
 
-    tree, wheels = patched_tree.applied(work / "tree", True), work / "dist"
+    tree, wheels = patched_tree.apply_series(work / "tree", True), work / "dist"
     shutil.rmtree(wheels, ignore_errors=True)
     # Without pip, which runs setup.py three times. It imports torch, and with torch the installed package.
     backend = f"from setuptools.build_meta import __legacy__; __legacy__.build_wheel({str(wheels.resolve())!r})"
@@ -79,8 +79,8 @@ def environment(work: Path) -> Path:
     python = folder / "bin" / "python"
     packages = run([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip()
     # Behind its own packages, so that the fork's two come first.
-    here = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-    lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in here)
+    directory = sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+    lines = "".join(f"import site; site.addsitedir({path!r})\n" for path in directory)
     (Path(packages) / "active.pth").write_text(lines, encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"]
     run([*pip, "--no-compile", "--no-deps", "--ignore-installed", "--no-index", str(built)])
@@ -99,7 +99,7 @@ def test(args: argparse.Namespace) -> int:
 
 
 def drift(args: argparse.Namespace) -> int:
-    """Print what differs in other versions of DeepSpeed from what the package uses, and what breaks."""
+    """Print the used symbols that differ in other versions of DeepSpeed, and the modules that break."""
     return drifts.main(args.of, args.markdown, args.output, PATCHES)
 
 

@@ -1,8 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Collects what the package uses of DeepSpeed, and looks it up in the DeepSpeed that the process imports.
+"""Collects the symbols of DeepSpeed that the package uses, and looks them up in the DeepSpeed that the process
+imports.
 
-``drift.py`` runs this as a program beside each DeepSpeed, with JSON files:
+``drift.py`` runs this as a program with each DeepSpeed, with JSON files:
 
     python -m scripts.fork.usage uses OUT        the DeepSpeed that the package is written for
     python -m scripts.fork.usage look-up IN OUT  any other one
@@ -122,19 +123,22 @@ def _arguments(function: Any) -> list[tuple[str, int, str | None]] | None:
         signature = plain_signature(function)
     except (TypeError, ValueError):
         return None
-    found = signature.parameters.values()
-    return [(one.name, int(one.kind), None if one.default is one.empty else repr(one.default)) for one in found]
+    results = signature.parameters.values()
+    return [
+        (result.name, int(result.kind), None if result.default is result.empty else repr(result.default))
+        for result in results
+    ]
 
 
 @functools.cache
 def _set_by_methods(cls: type) -> set[str]:
     """Return the fields of a class of DeepSpeed, and the attributes that its methods set."""
-    found = set()
+    results = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] == THEIRS:
             stored = {name for name, context in _of_self(_syntax_of(base)) if isinstance(context, ast.Store)}
-            found |= {_mangled(name, base.__name__) for name in (*stored, *vars(base).get("__annotations__", ()))}
-    return found
+            results |= {_mangled(name, base.__name__) for name in (*stored, *vars(base).get("__annotations__", ()))}
+    return results
 
 
 @functools.cache
@@ -169,15 +173,17 @@ def _mangled(name: str, owner: str) -> str:
 
 
 def uses() -> list[dict[str, Any]]:
-    """Return what the package uses, each symbol once, with the reason, the modules that use it, and what it is."""
+    """Return the used symbols, each once, with the reason, the modules that use it, and its kind."""
     modules = [importlib.import_module(name) for name in our_modules()]
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     by_module = (use for module in modules for use in _of_module(module))
     for use in (*_of_classes(modules), *_of_protocols(), *_of_untyped(modules), *by_module):
-        known = found.setdefault(use["target"], {"places": [], "called": False, "was": look_up(use["target"]), **use})
-        known["called"] = known["called"] or use.get("called", False)
-        known["places"] = sorted({*known["places"], use["place"]})
-    return list(found.values())
+        registered = results.setdefault(
+            use["target"], {"places": [], "called": False, "was": look_up(use["target"]), **use}
+        )
+        registered["called"] = registered["called"] or use.get("called", False)
+        registered["places"] = sorted({*registered["places"], use["place"]})
+    return list(results.values())
 
 
 def our_modules() -> list[str]:
@@ -240,10 +246,10 @@ def _of_protocols() -> Iterator[dict[str, Any]]:
     for name, targets in PROTOCOLS.items():
         protocol = getattr(module, name)
         methods = {name for name, value in vars(protocol).items() if inspect.isfunction(value) and name[:2] != "__"}
-        for of, one in ((of, one) for of in targets for one in sorted({*protocol.__annotations__, *methods})):
-            if _exists(target := f"{of}.{one}"):
+        for of, item in ((of, item) for of in targets for item in sorted({*protocol.__annotations__, *methods})):
+            if _exists(target := f"{of}.{item}"):
                 why = f"read attributes of: {_summary(protocol)}"
-                yield {"target": target, "place": module.__name__, "why": why, "called": one in methods}
+                yield {"target": target, "place": module.__name__, "why": why, "called": item in methods}
 
 
 def _of_untyped(modules: list[ModuleType]) -> Iterator[dict[str, Any]]:
@@ -254,32 +260,34 @@ def _of_untyped(modules: list[ModuleType]) -> Iterator[dict[str, Any]]:
 
 
 def _of_module(module: ModuleType) -> Iterator[dict[str, Any]]:
-    """Yield what a module imports of DeepSpeed, at any time, and what it reads of that."""
+    """Yield the symbols of DeepSpeed that a module imports, at any time, and the attributes that it reads."""
     tree, aliases = _syntax(module), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not node.level and str(node.module).partition(".")[0] == THEIRS:
-            aliases |= {one.asname or one.name: f"{node.module}:{one.name}" for one in node.names}
+            aliases |= {item.asname or item.name: f"{node.module}:{item.name}" for item in node.names}
         elif isinstance(node, ast.Import):
-            names = [one for one in node.names if one.name.partition(".")[0] == THEIRS]
-            aliases |= {one.asname or THEIRS: f"{one.name if one.asname else THEIRS}:" for one in names}
-            yield from ({"target": f"{one.name}:", "place": module.__name__, "why": _summary(module)} for one in names)
+            names = [item for item in node.names if item.name.partition(".")[0] == THEIRS]
+            aliases |= {item.asname or THEIRS: f"{item.name if item.asname else THEIRS}:" for item in names}
+            yield from (
+                {"target": f"{item.name}:", "place": module.__name__, "why": _summary(module)} for item in names
+            )
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    found = [(target, False) for target in aliases.values() if target != f"{THEIRS}:"]
+    results = [(target, False) for target in aliases.values() if target != f"{THEIRS}:"]
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute | ast.Name) and (target := _target(node, aliases)):
-            found.append((target, id(node) in called))
+            results.append((target, id(node) in called))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"deepspeed(\.\w+)+", str(node.value)):
-            found += [(f"{node.value}:", False)] if _exists(f"{node.value}:") else []
-    found += [(step, False) for of, name in _by_name(tree) if (step := _step(_target(of, aliases), name))]
-    for target, is_called in found:
+            results += [(f"{node.value}:", False)] if _exists(f"{node.value}:") else []
+    results += [(step, False) for of, name in _by_name(tree) if (step := _step(_target(of, aliases), name))]
+    for target, is_called in results:
         yield {"target": target, "place": module.__name__, "why": _summary(module), "called": is_called}
 
 
 def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
-    """Yield objects and names in calls such as ``getattr(object, name)`` and ``replaced(object, name=value)``."""
+    """Yield objects and names in ``getattr(object, name)`` and ``replace_attributes(object, name=value)``."""
     for node in ast.walk(tree):
         function = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        if function == "replaced":
+        if function == "replace_attributes":
             yield from ((node.args[0], keyword.arg) for keyword in node.keywords if keyword.arg)
         elif function in _BY_NAME and len(node.args) > 1:
             name = node.args[1]
@@ -288,7 +296,7 @@ def _by_name(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
 
 
 def _target(node: ast.AST, aliases: dict[str, str]) -> str | None:
-    """Return the symbol of DeepSpeed that an expression stands for."""
+    """Return the symbol of DeepSpeed that an expression refers to."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Call):
@@ -315,7 +323,7 @@ def _step(target: str | None, name: str) -> str | None:
 
 def failures() -> dict[str, str]:
     """Return the modules of the package that cannot be imported, with the error."""
-    found = {}
+    results = {}
     for name in our_modules():
         try:
             importlib.import_module(name)
@@ -323,16 +331,16 @@ def failures() -> dict[str, str]:
             last = traceback.extract_tb(error.__traceback__)[-1]
             file = re.sub(r"^.*/(?=deepspeed(_ext)?/)", "", last.filename)
             text = f"{type(error).__name__}: {error} ({file}, line {last.lineno})"
-            found[name] = re.sub(r" \(/\S*?/(?=deepspeed/)", " (", " ".join(text.split()))
-    return found
+            results[name] = re.sub(r" \(/\S*?/(?=deepspeed/)", " (", " ".join(text.split()))
+    return results
 
 
 def main() -> None:
-    command, *given, out = sys.argv[1:]
+    command, *provided, out = sys.argv[1:]
     if command == "uses":
         answer: Any = uses()
     else:
-        targets = json.loads(Path(*given).read_text(encoding="utf-8"))
+        targets = json.loads(Path(*provided).read_text(encoding="utf-8"))
         answer = {"symbols": {target: look_up(target) for target in targets}, "failures": failures()}
     Path(out).write_text(json.dumps(answer), encoding="utf-8")
 

@@ -44,53 +44,53 @@ def _deterministic() -> Iterator[None]:
 
 
 @_deterministic()
-def trained(options: str, names: Sequence[str]) -> dict[str, str]:
+def train_digests(options: str, names: Sequence[str]) -> dict[str, str]:
     """Train strategies with a set of options; a digest of losses, norms and weights for each."""
     import torch
 
     from tests.harness import pipelines, stream_cases, training
 
-    given, found = stream_cases.OPTIONS[options], {}
+    provided, results = stream_cases.OPTIONS[options], {}
     for name in names:
-        if given.pipe is not None:
-            run: Any = pipelines.train_pipeline(given.pipe, training.placed(name, 1, **given.zero))
+        if provided.pipe is not None:
+            run: Any = pipelines.train_pipeline(provided.pipe, training.placed(name, 1, **provided.zero))
             weights = list(run.weights.values())
         else:
-            run = training.train(stream_cases.job_of(options, name), training.placed(name, **given.zero))
+            run = training.train(stream_cases.job_of(options, name), training.placed(name, **provided.zero))
             weights = [run.weights]
-        found[name] = digest([torch.tensor(run.losses), torch.tensor(run.norms), *weights])
-    return found
+        results[name] = digest([torch.tensor(run.losses), torch.tensor(run.norms), *weights])
+    return results
 
 
 @_deterministic()
-def resumed(options: str, names: Sequence[str], folder: str, load: bool) -> dict[str, str]:
+def resume_digests(options: str, names: Sequence[str], folder: str, load: bool) -> dict[str, str]:
     """Digests of two steps each, after a checkpoint of each strategy that is saved now, or loaded."""
     from tests.harness import stream_cases, training
 
-    found = {}
+    results = {}
     for name in names:
-        job, place = stream_cases.job_of(options, name), str(Path(folder, options, name))
+        job, location = stream_cases.job_of(options, name), str(Path(folder, options, name))
         engine, model = training.make_engine(job, training.placed(name, **stream_cases.OPTIONS[options].zero))
         data = training.batches(job)
         for number in range(4 * job.accumulation):
             if number == 2 * job.accumulation and load:
-                assert engine.load_checkpoint(place)[0] is not None
+                assert engine.load_checkpoint(location)[0] is not None
             elif number == 2 * job.accumulation:
-                engine.save_checkpoint(place)
+                engine.save_checkpoint(location)
             training.micro_step(engine, job, number, *next(data))
             engine.step()
-        found[name] = digest([training.whole_weights(model)])
+        results[name] = digest([training.whole_weights(model)])
         engine.destroy()
-    return found
+    return results
 
 
 def cases(only: Sequence[str], strategies: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
     """Each set of options with its strategies, or some of them."""
     from tests.harness.stream_cases import OPTIONS
 
-    for options, given in OPTIONS.items():
+    for options, provided in OPTIONS.items():
         if not only or options in only:
-            yield options, [name for name in given.strategies if not strategies or name in strategies]
+            yield options, [name for name in provided.strategies if not strategies or name in strategies]
 
 
 def quietly(pool: Any, case: Any, *arguments: Any) -> list[dict[str, str]]:
@@ -104,16 +104,16 @@ def digests(arguments: argparse.Namespace, pool: Any) -> dict[str, Any]:
     """All of them, of every rank, by the names of their cases."""
     from tests.campaigns import bits  # by the name that ranks know this module by
 
-    found = dict[str, Any]()
+    results = dict[str, Any]()
     for options, names in cases(arguments.only, arguments.strategies):
-        answers = quietly(pool, bits.trained, options, tuple(names))
-        found |= {f"{options}: {name}": [one[name] for one in answers] for name in names}
-        print(f"{len(found):4} {options}", file=sys.stderr, flush=True)
+        answers = quietly(pool, bits.train_digests, options, tuple(names))
+        results |= {f"{options}: {name}": [answer[name] for answer in answers] for name in names}
+        print(f"{len(results):4} {options}", file=sys.stderr, flush=True)
         folder = arguments.load or arguments.save
         if options in SAVED and folder:
-            answers = quietly(pool, bits.resumed, options, tuple(names), folder, bool(arguments.load))
-            found |= {f"{options}, resumed: {name}": [one[name] for one in answers] for name in names}
-    return found
+            answers = quietly(pool, bits.resume_digests, options, tuple(names), folder, bool(arguments.load))
+            results |= {f"{options}, resumed: {name}": [answer[name] for answer in answers] for name in names}
+    return results
 
 
 def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
@@ -124,9 +124,9 @@ def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
         pool: a ``RankPool`` to run on; None for a new one.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, help="the file to write digests to")
-    what.add_argument("--compare", type=Path, help="the file to compare digests with")
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--write", type=Path, help="the file to write digests to")
+    subject.add_argument("--compare", type=Path, help="the file to compare digests with")
     parser.add_argument("--save", default="", help="folder for checkpoints that another commit goes on from")
     parser.add_argument("--load", default="", help="folder with checkpoints of another commit")
     parser.add_argument("--only", nargs="*", default=(), help="names of sets of options")
@@ -136,16 +136,16 @@ def main(words: Sequence[str] | None = None, pool: Any = None) -> None:
         if pool is None:
             ranks.prepare_environment()
             pool = stack.enter_context(contextlib.closing(ranks.RankPool()))
-        found = digests(arguments, pool)
+        results = digests(arguments, pool)
     if arguments.write:
-        arguments.write.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.write.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         return
     before = json.loads(arguments.compare.read_text(encoding="utf-8"))
-    kept = {options for options, _ in cases(arguments.only, arguments.strategies)}
-    kept |= {f"{options}, resumed" for options in kept if arguments.load}
-    before = {case: one for case, one in before.items() if case.split(":")[0] in kept}
-    apart = sorted(case for case in before.keys() | found.keys() if before.get(case) != found.get(case))
-    print("\n".join(f"DIFFERS {case}" for case in apart) or f"{len(found)} cases, all bits equal")
+    retained = {options for options, _ in cases(arguments.only, arguments.strategies)}
+    retained |= {f"{options}, resumed" for options in retained if arguments.load}
+    before = {case: item for case, item in before.items() if case.split(":")[0] in retained}
+    apart = sorted(case for case in before.keys() | results.keys() if before.get(case) != results.get(case))
+    print("\n".join(f"DIFFERS {case}" for case in apart) or f"{len(results)} cases, all bits equal")
     sys.exit(bool(apart))
 
 

@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs what takes too long for every change: at night, and before a release.
+"""Runs the checks that take too long for every change: at night, and before a release.
 
     python -m tests.campaigns.deep           all parts, one after the other
     python -m tests.campaigns.deep fuzz      one of them
 
-Each promise of a page has its witness in the first tier, ``scripts/test``; this looks for what nobody has promised to
-find. Exit status 1 if a part fails; all parts run nevertheless.
+Each guarantee of a page has a test in the first tier, ``scripts/test``; this searches for other faults. Exit status 1
+if a part fails; all parts run nevertheless.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from scripts import ROOT
 
 
 class Part(NamedTuple):
-    """A part: what it shows, and the command."""
+    """A part: its purpose, and its command."""
 
     what: str
     command: tuple[str, ...]

@@ -1,12 +1,12 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""End runs in every way, again and again, beside stock DeepSpeed's, and count how their processes end.
+"""End runs in every way, again and again, as well as runs of stock DeepSpeed, and count how their processes end.
 
 Two ranks train a few steps, and end while updated parameters of the last step may be under way: one of the ranks
 begins to apply it later than the other. A rank is a fork of a process that has imported torch and DeepSpeed, and ends
 as a script does: by Python's own finalization. Stock runs in a second process, in which the package is off.
 
-Exit status 0 if every process ended as that kind of end should, 1 if not. ``--load`` runs busy loops beside.
+Exit status 0 if every process ended as that kind of end should, 1 if not. ``--load`` also runs busy loops.
 """
 
 import argparse
@@ -70,13 +70,13 @@ class Case:
     """A run.
 
     Attributes:
-        kind: of its end.
+        kind: kind of its end.
         strategy: name of the section in ``OURS`` or ``STOCK``.
         late: seconds that a rank begins to apply the last step later than the other.
-        late_rank: which.
+        late_rank: the number of that rank.
         moment: seconds after the beginning of the last step, of a signal.
-        first: whether what ends a run for an error comes before its last step.
-        save: "well" or "fails": the script ends while a save goes on beside it, which does so on rank 1.
+        first: whether the error that ends a run is raised before its last step.
+        save: "well" or "fails": the script ends during an asynchronous save, which succeeds or fails on rank 1.
     """
 
     kind: str
@@ -90,12 +90,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run has ended.
+    """The end of a run.
 
     Attributes:
-        statuses: of the ranks' processes.
+        statuses: statuses of the ranks' processes.
         seconds: from the end of the first process to that of the last one.
-        written: what the ranks have written.
+        written: output of the ranks.
         saved: whether there is a checkpoint.
     """
 
@@ -107,8 +107,8 @@ class Ended:
     @property
     def weights(self) -> str | None:
         """A hash of what rank 0 has read, if it has."""
-        found = re.search(rf"{_WEIGHTS} (\w+)", self.written)
-        return found and found.group(1)
+        match = re.search(rf"{_WEIGHTS} (\w+)", self.written)
+        return match and match.group(1)
 
     @property
     def alive(self) -> list[str]:
@@ -117,7 +117,7 @@ class Ended:
 
 
 class _IsRank(BaseException):
-    """This process is a rank: it leaves everything that the process it was forked from would do."""
+    """Run as a rank: skip all further code of the process from which it was forked."""
 
     def __init__(self, case: Case, rank: int, saves: Path) -> None:
         self.case, self.rank, self.saves = case, rank, saves
@@ -144,8 +144,8 @@ def run(case: Case) -> Ended:
             statuses[ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
             ends.append(time.monotonic())
         elif time.monotonic() > begin + _LIMIT:
-            for left in ranks:
-                os.kill(left, signal.SIGKILL)
+            for remaining in ranks:
+                os.kill(remaining, signal.SIGKILL)
         else:
             time.sleep(0.002)
     written, saved = log.read_text(errors="replace"), (folder / "saves" / "latest").exists()
@@ -202,7 +202,7 @@ def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
     """Begin to save."""
     from deepspeed_ext.checkpoint.snapshots import Snapshot
 
-    complete = Snapshot.complete
+    complete = Snapshot.complete_copies
 
     def late(self: Snapshot) -> None:
         time.sleep(0.5)
@@ -210,7 +210,7 @@ def _save(case: Case, rank: int, engine: Any, folder: Path) -> None:
             raise OSError(28, "No space left on device")
         complete(self)
 
-    Snapshot.complete = late  # type: ignore[method-assign]
+    Snapshot.complete_copies = late  # type: ignore[method-assign]
     engine.save_checkpoint(folder)
 
 
@@ -234,7 +234,7 @@ def _delay(optimizer: Any, seconds: float, killed: bool) -> None:
 
 
 def _end_early(case: Case, rank: int) -> None:
-    """Do what ends a run during its last step."""
+    """End a run during its last step."""
     if case.kind == "interrupted":
         _signal_later(signal.SIGINT, case.moment)
     elif case.kind == "killed" and rank == 1:
@@ -244,7 +244,7 @@ def _end_early(case: Case, rank: int) -> None:
 
 
 def _signal_later(number: int, seconds: float) -> None:
-    """Let another process send it: a thread of this one could be what keeps it from ending."""
+    """Make another process send the signal, because a thread of this one could keep it from ending."""
     target = os.getpid()
     if os.fork() == 0:
         time.sleep(seconds)
@@ -281,7 +281,7 @@ def _end(case: Case, rank: int, engine: Any) -> None:
 
 
 def _digest(model: Any) -> str:
-    """Return a hash of a model's parameters, as somebody reads them who does not ask the other rank."""
+    """Return a hash of a model's parameters, read without the other rank."""
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
@@ -290,14 +290,14 @@ def _digest(model: Any) -> str:
 
 @contextlib.contextmanager
 def load(loops: int) -> Iterator[None]:
-    """Keep the machine busy beside, at most until this process ends."""
+    """Keep the machine busy, at most until this process ends."""
     loop = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(100_000))"
     busy = [subprocess.Popen([sys.executable, "-c", loop]) for _ in range(loops)]
     try:
         yield
     finally:
-        for one in busy:
-            one.kill()
+        for item in busy:
+            item.kill()
 
 
 def served(cases: Sequence[Case], stock: bool = False) -> list[Ended]:
@@ -352,9 +352,9 @@ def _collect(args: argparse.Namespace) -> int:
         runs = list(zip(drawn, served(drawn, stock), strict=True))
         counted = collections.Counter(ended.statuses for _, ended in runs)
         seconds = sorted(ended.seconds for _, ended in runs)
-        said = ", ".join(f"{statuses} x {count}" for statuses, count in counted.most_common())
+        answer = ", ".join(f"{statuses} x {count}" for statuses, count in counted.most_common())
         row = f"{kind:22} {'stock' if stock else 'ours':6} {len(runs):5}"
-        print(f"{row} {seconds[len(runs) // 2]:27.2f} {seconds[-1]:8.2f}  {said}", flush=True)
+        print(f"{row} {seconds[len(runs) // 2]:27.2f} {seconds[-1]:8.2f}  {answer}", flush=True)
         for case, ended in () if stock else runs:
             other = kind == "read" and ended.weights != first.setdefault(case.strategy, ended.weights)
             if ended.statuses not in KINDS[kind][1] or ended.alive or other:
@@ -364,7 +364,7 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Be one of the three: what collects, what ranks fork from, a rank."""
+    """Run as the collector, the fork server, or a rank."""
     args = _arguments()
     if args.serve:
         _serve()

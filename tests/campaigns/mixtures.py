@@ -1,15 +1,15 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts that people train, in small: each with what people do to it, beside stock DeepSpeed.
+"""Small versions of common mixtures of experts, each with common options, compared with stock DeepSpeed.
 
     python -m tests.campaigns.mixtures                          all, about half an hour on two cores
     python -m tests.campaigns.mixtures --only Mixtral Qwen3Moe  architectures
-    python -m tests.campaigns.mixtures --trials LoRA            things that are done to them
+    python -m tests.campaigns.mixtures --trials LoRA            options
 
 Packed experts are trained under strategies that shard parameters, whole and in windows (``stage3_leaf_bytes``),
-beside ZeRO-3; and spread over two ranks each by AutoEP, beside AutoEP under ZeRO-2. Prints a table: how far losses and
-weights are from stock's, relative to the largest one. Exit status 1 if something is further away than rounding takes
-it, or fails where stock does not. What stock cannot do is named.
+and compared with ZeRO-3; and split over two ranks each by AutoEP, compared with AutoEP under ZeRO-2. Prints a table of
+the distances of losses and weights from stock's, relative to the largest one. Exit status 1 if a distance exceeds
+rounding, or a run fails that stock supports. Runs that stock does not support are listed.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class Architecture:
 
     Attributes:
         config: the name of its configuration.
-        keys: of a small one.
+        keys: keys of a small one.
         preset: AutoEP's name; none where it has none.
         attention: what LoRA adapts.
         auxiliary: whether the model adds a loss that balances experts, if asked to (``output_router_logits``).
@@ -99,7 +99,7 @@ ARCHITECTURES = {
 
 
 class Trial(NamedTuple):
-    """What is done to a mixture.
+    """An option of a mixture.
 
     Attributes:
         prepare: changes the model before it is trained; ``finish``: what is compared beside losses and weights.
@@ -117,7 +117,7 @@ class Trial(NamedTuple):
 
 
 def checkpointed(use_reentrant: bool) -> Callable[[Any, Architecture], Any]:
-    """Return what switches on gradient checkpointing."""
+    """Return the call that enables gradient checkpointing."""
 
     def prepare(model: Any, _: Architecture) -> Any:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -140,19 +140,19 @@ def with_adapters(model: Any, architecture: Architecture) -> Any:
 
 
 def replaying(model: Any, architecture: Architecture) -> Any:
-    """Let routers choose for all tokens what they chose for the first batch, as is done with choices of a rollout."""
+    """Make routers repeat their choices for the first batch, as with the choices of a rollout."""
     import torch
 
     def replay(module: Any, _: Any, output: Any) -> Any:
         scores, index = output[-2:]
         if not hasattr(module, "kept"):
             module.kept = index.detach().clone()
-        kept = module.kept
-        if scores.shape == kept.shape:  # scores of those that were chosen
+        retained = module.kept
+        if scores.shape == retained.shape:  # scores of those that were chosen
             logits = output[0].softmax(-1)
-            chosen = logits.gather(-1, kept)
-            return (*output[:-2], chosen / chosen.sum(-1, keepdim=True), kept)
-        return (*output[:-2], torch.zeros_like(scores).scatter(-1, kept, scores.gather(-1, kept)), kept)
+            chosen = logits.gather(-1, retained)
+            return (*output[:-2], chosen / chosen.sum(-1, keepdim=True), retained)
+        return (*output[:-2], torch.zeros_like(scores).scatter(-1, retained, scores.gather(-1, retained)), retained)
 
     for module in model.modules():
         if type(module).__name__ == architecture.router:
@@ -190,9 +190,9 @@ def exported(engine: Any, model: Any) -> list[float]:
         state = engine._zero3_consolidated_16bit_state_dict()
         if dist.get_rank() == 0:
             model.save_pretrained(folder, state_dict=state)
-        place = broadcast_text(folder, 0)
+        location = broadcast_text(folder, 0)
         dist.barrier()
-        alone = type(model).from_pretrained(place)
+        alone = type(model).from_pretrained(location)
         dist.barrier()
     ids = torch.arange(2, 2 + TOKENS)[None]
     with torch.no_grad():
@@ -241,7 +241,7 @@ SETTINGS = [
 
 
 class Run(NamedTuple):
-    """What a run gives: losses, what a trial adds, and weights."""
+    """The result of a run: losses, values of a trial, and weights."""
 
     losses: list[float]
     found: list[float]
@@ -276,11 +276,11 @@ def run(name: str, trial: str, zero: dict[str, Any], autoep: bool) -> Run:
             keys["expert_parallel"]["moe_layer_pattern"] = r"base_model\.model\.model\.layers\.\d+\.mlp"
         keys["optimizer"] = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
     optimizer = None if autoep else torch.optim.SGD(trained, lr=0.05, momentum=0.9)
-    given = {"model_parameters": trained} if autoep else {"optimizer": optimizer}
+    provided = {"model_parameters": trained} if autoep else {"optimizer": optimizer}
     engine, *_ = deepspeed.initialize(
         model=model,
         config=keys | {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False},
-        **given,
+        **provided,
     )
     generator, losses = torch.Generator().manual_seed(dist.get_rank()), []
     for _ in range(STEPS):
@@ -289,17 +289,17 @@ def run(name: str, trial: str, zero: dict[str, Any], autoep: bool) -> Run:
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    found = done.finish(engine, model)
+    results = done.finish(engine, model)
     weights = training.whole_weights(model)
     engine.destroy()
-    return Run(losses, found, weights)
+    return Run(losses, results, weights)
 
 
 def case(name: str, trial: str, settings: Sequence[Setting]) -> list[tuple[str, str]]:
-    """Compare settings with stock's; of each the setting, and what there is to say."""
+    """Compare settings with stock's; return each setting with its messages."""
     from deepspeed import comm as dist
 
-    rows, kept = [], dict[str, Run | str]()
+    rows, retained = [], dict[str, Run | str]()
 
     def attempt(zero: dict[str, Any], autoep: bool) -> Run | str:
         try:
@@ -310,19 +310,19 @@ def case(name: str, trial: str, settings: Sequence[Setting]) -> list[tuple[str, 
 
     for setting in settings:
         key = f"{setting.beside} {setting.autoep}"
-        if key not in kept:
-            kept[key] = attempt(setting.beside, setting.autoep)
-        expected, got = kept[key], attempt(setting.zero, setting.autoep)
+        if key not in retained:
+            retained[key] = attempt(setting.beside, setting.autoep)
+        expected, got = retained[key], attempt(setting.zero, setting.autoep)
         dist.barrier()
         if isinstance(got, str):
-            known = isinstance(expected, str) and any(reason in expected for reason in BEYOND_STOCK)
+            registered = isinstance(expected, str) and any(reason in expected for reason in BEYOND_STOCK)
             also = f". Stock: {expected}" if isinstance(expected, str) else ""
-            rows.append((setting.name, f"{'' if known else 'FAILS: '}{got}{also}"))
+            rows.append((setting.name, f"{'' if registered else 'FAILS: '}{got}{also}"))
         elif isinstance(expected, str):
-            if "whole" not in kept:
-                kept["whole"] = attempt({"stage": 3}, False)
-            whole = kept["whole"]
-            losses = math.inf if isinstance(whole, str) else apart(got, whole)
+            if "whole" not in retained:
+                retained["whole"] = attempt({"stage": 3}, False)
+            full = retained["whole"]
+            losses = math.inf if isinstance(full, str) else apart(got, full)
             rows.append((setting.name, f"{far(losses)}stock does not; losses {losses:.0e} from ZeRO-3 without AutoEP"))
         else:
             rows.append((setting.name, distance(got, expected)))
@@ -338,14 +338,14 @@ def distance(got: Run, expected: Run) -> str:
 
 def far(*differences: float) -> str:
     """FAR if one of these is more than rounding, or no number."""
-    return "" if all(one <= ROUNDING for one in differences) else "FAR "
+    return "" if all(difference <= ROUNDING for difference in differences) else "FAR "
 
 
 def apart(got: Run, expected: Run) -> float:
-    """How far losses, and what a trial adds, are apart, relative to each; infinite if one is no number."""
+    """Return the distance of losses and of values of a trial, relative to each; infinite if one is not a number."""
     pairs = zip([*got.losses, *got.found], [*expected.losses, *expected.found], strict=True)
-    found = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
-    return max(found) if all(one < math.inf for one in found) else math.inf
+    results = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
+    return max(results) if all(result < math.inf for result in results) else math.inf
 
 
 def cases(only: Sequence[str], trials: Sequence[str]) -> Iterator[tuple[str, str, list[Setting]]]:
@@ -355,8 +355,8 @@ def cases(only: Sequence[str], trials: Sequence[str]) -> Iterator[tuple[str, str
             if (only and name not in only) or (trials and trial not in trials) or not done.applies(kind):
                 continue
             autoep, windows = bool(kind.preset) and done.autoep, bool(kind.window)
-            given = [one for one in SETTINGS if autoep or not one.autoep]
-            yield name, trial, [one for one in given if windows or one.zero.get("stage3_leaf_bytes") != WINDOW]
+            provided = [item for item in SETTINGS if autoep or not item.autoep]
+            yield name, trial, [item for item in provided if windows or item.zero.get("stage3_leaf_bytes") != WINDOW]
 
 
 def main() -> None:

@@ -9,8 +9,9 @@ The launcher of the first node starts its ranks again. They choose a strategy fo
 checkpoint, and continue with the same global batch. From there on, each loss is compared with that of an undisturbed
 run.
 
-With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. That of the second node
-is gone with it: what its ranks held comes from the copies in the first one's.
+With ``--in-memory`` the run saves after each step into memory of the nodes, and never to disk. The memory of the
+second
+node is lost: the states of its ranks are read from the copies on the first node.
 
 Exit status 0 if all runs continued as they must, 1 if one did not, 2 if a run could not be made.
 """
@@ -58,10 +59,10 @@ TIMEOUT = {"DEEPSPEED_TIMEOUT": "1"}  # minutes after which a collective fails
 
 @dataclass
 class Plan:
-    """What ranks do.
+    """The settings of the ranks.
 
     Attributes:
-        folder: of checkpoints and reports.
+        folder: folder of checkpoints and reports.
         moment: in which the second node is killed; empty for none.
         strategies: by number of ranks.
         in_memory: whether the run saves into memory of the nodes.
@@ -106,7 +107,7 @@ class Run:
                 file.write(json.dumps({"event": event, "time": time.time(), "ranks": self._ranks, **fields}) + "\n")
 
     def run(self) -> None:
-        """Go on from the last checkpoint to the end."""
+        """Continue from the last checkpoint to the end."""
         checkpoints = self._folder / "checkpoints"
         if checkpoints.exists():
             self.engine.load_checkpoint(checkpoints)
@@ -142,8 +143,8 @@ class Run:
         return mean.item() / self._ranks
 
     def _asks(self, moment: str, step: int) -> bool:
-        whole = self._ranks == max(map(int, self._plan.strategies))
-        return whole and moment == self._plan.moment and step == KILLED_IN
+        full = self._ranks == max(map(int, self._plan.strategies))
+        return full and moment == self._plan.moment and step == KILLED_IN
 
     def _ask(self, moment: str, step: int) -> None:
         """Ask to be killed, if that is the moment; a save continues until it happens."""
@@ -170,7 +171,7 @@ def work(path: Path) -> None:
 
 @dataclass
 class Outcome:
-    """A run: losses by step, the last of each, and what was reported."""
+    """A run: losses by step, the last of each, and its messages."""
 
     losses: dict[int, float]
     reports: list[dict[str, Any]]
@@ -178,7 +179,7 @@ class Outcome:
 
     def after(self, event: str, since: float) -> dict[str, Any]:
         """Return the first report of that kind from then on."""
-        return next(one for one in self.reports if one["event"] == event and one["time"] >= since)
+        return next(report for report in self.reports if report["event"] == event and report["time"] >= since)
 
 
 def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Outcome:
@@ -202,7 +203,7 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
             memory.mkdir()
             processes.start(NodeJob(node, command, FRESH_STORE | TIMEOUT | {MEMORY: str(memory)}), output)
         ends = time.monotonic() + timeout
-        while (left := ends - time.monotonic()) > 0:
+        while (remaining := ends - time.monotonic()) > 0:
             if (folder / "kill").exists() and math.isnan(killed):
                 killed = time.time()
                 if plan.moment == SILENT:
@@ -211,7 +212,7 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
                 processes.forget(1)
                 shutil.rmtree(folder / "memory_of_node_1", ignore_errors=True)
             try:
-                failure = processes.wait(min(left, 0.01))
+                failure = processes.wait(min(remaining, 0.01))
             except TimeoutError:
                 continue
             if failure is not None:
@@ -220,18 +221,20 @@ def train(folder: Path, plan: Plan, nodes: int, log: Path, timeout: float) -> Ou
         else:
             raise RuntimeError(f"not finished after {timeout:.0f} s; see {log}")
     reports = [json.loads(line) for line in (folder / "reports").read_text().splitlines()]
-    losses = {one["step"]: one["loss"] for one in reports if one["event"] == "trained"}
+    losses = {report["step"]: report["loss"] for report in reports if report["event"] == "trained"}
     return Outcome(losses, reports, killed)
 
 
 def verdict(expected: Outcome, found: Outcome, every: int) -> tuple[bool, dict[str, Any]]:
-    """Whether a run that saves after so many steps went on as it had to; what it lost, and the seconds of each part of
-    its way back."""
+    """Return whether a run with saves at this interval continued correctly; the steps that it lost, and the seconds of
+    each part of its recovery."""
     noticed = found.after("noticed", found.killed)
     started = found.after("started", noticed["time"])
     loaded = found.after("loaded", started["time"])
     trained = found.after("trained", loaded["time"])
-    last = max(one["step"] for one in found.reports if one["event"] == "trained" and one["time"] < loaded["time"])
+    last = max(
+        report["step"] for report in found.reports if report["event"] == "trained" and report["time"] < loaded["time"]
+    )
     gaps = [abs(found.losses[step] / loss - 1) for step, loss in expected.losses.items()]
     times = [found.killed, noticed["time"], started["time"], loaded["time"], trained["time"]]
     parts = dict(zip(("noticed", "started", "loaded", "trained"), map(operator.sub, times[1:], times), strict=False))
@@ -258,8 +261,8 @@ def check(args: argparse.Namespace, report: Callable[[str], None]) -> bool:
         passed = True
         for moment in args.moments:
             folder = base / moment
-            found = train(folder, Plan(str(folder), moment, strategies, args.in_memory), 2, args.log, args.timeout)
-            good, row = verdict(expected, found, 1 if args.in_memory else EVERY)
+            results = train(folder, Plan(str(folder), moment, strategies, args.in_memory), 2, args.log, args.timeout)
+            good, row = verdict(expected, results, 1 if args.in_memory else EVERY)
             passed &= good
             cells = (f"{value:.3g}" if isinstance(value, float) else value for value in row.values())
             report(f"{moment:<12}" + "".join(f"{cell:>10}" for cell in cells) + ("" if good else "  NOT AS IT HAD TO"))

@@ -25,24 +25,24 @@ _TIMEOUT = 90.0  # seconds of a case
 
 
 def fault(pool: RankPool, chance: random.Random, base: str) -> tuple[str, str]:
-    """Let one call of a save fail or last long; return what was drawn, and what is wrong."""
+    """Make one call of a save fail or block; return the fault, and the problems."""
     drawn = save_faults.draw(chance)
     outcomes = pool(4).run(save_faults.fault_case, base, drawn, timeout=_TIMEOUT)
     fired = outcomes[drawn.rank].fired
-    says = f"{drawn}{'' if fired else ' (not reached)'}: {outcomes[0].error.split(': ')[0] or 'saved'}"
+    expected_text = f"{drawn}{'' if fired else ' (not reached)'}: {outcomes[0].error.split(': ')[0] or 'saved'}"
     if len({bool(outcome.error) for outcome in outcomes}) > 1:
-        return says, "it failed on some ranks only"
+        return expected_text, "it failed on some ranks only"
     if outcomes[0].error and (drawn.error is None or not fired):
-        return says, outcomes[0].error
-    wrong = [str(one) for one in outcomes if one.loaded != int(not one.error) or one.again]
-    return says, wrong[0] if wrong else ""
+        return expected_text, outcomes[0].error
+    wrong = [str(item) for item in outcomes if item.loaded != int(not item.error) or item.again]
+    return expected_text, wrong[0] if wrong else ""
 
 
 def kill(pool: RankPool, chance: random.Random, base: str) -> tuple[str, str]:
     """Kill a rank or all of them; the last save must load, or the one before if it had not ended."""
     drawn = kills.draw(chance)
-    which, wrong = kills.run(pool, base, drawn, hidden=set(kills.hidden_names(f"{base}/saved")))
-    return f"killed: {drawn}: loads save {which + 1}", wrong
+    index, wrong = kills.run(pool, base, drawn, hidden=set(kills.hidden_names(f"{base}/saved")))
+    return f"killed: {drawn}: loads save {index + 1}", wrong
 
 
 def _run(act: Callable[..., tuple[str, str]], pool: RankPool, chance: random.Random) -> tuple[str, str]:
@@ -51,10 +51,10 @@ def _run(act: Callable[..., tuple[str, str]], pool: RankPool, chance: random.Ran
         save_faults.plant(base)
         try:
             with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
-                what, wrong = act(pool, chance, base)
+                case, wrong = act(pool, chance, base)
         except Exception:
             return act.__name__, traceback.format_exc(limit=-1)
-        return what, wrong or ", ".join((*save_faults.leftovers(base), *save_faults.lost_files(base)))
+        return case, wrong or ", ".join((*save_faults.leftovers(base), *save_faults.lost_files(base)))
 
 
 def main() -> int:
@@ -62,18 +62,18 @@ def main() -> int:
     parser.add_argument("--number", type=int, default=200, help="of cases")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=("fault", "kill"), default="", help="these alone")
-    given = parser.parse_args()
+    provided = parser.parse_args()
     prepare_environment()
-    pool, chance, failures = RankPool(), random.Random(given.seed), 0
-    acts = {"fault": [fault], "kill": [kill], "": [fault, fault, fault, kill]}[given.only]
-    for case in range(given.number):
+    pool, chance, failures = RankPool(), random.Random(provided.seed), 0
+    acts = {"fault": [fault], "kill": [kill], "": [fault, fault, fault, kill]}[provided.only]
+    for case in range(provided.number):
         begin = time.monotonic()
-        what, wrong = _run(chance.choice(acts), pool, chance)
+        subject, wrong = _run(chance.choice(acts), pool, chance)
         failures += bool(wrong)
-        told = f"{what}: WRONG: {wrong}" if wrong else what
-        print(f"{case:4} {time.monotonic() - begin:5.1f} s  {told}", flush=True)
+        messages = f"{subject}: WRONG: {wrong}" if wrong else subject
+        print(f"{case:4} {time.monotonic() - begin:5.1f} s  {messages}", flush=True)
     pool.close()
-    print(f"{given.number} cases, {failures} wrong")
+    print(f"{provided.number} cases, {failures} wrong")
     return int(failures > 0)
 
 

@@ -4,11 +4,11 @@
 
     python -m tests.campaigns.soak --steps 2000
 
-Four ranks in groups of two train each of ``RUNS``. Between steps, what users do: evaluation, a look at parameters, a
-changed learning rate, saving and loading, an early end of the accumulation, an overflow; now and then the engine is
-destroyed and made anew (with p = I and G loaded, since DeepSpeed's ZeRO-3 keeps every engine). Behind the first step
-after that, each rank counts its tensors' bytes, its resident memory, threads, open files and process groups. After a
-fifth of the steps, none may grow.
+Four ranks in groups of two train each of ``RUNS``. Between steps follow operations of users: evaluation, a look at
+parameters, a changed learning rate, saving and loading, an early end of the accumulation, an overflow; now and then
+the engine is destroyed and made anew (with p = I and G loaded, since DeepSpeed's ZeRO-3 keeps every engine). Behind
+the first step after that, each rank counts its tensors' bytes, its resident memory, threads, open files and process
+groups. After a fifth of the steps, none may grow.
 """
 
 import argparse
@@ -72,7 +72,7 @@ RESIDENT_MB = 12.0
 
 
 class Sample(NamedTuple):
-    """What a rank holds: bytes of tensors, resident megabytes, threads, open files, process groups."""
+    """Resources of a rank: bytes of tensors, resident megabytes, threads, open files, process groups."""
 
     tensors: float
     resident_mb: float
@@ -81,8 +81,8 @@ class Sample(NamedTuple):
     groups: float
 
 
-def soaked(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
-    """Train so many steps in ranks; return samples, and whether losses are finite and replicas alike at the end.
+def run_soak(case: Case, steps: int, seed: int) -> tuple[list[Sample], bool]:
+    """Train this number of steps; return samples, and whether losses are finite and replicas equal at the end.
 
     With p = I and G it stays one engine: DeepSpeed's ZeRO-3 keeps each that was ever made, by hooks of gradient
     accumulators, which the garbage collector does not see through.
@@ -136,18 +136,18 @@ def _sample() -> Sample:
 
 
 def growth(samples: list[Sample]) -> list[str]:
-    """What the second half of the samples, after a fifth, has more of than the first."""
+    """Return the resources that grow from the first to the second half of the samples, after the first fifth."""
     settled = samples[len(samples) // 5 :]
     early, late = settled[: len(settled) // 2], settled[len(settled) // 2 :]
-    found = []
+    results = []
     for name in Sample._fields:
         before = max(getattr(sample, name) for sample in early)
         after = max(getattr(sample, name) for sample in late)
         # A sample depends on the step before it; if memory grows, the minimum of samples grows, too.
         least, since = (min(getattr(sample, name) for sample in half) for half in (early, late))
         if since > least and after > before + (RESIDENT_MB if name == "resident_mb" else 0):
-            found.append(f"{name} grows from {before:,.0f} to {after:,.0f}")
-    return found
+            results.append(f"{name} grows from {before:,.0f} to {after:,.0f}")
+    return results
 
 
 def main() -> None:
@@ -165,17 +165,17 @@ def main() -> None:
         for name, case in RUNS.items():
             with contextlib.redirect_stdout(io.StringIO()):
                 steps = arguments.steps // len(RUNS)
-                by_ranks = pool(4).run(soak.soaked, case, steps, arguments.seed, timeout=3600.0)
+                by_ranks = pool(4).run(soak.run_soak, case, steps, arguments.seed, timeout=3600.0)
             worst = [
                 Sample(*map(max, zip(*at, strict=True)))
                 for at in zip(*(samples for samples, _ in by_ranks), strict=True)
             ]
             spans = (f"{a:,.0f}-{b:,.0f}" for a, b in zip(worst[len(worst) // 5], worst[-1], strict=True))
             print(f"{name:<36}{len(worst):>8}", *spans, flush=True)
-            found = growth(worst)
+            results = growth(worst)
             if not all(sound for _, sound in by_ranks):
-                found.append("losses are not finite, or replicas differ")
-            wrong += [f"{name}: {what}" for what in found]
+                results.append("losses are not finite, or replicas differ")
+            wrong += [f"{name}: {subject}" for subject in results]
     finally:
         pool.close()
     print("\n".join(wrong) or "nothing grows")

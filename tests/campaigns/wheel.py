@@ -39,8 +39,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run the quick tests against a wheel, in a new environment.")
     parser.add_argument("wheel", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory() as created:
+        folder = Path(created)
         venv.create(folder / "environment", with_pip=True)
         python = folder / "environment" / "bin" / "python"
         pins = ROOT / "scripts" / "development.txt"

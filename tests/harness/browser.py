@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Pages in a headless Chromium: what they look like to a script after theirs has run, and what they log."""
+"""Pages in a headless Chromium: their content after their scripts have run, and their log lines."""
 
 import html
 import json
@@ -44,11 +44,11 @@ addEventListener("load", () => {{
 
 
 def look_at(pages: Mapping[str, tuple[str, int]], look: str, folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """Open pages, and return what a function sees in each, and the lines that they have logged.
+    """Open pages, and return the result of a function in each, and the lines that they have logged.
 
     Args:
         pages: names, with the HTML and the width in pixels of each.
-        look: a JavaScript function of a window and its document, which returns what JSON can hold.
+        look: a JavaScript function of a window and its document, which returns a JSON value.
         folder: empty, for files and Chromium's profile.
     """
     assert CHROMIUM is not None

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""g++, for what tests compile."""
+"""Runs g++ for tests."""
 
 import subprocess
 
@@ -11,7 +11,7 @@ def run(*command: str) -> None:
     """Run a command of the compiler's.
 
     Raises:
-        RuntimeError: it fails; with the end of what it says.
+        RuntimeError: it fails; the message has the end of its output.
     """
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

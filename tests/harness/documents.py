@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The pages of the repository, taken apart: blocks of code, tables, links, headings."""
+"""The parsed pages of the repository: blocks of code, tables, links, headings."""
 
 import json
 import re
@@ -36,7 +36,7 @@ class Page:
         return _LINK.findall(self.prose())
 
     def anchors(self) -> set[str]:
-        """Return what a link to a heading of this page ends in, as GitHub makes it."""
+        """Return the anchors of the headings of this page, as GitHub generates them."""
         headings = re.findall(r"^#+ (.*)$", self.prose(), re.MULTILINE)
         return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -44,12 +44,12 @@ class Page:
         """Return the rows of the table with a header that begins with this cell, without the header."""
         lines = self.text.splitlines()
         at = next(i for i, line in enumerate(lines) if line[:1] == "|" and line.split("|")[1].strip() == first)
-        found = []
+        results = []
         for line in lines[at + 2 :]:
             if not line.startswith("|"):
                 break
-            found.append([cell.strip() for cell in line.strip().strip("|").split("|")])
-        return found
+            results.append([cell.strip() for cell in line.strip().strip("|").split("|")])
+        return results
 
     def section(self, heading: str) -> "Page":
         """Return the part below a heading, up to the next one of its level or above."""
@@ -66,29 +66,29 @@ def pages() -> tuple[Page, ...]:
     except (OSError, subprocess.CalledProcessError):
         names = []
     if not names:  # a copy without a repository
-        found = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
-        names = [path.as_posix() for path in found if not path.parts[0].startswith((".", "build"))]
+        results = (path.relative_to(ROOT) for path in ROOT.rglob("*.md"))
+        names = [path.as_posix() for path in results if not path.parts[0].startswith((".", "build"))]
     return tuple(Page(name, (ROOT / name).read_text(encoding="utf-8")) for name in sorted(set(names)))
 
 
 def page(name: str) -> Page:
     """Return one of them."""
-    return next(one for one in pages() if one.name == name)
+    return next(item for item in pages() if item.name == name)
 
 
 def sections_in(one: Page) -> list[dict[str, Any]]:
     """Return the configurations that a page shows as JSON, in blocks and between backquotes."""
-    found = [json.loads(block) for block in one.blocks("json")]
+    results = [json.loads(block) for block in one.blocks("json")]
     for quoted in re.findall(r"`(\{\".*?\})`(?=[\s,.;:|)]|$)", one.prose(), re.MULTILINE):
         section = json.loads(quoted)
-        found.append(section if "zero_optimization" in section else {"zero_optimization": section})
+        results.append(section if "zero_optimization" in section else {"zero_optimization": section})
     for quoted in re.findall(r"`(\"\w+\": [^`]*)`", one.prose()):
         key = quoted.split('"')[1]
         written = json.loads(f"{{{quoted}}}")
-        found.append(
+        results.append(
             written if key in ("checkpoint", "optimizer", "zero_optimization") else {"zero_optimization": written}
         )
-    return found
+    return results
 
 
 def sources_of(module: Path, seen: set[Path] | None = None) -> str:

@@ -16,7 +16,7 @@ RANKS_PER_NODE = 2
 
 
 def run(example: str, destroys: int = 1) -> tuple[list[str], str]:
-    """Return what a rank logs and prints.
+    """Return the log lines and the output of a rank.
 
     Args:
         example: the name of its file.

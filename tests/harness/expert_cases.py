@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings of DeepSpeed's MoE layers and AutoEP's experts, beside its own stages; runs inside rank processes."""
+"""Trainings of DeepSpeed's MoE layers and AutoEP's experts, compared with its own stages; runs inside rank
+processes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,12 +34,12 @@ def job_of(kind: str, ep: int, **details: Any) -> Job:
 
 
 def routed_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train DeepSpeed's layers beside a stage of it."""
+    """Train DeepSpeed's layers, and compare with one of its stages."""
     return training.compare(job_of("MoE", ep, **job), group, **kwargs)
 
 
 def autoep_case(ep: int, job: dict[str, Any], group: int, **kwargs: Any) -> list[Difference]:
-    """Train AutoEP's experts beside a stage of DeepSpeed's."""
+    """Train AutoEP's experts, and compare with a stage of DeepSpeed."""
     return training.compare(job_of("AutoEP", ep, **job), group, **kwargs)
 
 
@@ -71,13 +72,15 @@ def muon_case(ep: int, job: dict[str, Any], group: int, names: tuple[str, ...]) 
 def resume_case(
     folder: str, ep: int, compressed: bool, kind: str, optimizer: str, names: Sequence[str]
 ) -> list[tuple[str, dict[str, float], dict[str, float]]]:
-    """What differs after a load, and after going on; see ``snapshots.resume``."""
+    """Return differences after a load, and after further steps; see ``snapshots.resume``."""
     job = job_of(kind, ep, optimizer=optimizer, groups=2 if kind == "MoE" else 1)
     few_bits: dict[str, Any] = {"zeropp_loco_param": {}, "paro_quantized_updates": {}} if compressed else {}
     rows = []
     for name in names:
         keys = training.placed(name, 1 if kind == "folded" else 2, **few_bits)
-        found = snapshots.resume(f"{folder}/{name}", job, keys, 1, 2)[1:]
+        results = snapshots.resume(f"{folder}/{name}", job, keys, 1, 2)[1:]
         # Tokens that this rank has sent are not saved.
-        rows.append((name, *({key: one[key] for key in one if "tokens_per_expert" not in key} for one in found)))
+        rows.append(
+            (name, *({key: result[key] for key in result if "tokens_per_expert" not in key} for result in results))
+        )
     return rows

@@ -1,16 +1,16 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives whose results arrive late, with ranks that are not there; for the CPU and for one GPU.
+"""Collectives whose results arrive late, with virtual other ranks; for the CPU and for one GPU.
 
 Note [How the wire works]
     One process is a rank of a world in which all other ranks are virtual: torch's "fake" backend makes its process
-    groups, and a ``Wire`` replaces their collectives. The others send what this rank sends: an all-gather brings its
-    shard several times, a sum is a multiple of its part. Such training learns nothing, but it runs the real
-    optimizers, and its bits are the same each time.
+    groups, and a ``Wire`` replaces their collectives. The others send the same data as this rank: an all-gather
+    returns its shard several times, a sum is a multiple of its part. Such training learns nothing, but it runs the
+    real optimizers, and its bits are the same each time.
 
     Until a collective arrives, its output holds bytes 0xFF: NaN in every floating-point type.
 
-    - On the CPU, it arrives when somebody waits for it, and reads its input only then. Code that reads the result
+    - On the CPU, it arrives when code waits for it, and reads its input only then. Code that reads the result
       before that gets NaN; code that overwrites the input before that sends something else.
     - On a GPU, it runs after the current stream, on a stream of its group, which first sleeps for a while. ``wait``
       makes the current stream wait, as with NCCL. Code that reads on another stream, or before that, gets NaN.
@@ -54,8 +54,8 @@ class Late:
     """A collective on its way.
 
     Attributes:
-        name: of the method of the process group.
-        ranks: of the group.
+        name: name of the method of the process group.
+        ranks: ranks of the group.
         began, ended: in seconds, on the CPU; events on a GPU.
     """
 
@@ -110,8 +110,8 @@ class Wire:
 
         Args:
             group: process group.
-            name: of its method.
-            plan: what it writes and reads, and how; called where it runs.
+            name: name of its method.
+            plan: its outputs, inputs, and arithmetic; called when it runs.
         """
         late = Late(name, group.size(), self)
         if self.keep:
@@ -132,7 +132,7 @@ class Wire:
             _spoil(tensor)
 
     def _launch(self, group: Any, late: Late, plan: Callable[[], "Plan"]) -> None:
-        self._under_way = [one for one in self._under_way if not one.is_completed()]  # the others may be freed
+        self._under_way = [item for item in self._under_way if not item.is_completed()]  # the others may be freed
         if group.group_name not in self._streams:
             self._streams[group.group_name] = torch.cuda.Stream()
         stream = self._streams[group.group_name]
@@ -150,7 +150,7 @@ class Wire:
             torch.cuda.synchronize()
 
     def finish(self, late: Late) -> None:
-        """What ``Late.wait`` does."""
+        """Wait, as ``Late.wait`` does."""
         if not self.cpu:
             torch.cuda.current_stream().wait_event(late.ended)
         elif not late.arrived:
@@ -186,27 +186,27 @@ Plan = tuple[Sequence[Tensor], Sequence[Tensor], Callable[[], None]]
 
 
 def _total(part: Tensor, ranks: int, op: Any) -> Tensor:
-    """Of so many equal parts."""
+    """The sum of a number of equal parts."""
     return part * ranks if op == ReduceOp.SUM else part
 
 
 def _all_gather_single(group: Any, out: Tensor, shard: Tensor, opts: Any = None) -> Plan:
-    others = [part for part in out.view(-1).chunk(group.size()) if part.data_ptr() != shard.data_ptr()]
+    other_ranks = [part for part in out.view(-1).chunk(group.size()) if part.data_ptr() != shard.data_ptr()]
 
     def arrive() -> None:
-        for part in others:
+        for part in other_ranks:
             part.copy_(shard.view(-1))
 
-    return others, [out, shard], arrive
+    return other_ranks, [out, shard], arrive
 
 
 def _all_gather(group: Any, outs: list[list[Tensor]], shards: list[Tensor], opts: Any = None) -> Plan:
     def arrive() -> None:
-        for some, shard in zip(outs, shards, strict=True):
-            for out in some:
+        for subset, shard in zip(outs, shards, strict=True):
+            for out in subset:
                 out.copy_(shard)
 
-    return [out for some in outs for out in some], shards, arrive
+    return [out for subset in outs for out in subset], shards, arrive
 
 
 def _reduce_scatter_single(group: Any, out: Tensor, flat: Tensor, opts: Any) -> Plan:
@@ -236,9 +236,9 @@ def _all_to_all_single(
     equal = [sent.shape[0] // group.size()] * group.size()
 
     def arrive() -> None:
-        mine = sent.split(splits or equal)[group.rank()]
+        own = sent.split(splits or equal)[group.rank()]
         for part in out.split(out_splits or equal):
-            part.copy_(mine)
+            part.copy_(own)
 
     return [out], [sent], arrive
 

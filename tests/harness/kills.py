@@ -20,21 +20,21 @@ from tests.harness.save_faults import Run, intercept
 FIRST, SECOND = "first", "second"
 # What a save calls, in the order in which it does first: a module, or a class in one, and a name in it.
 CALLS = {
-    "Snapshot.take": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "take"),
-    "Snapshot.complete": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "complete"),
+    "Snapshot.copy_content": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "copy_content"),
+    "Snapshot.complete_copies": ("deepspeed_ext.checkpoint.snapshots:Snapshot", "complete_copies"),
     "torch.save": ("torch", "save"),
     "fsync": ("os", "fsync"),
     "HostChannel": ("deepspeed_ext.comm.host_channel:HostChannel", "_all_reduce"),
     "HostChannel.exchange": ("deepspeed_ext.comm.host_channel:HostChannel", "exchange"),
     "copytree": ("shutil", "copytree"),
     "rename": ("pathlib:Path", "rename"),
-    "exchange": ("deepspeed_ext.checkpoint.owned", "_exchange"),
+    "exchange": ("deepspeed_ext.checkpoint.owned_folder", "_exchange"),
     "replace": ("pathlib:Path", "replace"),
     "rmtree": ("shutil", "rmtree"),
 }
 OF_ALL = (
-    "Snapshot.take",
-    "Snapshot.complete",
+    "Snapshot.copy_content",
+    "Snapshot.complete_copies",
     "torch.save",
     "HostChannel",
     "HostChannel.exchange",
@@ -46,11 +46,11 @@ class Kill:
     """Time and victim of a kill.
 
     Attributes:
-        strategy: of the run.
+        strategy: strategy of the run.
         same: whether the second save has the tag of the first one.
-        rank: that is killed.
-        all: whether all others are killed with it.
-        call: what it does then, of ``CALLS``; empty: whatever it does ``seconds`` after the save has begun.
+        rank: the killed rank.
+        all: whether all other ranks are killed as well.
+        call: the call of ``CALLS`` at which it is killed; empty: ``seconds`` after the start of the save.
         number: of the call, from 0. A rank that makes no such call is killed after the save.
         after: whether the call is done first.
         aside: whether the saves are asynchronous.
@@ -74,12 +74,12 @@ class Kill:
 
 
 class Found(NamedTuple):
-    """What is loaded after a kill.
+    """The result of a load after a kill.
 
     Attributes:
         which: number of the save that is loaded; -1 if it is none of them, or one that was replaced before.
-        again: what a load of the next save does not restore.
-        left: hidden names beside the checkpoints after that.
+        again: differences after a load of the next save.
+        left: hidden names next to the checkpoints after that.
     """
 
     which: int
@@ -101,19 +101,19 @@ def killed_case(folder: str, kill: Kill) -> None:
             os.kill(pid, signal.SIGKILL)
 
     def at(name: str, number: int, act: Callable[[], Any]) -> Any:
-        mine = name == kill.call and number == kill.number
-        if mine and not kill.after:
+        own = name == kill.call and number == kill.number
+        if own and not kill.after:
             die()
         result = act()
-        if mine:
+        if own:
             die()
         return result
 
     run = Run(folder, kill.strategy, "aside" if kill.aside else "at once")
     for number, tag in enumerate((FIRST, FIRST if kill.same else SECOND)):
-        seen = run.step()
+        observed = run.step()
         if dist.get_rank() == 0:
-            torch.save(seen, f"{folder}/seen{number}.pt")
+            torch.save(observed, f"{folder}/seen{number}.pt")
         dist.barrier()
         if number and dist.get_rank() == kill.rank:
             if kill.call:
@@ -144,16 +144,18 @@ def survived_case(folder: str, strategy: str) -> Found:
 
     run = Run(folder, strategy, "aside")
     run.load()
-    seen = run.snapshot()
-    both = [number for number in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), seen)]
+    observed = run.snapshot()
+    both = [
+        number for number in range(2) if not snapshots.difference(torch.load(f"{folder}/seen{number}.pt"), observed)
+    ]
     replaced = Path(folder, "committed").exists() and both != [1]
-    seen = run.step()
+    observed = run.step()
     for tag in (FIRST, SECOND):  # what was left of either is cleared
         error = run.start(tag)
         assert not error, error
     run.step()
     run.load()
-    again = snapshots.difference(seen, run.snapshot())
+    again = snapshots.difference(observed, run.snapshot())
     dist.barrier()
     run.engine.destroy()
     return Found(both[0] if len(both) == 1 and not replaced else -1, again, hidden_names(f"{folder}/saved"))
@@ -165,13 +167,13 @@ def hidden_names(folder: str) -> list[str]:
 
 
 def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tuple[int, str]:
-    """Kill and load; return the number of the save that was loaded, and what is wrong.
+    """Kill and load; return the number of the save that was loaded, and the problems.
 
     Args:
-        pool: of ranks.
-        folder: of what it saves; it is created.
-        kill: when and whom.
-        hidden: names beside the checkpoints that were there before.
+        pool: pool of ranks.
+        folder: folder of its saves; it is created.
+        kill: time and victim of the kill.
+        hidden: names next to the checkpoints that existed before.
     """
     from tests.harness.ranks import RankError
 
@@ -182,17 +184,17 @@ def run(pool: Any, folder: str, kill: Kill, hidden: Collection[str] = ()) -> tup
     except RankError as error:
         if "killed by SIGKILL" not in str(error):
             return -1, str(error)
-    found: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
-    wrong = [one for one in found if one.which < 0 or one.again or set(one.left) - set(hidden)]
-    wrong += [one for one in found if one.which != found[0].which]
-    return found[0].which, str(wrong[0]) if wrong else ""
+    results: list[Found] = pool(4).run(survived_case, folder, kill.strategy, timeout=60.0)
+    wrong = [result for result in results if result.which < 0 or result.again or set(result.left) - set(hidden)]
+    wrong += [result for result in results if result.which != results[0].which]
+    return results[0].which, str(wrong[0]) if wrong else ""
 
 
 def draw(chance: random.Random) -> Kill:
     """Draw a kill, at one of the calls of a save, or at any time."""
-    strategy, same, everyone = chance.choice(("NIG", "IIG", "NII")), chance.random() < 0.5, chance.random() < 0.5
+    strategy, is_same, everyone = chance.choice(("NIG", "IIG", "NII")), chance.random() < 0.5, chance.random() < 0.5
     if chance.random() < 0.3:
-        return Kill(strategy, same, chance.randrange(4), everyone, seconds=chance.uniform(0, 0.15))
+        return Kill(strategy, is_same, chance.randrange(4), everyone, seconds=chance.uniform(0, 0.15))
     call = chance.choice(sorted(CALLS))
     rank = chance.randrange(4) if call in OF_ALL else 0
-    return Kill(strategy, same, rank, everyone, call, chance.choice((0, 0, 0, 1, 2)), chance.random() < 0.5)
+    return Kill(strategy, is_same, rank, everyone, call, chance.choice((0, 0, 0, 1, 2)), chance.random() < 0.5)

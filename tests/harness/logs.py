@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank writes to DeepSpeed's log; everything here runs inside rank processes."""
+"""The lines that a rank writes to DeepSpeed's log; everything here runs inside rank processes."""
 
 import logging
 from collections.abc import Iterator

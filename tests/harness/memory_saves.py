@@ -15,7 +15,7 @@ from unittest import mock
 from deepspeed import comm as dist
 
 import deepspeed_ext
-from deepspeed_ext.checkpoint import restoring
+from deepspeed_ext.checkpoint import memory_restore
 from deepspeed_ext.checkpoint.memory_folder import RUN
 from deepspeed_ext.comm.host_channel import HostChannel
 from tests.harness import experts, snapshots, training
@@ -30,20 +30,20 @@ def memory_of(base: str, **more: Any) -> dict[str, Any]:
 
 def held_by(base: str, node: int) -> dict[str, int]:
     """Files of saves in a node's memory, and in how many folders there each of them is."""
-    found = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
-    return {name: found.count(name) for name in found}
+    results = [path.name for path in Path(base, f"node{node}").glob("*/[0-9]*/*.pt")]
+    return {name: results.count(name) for name in results}
 
 
 def writers_in(base: str, node: int) -> dict[str, int]:
     """Files of saves in a node's memory, and the rank that has written each of them."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for manifest in Path(base, f"node{node}").glob("*/[0-9]*/manifest.json"):
-        found |= json.loads(json.loads(manifest.read_text())["part"])["files"]
-    return found
+        results |= json.loads(json.loads(manifest.read_text())["part"])["files"]
+    return results
 
 
 def lose(base: str, node: int) -> None:
-    """All memory of a node is gone. Collective."""
+    """Remove all memory of a node. Collective."""
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(Path(base, f"node{node}"))
@@ -51,8 +51,9 @@ def lose(base: str, node: int) -> None:
 
 
 def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
-    """What the nodes hold; bytes that this rank's thread sent; what a load by new engines does not restore, whether
-    losses after it are those of the run that went on; what is on disk then; whether a second load writes it again."""
+    """Return the files on each node; bytes that this rank's thread sent; differences after a load by new engines;
+    whether losses after it match the run that continued; the tag on disk then; and whether a second load writes it
+    again."""
     zero = {"zeropp_loco_param": {}} if name.endswith("LoCo") else {}
     sent, exchange = [0], HostChannel.exchange
 
@@ -76,7 +77,7 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
         engine.checkpoint_engine.finish()
     assert [path.name for path in Path(folder).iterdir()] == [RUN], "nothing but a small file is on disk"
     dist.barrier()
-    held = held_by(base, 0), held_by(base, 1)
+    retained = held_by(base, 0), held_by(base, 1)
     writers = writers_in(base, 0), writers_in(base, 1)
     engine.destroy()
     lose(base, node)
@@ -86,9 +87,9 @@ def lost_case(base: str, name: str, node: int) -> tuple[Any, ...]:
     changed = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     changed = {name: by for name, by in changed.items() if "tokens_per_expert" not in name}  # of each rank, counted
     again = snapshots.run(engine, job, snapshots.steps_of(job, 3, 1))
-    with mock.patch.object(restoring, "_write") as write:
+    with mock.patch.object(memory_restore, "_write") as write:
         engine.load_checkpoint(folder)
     dist.barrier()
     assert not held_by(base, 0) and not held_by(base, 1), "what is on disk is not in memory, too"
     engine.destroy()
-    return held, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called
+    return retained, writers, sent[0], changed, losses == again, Path(folder, "latest").read_text(), write.called

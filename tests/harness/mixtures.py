@@ -206,7 +206,7 @@ class LateLayer(Layer):
         self.aside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
-        """Return the layer's output, and what depends on parameters alone."""
+        """Return the layer's output, and values that depend on parameters alone."""
         return super().forward(x), self.aside(torch.ones(1, WIDTH, dtype=x.dtype, device=x.device))
 
 
@@ -279,12 +279,12 @@ class Collecting(Mixtures):
     layer = CollectingLayer
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """What the layers have collected counts."""
+        """Return the loss with the layers' auxiliary losses."""
         x = self.embed(x)
-        seen: list[Tensor] = []
+        observed: list[Tensor] = []
         for layer in self.layers:
-            x = layer(x, torch.tanh(x), seen=seen)
-        return self.end(x) + sum(seen)
+            x = layer(x, torch.tanh(x), seen=observed)
+        return self.end(x) + sum(observed)
 
 
 class SharedModule(Mixtures):
@@ -314,8 +314,8 @@ class PackedExperts(nn.Module):
         for expert in top_k_index.unique().tolist():
             tokens, k = torch.where(top_k_index == expert)
             inner = self.act_fn(hidden_states[tokens] @ self.up_proj[expert].T + self.up_proj_bias[expert])
-            given = (inner @ self.down_proj[expert].T) * top_k_weights[tokens, k, None]
-            out = out.index_add(0, tokens, given.to(out.dtype))
+            provided = (inner @ self.down_proj[expert].T) * top_k_weights[tokens, k, None]
+            out = out.index_add(0, tokens, provided.to(out.dtype))
         return out
 
 

@@ -226,7 +226,7 @@ class RoutedOverFour(Routed):
 
 
 class Matrices(Network):
-    """Beside layers packed experts, a projection of heads and a kernel: what Muon does not take as one matrix."""
+    """Layers, packed experts, a projection of heads, and a kernel, which Muon does not treat as one matrix."""
 
     kernel_shape: tuple[int, ...] = (4, 3, 2, 2)
 

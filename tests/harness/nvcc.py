@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the CUDA sources with the builder's flags, and reads what ptxas says that each kernel takes."""
+"""Compiles the CUDA sources with the builder's flags, and reads the resources of each kernel from ptxas."""
 
 import os
 import re
@@ -27,7 +27,7 @@ _NAME = re.compile(r"[a-z_]+_tile")
 
 
 class Taken(NamedTuple):
-    """What one instantiation of a kernel takes."""
+    """Resources of one instantiation of a kernel."""
 
     source: str
     kernel: str  # without its template arguments
@@ -39,13 +39,13 @@ class Taken(NamedTuple):
     spilled: int  # bytes that are stored and loaded, as instructions
 
 
-def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
-    """Compile a source as the package's builder does, and return what its kernels take, and all that nvcc has said.
+def compile_source(source: str, capabilities: Sequence[str], output: Path, *more: str) -> tuple[list[Taken], str]:
+    """Compile a source as the package's builder does, and return the resources of its kernels, and the output of nvcc.
 
     Args:
         source: one of ``SOURCES``.
         capabilities: ``("8.0", "9.0")``.
-        output: the object that is made.
+        output: path of the object.
         more: arguments of nvcc: ``-c`` for an object, ``-fatbin`` for the device's code alone.
 
     Raises:
@@ -60,8 +60,8 @@ def compiled(source: str, capabilities: Sequence[str], output: Path, *more: str)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{source}: {done.stderr[-5000:]}")
-    said = done.stdout + done.stderr
-    return list(taken(source, said)), said
+    answer = done.stdout + done.stderr
+    return list(parse_resources(source, answer)), answer
 
 
 def arguments(capabilities: Sequence[str]) -> list[str]:
@@ -81,11 +81,11 @@ def _toolkit() -> Iterator[None]:
         yield
 
 
-def taken(source: str, said: str) -> Iterator[Taken]:
-    """Read ptxas' output; each kernel has an entry, properties and a line of what it uses."""
+def parse_resources(source: str, said: str) -> Iterator[Taken]:
+    """Read ptxas' output; each kernel has an entry, properties and a line of resources."""
     parts = _ENTRY.split(said)
     for symbol, architecture, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
-        memory, used, shared = (found.search(text) for found in (_MEMORY, _USED, _SHARED))
+        memory, used, shared = (results.search(text) for results in (_MEMORY, _USED, _SHARED))
         names = _NAME.findall(symbol)
         assert memory and used and names, f"ptxas says of {symbol} something else than expected: {text[:500]}"
         stack, stored, loaded = map(int, memory.groups())
@@ -104,13 +104,13 @@ def taken(source: str, said: str) -> Iterator[Taken]:
 def knows(capability: str) -> bool:
     """Return whether this nvcc compiles for an architecture: "10.0". An older one does not know the newest."""
     assert NVCC is not None
-    said = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
-    return f"compute_{capability.replace('.', '')}" in said.split()
+    answer = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    return f"compute_{capability.replace('.', '')}" in answer.split()
 
 
 def version() -> str:
     """Return nvcc's version: 13.0."""
     assert NVCC is not None
-    said = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"release ([\d.]+)", said)
-    return found[1] if found else "unknown"
+    answer = subprocess.run([NVCC, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release ([\d.]+)", answer)
+    return match[1] if match else "unknown"

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What an outer optimizer must do, in one process: a copy of the model for each group, and an outer step of ten lines.
+"""A reference of outer optimizers in one process: a copy of the model for each group, and an outer step of ten lines.
 
 Everything here runs inside rank processes, of which each computes all groups.
 """
@@ -23,9 +23,9 @@ class Apart(NamedTuple):
     """A run with an outer optimizer.
 
     Attributes:
-        losses: of this rank.
-        weights: of this rank's group, 1D, all parameters.
-        anchors: what all groups agreed on last, 1D, all trained parameters; of this rank's slice in ours.
+        losses: losses of this rank.
+        weights: weights of this rank's group, 1D, all parameters.
+        anchors: the result of the last outer step, 1D, all trained parameters; of this rank's slice in ours.
     """
 
     losses: list[float]
@@ -33,7 +33,7 @@ class Apart(NamedTuple):
     anchors: Tensor
 
 
-def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
+def train_oracle(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence[Tensor] | None = None) -> Apart:
     """Train a copy for each group.
 
     Args:
@@ -45,7 +45,7 @@ def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence
     settings = {**DEFAULTS, **outer}
     n, rank = dist.get_world_size(), dist.get_rank()
     copies = [_copy(job) for _ in range(n // group_size)]
-    data = [training_batches(job, one) for one in range(n)]
+    data = [training_batches(job, item) for item in range(n)]
     trained = [[p for p in model.parameters() if p.requires_grad and p.numel()] for model, _ in copies]
     anchors = [p.detach().clone() for p in trained[0]]
     momenta = [torch.zeros_like(anchor) for anchor in anchors]
@@ -58,10 +58,10 @@ def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence
         for group, (model, _) in enumerate(copies):
             for param in trained[group]:  # ZeRO steps all elements of a shard
                 param.grad = torch.zeros_like(param)
-            for one in range(n):
-                if of_warmup or one // group_size == group:
-                    found = _backward(model, job, step, batches[one], n if of_warmup else group_size)
-                    losses += found if one == rank and group == rank // group_size else []
+            for item in range(n):
+                if of_warmup or item // group_size == group:
+                    results = _backward(model, job, step, batches[item], n if of_warmup else group_size)
+                    losses += results if item == rank and group == rank // group_size else []
             torch.nn.utils.clip_grad_norm_(trained[group], job.clipping or torch.inf)
         skipping = {rank // group_size for at, rank in job.overflow if at // job.accumulation == step - 1}
         for group, (_, optimizer) in enumerate(copies):
@@ -71,19 +71,19 @@ def expected(job: Job, outer: dict[str, Any], group_size: int, offsets: Sequence
             anchors = [p.detach().clone() for p in trained[0]]
             continue
         for number, mask in due.pop(step, []):
-            for some in trained:
-                some[number].data[mask] = anchors[number][mask]
+            for subset in trained:
+                subset[number].data[mask] = anchors[number][mask]
         for number, (anchor, momentum) in enumerate(zip(anchors, momenta, strict=True)):
             mask = offsets[number] == (step - settings["warmup_steps"]) % settings["steps"]
-            change = torch.stack([anchor - some[number].detach() for some in trained]).mean(0)[mask]
+            change = torch.stack([anchor - subset[number].detach() for subset in trained]).mean(0)[mask]
             momentum[mask] = settings["momentum"] * momentum[mask] + change
             ahead = change + settings["momentum"] * momentum[mask] if settings["nesterov"] else momentum[mask]
             anchor[mask] -= settings["lr"] * ahead
             if settings["delay"]:
                 due.setdefault(step + settings["delay"], []).append((number, mask))
             else:
-                for some in trained:
-                    some[number].data[mask] = anchor[mask]
+                for subset in trained:
+                    subset[number].data[mask] = anchor[mask]
     own = copies[rank // group_size][0]
     return Apart(losses, torch.cat([p.detach().flatten() for p in own.parameters()]), _flat(anchors))
 
@@ -120,10 +120,10 @@ def _backward(model: Network, job: Job, step: int, batches: Sequence[Any], ranks
 
 
 class Found(NamedTuple):
-    """How a run of ours compares.
+    """The comparison of our run with the oracle.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         weights: largest difference of the group's weights, relative to the largest weight.
         losses: largest difference.
         anchors: whether they are the same bits in all groups.
@@ -151,30 +151,30 @@ def beside(names: Sequence[str], job: Job, outer: dict[str, Any], group_size: in
         own.receive_fragments()
         offsets = _offsets(engine, model)
         anchors = torch.cat([fragment.anchor.flatten() for fragment in own.fragments])
-        same = training.replicas_equal(anchors, own.topology.inter)
+        is_same = training.replicas_equal(anchors, own.topology.inter)
         together = training.replicas_equal(weights, own.topology.intra)
         engine.destroy()
-        oracle = expected(job, outer, group_size, offsets)
+        oracle = train_oracle(job, outer, group_size, offsets)
         apart = ((weights.cpu() - oracle.weights).abs().max() / oracle.weights.abs().max()).item()
         of_losses = max(abs(a - b) for a, b in zip(losses, oracle.losses, strict=True))
-        rows.append(Found(name, apart, of_losses, same, together))
+        rows.append(Found(name, apart, of_losses, is_same, together))
     return rows
 
 
 def _offsets(engine: Any, model: Network) -> list[Tensor]:
     """When the elements of each trained parameter leave."""
-    optimizer, found = engine.optimizer, []
-    mine: list[tuple[str, int, int, int]] = []
+    optimizer, results = engine.optimizer, []
+    own: list[tuple[str, int, int, int]] = []
     names = {id(p): name for name, p in model.named_parameters()}
     for shard in optimizer.flat_shards():
         for member in shard.members:
-            for fragment in (one for one in optimizer.outer.fragments if one.number == shard.number):
+            for fragment in (item for item in optimizer.outer.fragments if item.number == shard.number):
                 both = member.in_shard.common(fragment.span)
                 if both.numel:
                     start = member.span.start + both.start - member.offset
-                    mine.append((names[id(member.param)], start, both.numel, fragment.offset))
+                    own.append((names[id(member.param)], start, both.numel, fragment.offset))
     everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
+    dist.all_gather_object(everybody, own)
     for name, param in model.named_parameters():
         numel, shape = getattr(param, "ds_numel", param.numel()), getattr(param, "ds_shape", param.shape)
         if not (param.requires_grad and numel):
@@ -184,5 +184,5 @@ def _offsets(engine: Any, model: Network) -> list[Tensor]:
             if other == name:
                 offsets[start : min(numel, start + count)] = offset
         assert (offsets >= 0).all(), name
-        found.append(offsets.view(shape))
-    return found
+        results.append(offsets.view(shape))
+    return results

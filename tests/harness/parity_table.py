@@ -3,7 +3,7 @@
 """The table of parity with stock DeepSpeed: the options, the values that exclude each other, and the rows that run.
 
 A value of an option changes fields of a ``training.Job``; of ``zero`` and ``config`` it changes keys. A row runs with
-strategies of its kind beside one stock run, on ``world`` ranks in groups of ``group``.
+strategies of its kind, compared with one stock run, on ``world`` ranks in groups of ``group``.
 """
 
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.harness.covering import Excluded, Option, Row, Table
+from tests.harness.combinations import Excluded, Option, Row, Table
 
 REPLICATED = ("NNN", "NNI", "NNG", "NII", "NIG", "NGG")
 PARTITIONED = ("INI", "ING", "III", "IIG", "IGG", "GNG", "GIG", "GGG")
@@ -225,18 +225,18 @@ STRATEGIES = {"N": REPLICATED, "I, G": PARTITIONED}
 NOT_OF_STOCK = ("offload", "parameters", "updates", "sync")
 
 
-def merged(kind: str, row: Row) -> dict[str, Any]:
+def merge_changes(kind: str, row: Row) -> dict[str, Any]:
     """Return all that the values of a row change."""
-    found: dict[str, Any] = {"zero": {}, "config": {}}
+    results: dict[str, Any] = {"zero": {}, "config": {}}
     for option in TABLES[kind].options:
         for name, change in option.values[row[option.name]].items():
-            found[name] = {**found[name], **change} if name in ("zero", "config") else change
-    return found
+            results[name] = {**results[name], **change} if name in ("zero", "config") else change
+    return results
 
 
 def job_fields(kind: str, row: Row) -> dict[str, Any]:
     """Return the fields of a ``training.Job`` for a row, its network by name."""
-    fields = merged(kind, row)
+    fields = merge_changes(kind, row)
     for name in ("world", "group", "nan"):
         fields.pop(name, None)
     accumulation = fields["accumulation"]
@@ -253,14 +253,14 @@ def job_fields(kind: str, row: Row) -> dict[str, Any]:
 def resting(steps: int, accumulation: int) -> tuple[tuple[int, int], ...]:
     """Return (micro-step, layer): layer 1 is used in the first micro-step of a step only, layer 2 in the last only and
     in the second step not at all; without accumulation, in turns."""
-    found = []
+    results = []
     for number in range(steps * accumulation):
         step, at = divmod(number, accumulation)
         if at or (accumulation == 1 and step % 2):
-            found.append((number, 1))
+            results.append((number, 1))
         if at < accumulation - 1 or (step == 1 if accumulation > 1 else not step % 2):
-            found.append((number, 2))
-    return tuple(found)
+            results.append((number, 2))
+    return tuple(results)
 
 
 def stock_row(kind: str, row: Row) -> Row:
@@ -292,7 +292,7 @@ def rows_of(kind: str, tier: str = "first") -> tuple[str, ...]:
 
 
 def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
-    """Yield kind, row and strategies of what a tier runs: in the first tier one or two, others in each row, so that
+    """Yield kind, row and strategies of the runs of a tier: in the first tier one or two, others in each row, so that
     each pair of values meets some; in the deep tier all."""
     for kind, every in (("N", 3), ("I, G", 8)):  # with p = N two: only half of these take all values
         for number, name in enumerate(rows_of(kind, tier)):
@@ -302,13 +302,13 @@ def cases(tier: str) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 def write_rows() -> None:
     """Compute the rows, and write them to the file."""
     tiers = {"first": (2, {"N": "1", "I, G": "10"}), "deep": (3, {"N": "", "I, G": ""})}  # salts that give few rows
-    found = {
+    results = {
         tier: {
             kind: [row_name(kind, row) for row in table.rows(strength, salts[kind])] for kind, table in TABLES.items()
         }
         for tier, (strength, salts) in tiers.items()
     }
-    FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    FILE.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 def bounds(row: Row) -> dict[str, float]:

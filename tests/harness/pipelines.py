@@ -28,16 +28,16 @@ VOCABULARY, WIDTH, ROWS, LENGTH = 23, 13, 2, 3
 
 @dataclass(frozen=True)
 class Pipe:
-    """What to train and how.
+    """A training of a pipeline.
 
     Attributes:
-        stages: of the pipeline.
+        stages: stages of the pipeline.
         micro_batches: in each step.
-        widths: of the middle layers, in which each adds to its input.
+        widths: widths of the middle layers, in which each adds to its input.
         tied: whether embedding and head share a weight.
         frozen: layers, by number, without gradients.
         groups: parameter groups: matrices and the rest.
-        two: number of a layer after which two tensors cross from stage to stage.
+        two: number of a layer after which two tensors are sent from stage to stage.
         experts: into how many ranks the experts of mixtures are divided; 0 for no mixtures.
         mixtures: numbers of the middle layers behind which they are, in rising order.
         method: how layers are dealt to stages.
@@ -107,7 +107,7 @@ class Middle(Seeded):
 
 
 class Mixture(nn.Module):
-    """Adds to its input what one of four experts makes of it: DeepSpeed's layer."""
+    """Adds the output of one of four experts to its input: DeepSpeed's layer."""
 
     def __init__(self, number: int, ranks: int) -> None:
         super().__init__()
@@ -116,10 +116,10 @@ class Mixture(nn.Module):
             keys = {"min_capacity": 0, "drop_tokens": False, "use_rts": False}
             self.layer = MoE(WIDTH, self.make_expert(), num_experts=4, ep_size=ranks, k=1, **keys)
             experts = [self.make_expert() for _ in range(4)]
-        mine = self.layer.deepspeed_moe.experts.deepspeed_experts
-        first = dist.get_rank() % ranks * len(mine)
-        for expert, whole in zip(mine, experts[first:], strict=False):
-            expert.load_state_dict(whole.state_dict())
+        own = self.layer.deepspeed_moe.experts.deepspeed_experts
+        first = dist.get_rank() % ranks * len(own)
+        for expert, full in zip(own, experts[first:], strict=False):
+            expert.load_state_dict(full.state_dict())
 
     @staticmethod
     def make_expert() -> nn.Module:
@@ -272,7 +272,7 @@ def batches(data_rank: int, seed: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Trained(NamedTuple):
-    """What a run leaves, the same on all ranks."""
+    """The final state of a run, the same on all ranks."""
 
     losses: list[float]
     norms: list[float]
@@ -295,29 +295,29 @@ def train_pipeline(
         applied.append(engine.was_step_applied())
     if look is not None:
         look(engine)
-    weights, same = everybodys_weights(engine.module)
+    weights, is_same = everybodys_weights(engine.module)
     kind = type(engine.optimizer).__name__
     engine.destroy()
-    return Trained(losses, norms, weights, applied, same, kind)
+    return Trained(losses, norms, weights, applied, is_same, kind)
 
 
 def everybodys_weights(module: PipelineModule) -> tuple[dict[str, Tensor], bool]:
     """All weights of all stages, by name, and whether their copies are the same bits."""
     parameters = list(module.parameters())
     with deepspeed.zero.GatheredParameters(parameters):
-        mine = {
+        own = {
             f"{name}{_owner(param)}": param.detach().clone()
             for name, param in module.named_parameters()
             if "nothing" not in name
         }
     everybody: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
-    torch.distributed.all_gather_object(everybody, mine)
+    torch.distributed.all_gather_object(everybody, own)
     weights: dict[str, Tensor] = {}
-    same = True
-    for one in everybody:
-        for name, weight in one.items():
-            same &= torch.equal(weights.setdefault(name, weight), weight)
-    return {name: weight.float() for name, weight in sorted(weights.items())}, same
+    is_same = True
+    for item in everybody:
+        for name, weight in item.items():
+            is_same &= torch.equal(weights.setdefault(name, weight), weight)
+    return {name: weight.float() for name, weight in sorted(weights.items())}, is_same
 
 
 def _owner(param: nn.Parameter) -> str:
@@ -338,8 +338,8 @@ def train_whole(pipe: Pipe, replicas: int) -> Trained:
         optimizer.zero_grad()
         total = 0.0
         for _ in range(pipe.micro_batches):
-            for one in data:
-                tokens, targets = next(one)
+            for item in data:
+                tokens, targets = next(item)
                 loss = loss_of(model(tokens), targets) / (replicas * pipe.micro_batches)
                 loss.backward()
                 total += loss.item()
@@ -351,7 +351,7 @@ def train_whole(pipe: Pipe, replicas: int) -> Trained:
 
 
 class Apart(NamedTuple):
-    """How far a run is from another, relative to the largest."""
+    """The distance of a run from another, relative to the largest value."""
 
     strategy: str
     weights: float
@@ -381,7 +381,7 @@ def compare_pipelines(
         name: train_whole(pipe, replicas) if name == "torch" else train_pipeline(pipe, {"stage": 1})
         for name in oracles
     }
-    assert {one.kind for one in references.values()}.isdisjoint(("Stage12Optimizer", "Stage3Optimizer")), "ours"
+    assert {value.kind for value in references.values()}.isdisjoint(("Stage12Optimizer", "Stage3Optimizer")), "ours"
     rows = []
     for name in strategies:
         keys = {"stage": int(name)} if name.isdigit() else {"paro_strategy": name, "paro_group_size": group}

@@ -19,7 +19,7 @@ class Quantizer:
     Symmetric = 0
 
     def swizzle_quant(self, tensor: Any, groups: int, *_: int) -> tuple[Any, Any]:
-        """The bits, taken for float16 whatever they are; (nodes, ranks of a node, chunk) to ranks first."""
+        """The bits, viewed as float16; (nodes, ranks of a node, chunk) to ranks first."""
         *_, nodes, local = _
         values = tensor.view(-1).view(torch.float16).float()
         swizzled = values.view(nodes, local, -1).transpose(0, 1).reshape(-1)

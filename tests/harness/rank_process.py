@@ -81,7 +81,7 @@ _caches_of_imports: list[Any] = []  # see ``_function_caches``
 
 
 def prepare() -> None:
-    """Collect garbage, note caches, and freeze what is imported, in the server that ranks are forked from.
+    """Collect garbage, record caches, and freeze imported objects, in the server that ranks are forked from.
 
     A collection visits all of it, and a rank would copy the pages that it shares with the others: half a second for
     each rank of a new pool.
@@ -109,8 +109,8 @@ class Finished(NamedTuple):
         return "finished"
 
 
-class Place(NamedTuple):
-    """A rank's place: what it needs to meet the others."""
+class RankSlot(NamedTuple):
+    """A rank's number, and the address at which it meets the other ranks."""
 
     rank: int
     port: int
@@ -131,7 +131,7 @@ class _ProcessState:
         self._cases = 0
 
     def restore(self) -> None:
-        """Restore all of it, and free what the last case has left to the garbage collector."""
+        """Restore all of it, and free the garbage of the last case."""
         import torch
 
         _destroy_groups()
@@ -153,7 +153,7 @@ class _ProcessState:
         self._collect()
 
     def _collect(self) -> None:
-        """Collect garbage, and freeze what is left, so that later collections skip it.
+        """Collect garbage, and freeze the remaining objects, so that later collections skip it.
 
         These are imported modules, a hundred times as many objects as a case leaves. Some may have become garbage
         since, so they are visited now and then.
@@ -194,17 +194,19 @@ def _function_caches() -> list[Any]:
     cache_type = type(functools.cache(_copied))
     entries = [entry for entry in gc.get_objects() if type(entry) is cache_type]
     # Cached signatures of DeepSpeed's functions are the same for every case.
-    kept = "deepspeed_ext.integration.symbols"
-    return [entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != kept]
+    retained = "deepspeed_ext.integration.symbols"
+    return [
+        entry for entry in entries if str(entry.__module__).startswith("deepspeed") and entry.__module__ != retained
+    ]
 
 
 def _copied(value: Any) -> Any:
     return copy.copy(value) if isinstance(value, (dict, list, set)) else value
 
 
-def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) -> None:
-    """The life of a rank: answer one case after the other until the parent is gone."""
-    _enter(place, log, stacks)
+def serve(conn: connection.Connection, slot: RankSlot, log: Path, stacks: Path) -> None:
+    """The life of a rank: answer one case after the other until the parent has ended."""
+    _enter(slot, log, stacks)
     record = recorder.of_this_process()
     state = _ProcessState()
     while True:
@@ -214,10 +216,10 @@ def serve(conn: connection.Connection, place: Place, log: Path, stacks: Path) ->
             return
         sys.stdout.flush()
         os.ftruncate(sys.stdout.fileno(), 0)  # the log has one case only
-        conn.send_bytes(_answer(payload, partial(_begin_case, place, state, case, world_size), record))
+        conn.send_bytes(_answer(payload, partial(_begin_case, slot, state, case, world_size), record))
 
 
-def _enter(place: Place, log: Path, stacks: Path) -> None:
+def _enter(slot: RankSlot, log: Path, stacks: Path) -> None:
     """Make the forked process a rank: its output, its signals, its environment."""
     with log.open("a") as output:
         os.dup2(output.fileno(), 1)
@@ -228,8 +230,8 @@ def _enter(place: Place, log: Path, stacks: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of the terminal; the parent decides
     threading.Thread(target=_die_with_parent, name="die_with_parent", daemon=True).start()
     warnings.simplefilter("ignore", FutureWarning)  # torch's deprecations of what DeepSpeed calls
-    rank = str(place.rank)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(place.port))
+    rank = str(slot.rank)
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(slot.port))
     _configure_libraries()
 
 
@@ -278,7 +280,7 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _begin_case(place: Place, state: _ProcessState, case: int, world_size: int) -> None:
+def _begin_case(slot: RankSlot, state: _ProcessState, case: int, world_size: int) -> None:
     """Forget the last case, and meet the other ranks of this case in a new process group."""
     import deepspeed
     import torch
@@ -291,8 +293,8 @@ def _begin_case(place: Place, state: _ProcessState, case: int, world_size: int) 
     deepspeed.init_distributed(
         dist_backend="gloo",
         timeout=_GROUP_TIMEOUT,
-        init_method=f"file://{place.workdir}/case{case}",
-        rank=place.rank,
+        init_method=f"file://{slot.workdir}/case{case}",
+        rank=slot.rank,
         world_size=world_size,
     )
 

@@ -7,7 +7,7 @@ Note [How a case runs]
     a server that has imported them once, and keeps the ranks. Each case sends the ranks one function, by reference; a
     case with fewer ranks runs on the first ones. Modules that take long to import, and that few cases need, have a
     server of their own (``preload``).
-    Cases are independent, because before every case a rank restores what DeepSpeed keeps in globals and makes a new
+    Cases are independent, because before every case a rank restores DeepSpeed's globals and makes a new
     process group: no group, count or unfinished collective of the last case is left. For the same reason one rank may
     run ahead, since groups of different cases never meet.
     After any surprise (an error, a death, a hang), the ranks are killed, and the next case starts new ones.
@@ -41,7 +41,7 @@ from unittest import mock
 import pytest
 
 from tests.harness import recorder
-from tests.harness.rank_process import Finished, Place, Raised, serve
+from tests.harness.rank_process import Finished, Raised, RankSlot, serve
 
 # What every fork server imports, once for all ranks. The first ZeRO optimizer of a process imports Muon, and with it
 # a thousand modules of torch's compiler.
@@ -79,7 +79,7 @@ class _Rank:
     stacks: Path
 
     def receive(self) -> _Answer:
-        """Return the answer that waits on the pipe; a broken pipe means that the process is gone."""
+        """Return the answer that waits on the pipe; a broken pipe means that the process has ended."""
         try:
             answer: _Answer = pickle.loads(self.conn.recv_bytes())
         except (EOFError, ConnectionError):
@@ -140,7 +140,7 @@ class Ranks:
     def run_expect_error(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 300.0, **kwargs: Any
     ) -> list[Raised]:
-        """Run ``fn``, which must raise on every rank, and return what each raised; the ranks stay alive.
+        """Run ``fn``, which must raise on every rank, and return the error of each; the ranks stay alive.
 
         This is for errors that each rank finds by itself, such as a refused configuration. If a rank does not raise,
         this fails like ``run``.
@@ -221,7 +221,7 @@ class RankPool:
     """Processes that all cases share: as many as the largest case needs, started when they are first needed.
 
     Args:
-        preload: modules that are already imported in ranks, beside DeepSpeed.
+        preload: modules that are already imported in ranks, in addition to DeepSpeed.
     """
 
     def __init__(self, preload: tuple[str, ...] = ()) -> None:
@@ -240,7 +240,7 @@ class RankPool:
         if self._workdir is None:
             self._workdir, self._port = Path(tempfile.mkdtemp(prefix="ranks-")), _free_port()
         while len(self._ranks) < world_size:
-            self._ranks.append(self._start(Place(len(self._ranks), self._port, self._workdir)))
+            self._ranks.append(self._start(RankSlot(len(self._ranks), self._port, self._workdir)))
         return self._ranks[:world_size]
 
     def number_of_case(self) -> int:
@@ -260,13 +260,13 @@ class RankPool:
             shutil.rmtree(self._workdir, ignore_errors=True)
             self._workdir = None
 
-    def _start(self, place: Place) -> _Rank:
-        log, stacks = place.workdir / f"rank{place.rank}.log", place.workdir / f"rank{place.rank}.stacks"
+    def _start(self, slot: RankSlot) -> _Rank:
+        log, stacks = slot.workdir / f"rank{slot.rank}.log", slot.workdir / f"rank{slot.rank}.stacks"
         log.touch()
         stacks.touch()
         context = multiprocessing.get_context("forkserver")
         conn, remote = context.Pipe()
-        process = context.Process(target=serve, args=(remote, place, log, stacks), name=log.stem, daemon=True)
+        process = context.Process(target=serve, args=(remote, slot, log, stacks), name=log.stem, daemon=True)
         server = fork_server(self._preload)
         # multiprocessing knows one server only; this is where it asks that one to fork.
         with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
@@ -295,7 +295,8 @@ def _all_skip(answers: Iterable[_Answer]) -> bool:
 
 
 def _free_port() -> int:
-    """A port for code that reads MASTER_PORT. The ranks meet over a file, so nobody else can take it from them."""
+    """A port for code that reads MASTER_PORT. The ranks meet over a file, so no other process can take it from
+    them."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port: int = sock.getsockname()[1]
@@ -328,8 +329,8 @@ def fork_server(preload: tuple[str, ...] = ()) -> forkserver.ForkServer:
     """
     server = forkserver.ForkServer()
     recording = ["coverage"] if recorder.FOLDER in os.environ else []
-    server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.prepared"])
-    with recorder.unrecorded():
+    server.set_forkserver_preload([*_PRELOAD, *preload, *recording, "tests.harness.preload"])
+    with recorder.start_unrecorded():
         server.ensure_running()
     return server
 

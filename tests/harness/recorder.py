@@ -64,7 +64,7 @@ def of_this_process() -> Recorder | None:
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
+def start_unrecorded() -> Iterator[None]:
     """Start a process that is not recorded itself; processes that it forks may be."""
     configuration = os.environ.pop(_STARTS, None)
     try:

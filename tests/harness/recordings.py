@@ -40,7 +40,7 @@ _CALLS_KERNELS = "deepspeed_ext/loco/ops.py"
 
 
 class Recording(NamedTuple):
-    """What ran in which test; files and lines are those of the recorded version."""
+    """The lines that ran in each test; files and lines are those of the recorded version."""
 
     about: Mapping[str, Any]
     tests: Mapping[str, float]  # seconds
@@ -53,12 +53,12 @@ class Recording(NamedTuple):
             file, lines = _CALLS_KERNELS, [0]
         run = self.lines_of(file)
         functions = _functions(self.source_of(file)) if run else []
-        contexts = {one for line in lines for near in _witnesses(line, functions, sorted(run)) for one in run[near]}
+        contexts = {item for line in lines for near in _witnesses(line, functions, sorted(run)) for item in run[near]}
         if not contexts:
             folders = {f"{part}/" for part in Path(file).parts} | {"test_*.py"}
             return {test for test in self.tests if folder_of(test) in folders}
-        found = contexts & self.tests.keys()
-        return found | {test for test in self.tests if test.startswith(tuple(contexts - found))}
+        results = contexts & self.tests.keys()
+        return results | {test for test in self.tests if test.startswith(tuple(contexts - results))}
 
     def fitting(self, tests: Iterable[str], files: Iterable[str], seconds: float) -> list[str]:
         """Return as many tests as fit into a time, in the order in which a fault is likely to be found soon.
@@ -81,7 +81,7 @@ class Recording(NamedTuple):
 
 def _functions(source: str) -> list[tuple[int, int, int]]:
     """Return the first line, the first line of the body, and the last line of each function."""
-    nodes = [one for one in ast.walk(ast.parse(source)) if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    nodes = [item for item in ast.walk(ast.parse(source)) if isinstance(item, (ast.FunctionDef, ast.AsyncFunctionDef))]
     firsts = [min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) for node in nodes]
     return [(at, node.body[0].lineno, node.end_lineno or 0) for at, node in zip(firsts, nodes, strict=True)]
 
@@ -91,15 +91,15 @@ def _witnesses(line: int, functions: list[tuple[int, int, int]], run: list[int])
 
     The head of a function matters to its body. Lines outside of functions run once, at import, and matter to the file.
     """
-    for _, body, last in sorted((one for one in functions if one[0] <= line <= one[2]), reverse=True):
-        if ran := [one for one in run if body <= one <= last]:
-            near = [one for one in ran if one <= line][-1:] + [one for one in ran if one >= line][:1]
+    for _, body, last in sorted((item for item in functions if item[0] <= line <= item[2]), reverse=True):
+        if ran := [item for item in run if body <= item <= last]:
+            near = [item for item in ran if item <= line][-1:] + [item for item in ran if item >= line][:1]
             return near if line >= body else ran
-    return [one for one in run if any(body <= one <= last for _, body, last in functions)]
+    return [item for item in run if any(body <= item <= last for _, body, last in functions)]
 
 
 def load(folder: Path = FOLDER) -> Recording | None:
-    """Return what was recorded, if there is a recording of this clone."""
+    """Return the recorded lines, if there is a recording of this clone."""
     import coverage
 
     if not (folder / "index.json").exists():
@@ -111,15 +111,15 @@ def load(folder: Path = FOLDER) -> Recording | None:
     data.read()
 
     def lines_of(file: str) -> Mapping[int, Set[str]]:
-        found = {line: set(names) - {""} for line, names in data.contexts_by_lineno(str(ROOT / file)).items()}
-        return {line: names for line, names in found.items() if names}
+        results = {line: set(names) - {""} for line, names in data.contexts_by_lineno(str(ROOT / file)).items()}
+        return {line: names for line, names in results.items() if names}
 
     tree = index["tree"]
     return Recording(index, index["tests"], cache(lines_of), lambda file: git("show", f"{tree}:{file}"))
 
 
 def git(*arguments: str, index: Path | None = None) -> str:
-    """Return what git prints."""
+    """Return the output of git."""
     environment = os.environ | ({"GIT_INDEX_FILE": str(index)} if index else {})
     done = subprocess.run(["git", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
@@ -137,11 +137,11 @@ def tree_of_files(scratch: Path) -> str:
 
 def lines_in(diff: str, side: str) -> set[int]:
     """Return the lines of one side ("-" or "+") of a diff without context; where it has none, the neighbors."""
-    found = set[int]()
+    results = set[int]()
     for start, count in re.findall(rf"^@@ .*?\{side}(\d+)(?:,(\d+))? .*?@@", diff, re.MULTILINE):
         first, length = int(start), int(count or 1)
-        found |= set(range(first, first + (length or 2)))
-    return found
+        results |= set(range(first, first + (length or 2)))
+    return results
 
 
 def differing(base: str, recorded: str, now: str, file: str) -> set[int]:
@@ -165,11 +165,11 @@ def main() -> int:
         return pytest.main(of_pytest)
     print(f"recording: {len(recording.tests)} tests; {recording.about['commit'][:8]}, {recording.about['date']}")
     tests = {file: recording.concerned(file, differing(base, recording.about["tree"], now, file)) for file in files}
-    print("\n".join(f"  {file}: {len(found)} tests" for file, found in tests.items()))
-    found = set[str]().union(*tests.values())
-    run = recording.fitting(found, files, SECONDS)
-    minutes = sum(recording.tests[test] for test in found) / 60
-    print(f"{len(run)} of {len(found)} tests ({minutes:.1f} minutes) fit into {SECONDS:.0f} s", flush=True)
+    print("\n".join(f"  {file}: {len(results)} tests" for file, results in tests.items()))
+    results = set[str]().union(*tests.values())
+    run = recording.fitting(results, files, SECONDS)
+    minutes = sum(recording.tests[test] for test in results) / 60
+    print(f"{len(run)} of {len(results)} tests ({minutes:.1f} minutes) fit into {SECONDS:.0f} s", flush=True)
     edited = {file for file in files if re.match(r"tests/unit/(.*/)?test_\w+\.py$", file)}
     paths = {path for path in edited.union(test.split("::")[0] for test in run) if (ROOT / path).exists()}
     chosen = ROOT / "build" / "changed" / "chosen.json"

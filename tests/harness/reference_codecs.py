@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The operators of LoCo in plain PyTorch: what kernels are compared with, and what runs where none can be built."""
+"""The operators of LoCo in plain PyTorch: the reference of kernels, and the fallback without them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

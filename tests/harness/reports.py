@@ -52,8 +52,8 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
     return [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
 
 
-def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
-    """Return what a report has for the planner, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
+def planner_inputs(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
+    """Return the planner's inputs in a report, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
     letters = {stage: letters for letters, stage in PLAIN.items()}.get(name, name)
     sizes = GroupSizes(ranks, group_size)
     model = replace(Model.of_size(8_400_000, width=4), accumulation=_MICRO_STEPS, compute=0.25 / _MICRO_STEPS)
@@ -122,78 +122,79 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
         ],
         "memory": [{"state": state, "bytes": 1.01 * formula, "formula": formula} for state, formula in due.items()],
         "ranks": [
-            {"rank": rank, "host": f"node{rank // group_size}", "step": STEP, "compute": one, "waiting": 0.45 - one}
+            {"rank": rank, "host": f"node{rank // group_size}", "step": STEP, "compute": item, "waiting": 0.45 - item}
             for rank in range(ranks)
-            for one in [0.3 if rank == 0 else 0.25 + 0.02 * rank / ranks]
+            for item in [0.3 if rank == 0 else 0.25 + 0.02 * rank / ranks]
         ],
         "timelines": [
-            {"which": which, "rank": rank, "host": host, "step": 12, "seconds": STEP, "lanes": _lanes(strategy, speed)}
-            for which, rank, host, speed in (("slowest", 0, "node0", 1.0), ("fastest", ranks - 1, "node1", 0.85))
+            {"which": index, "rank": rank, "host": host, "step": 12, "seconds": STEP, "lanes": _lanes(strategy, speed)}
+            for index, rank, host, speed in (("slowest", 0, "node0", 1.0), ("fastest", ranks - 1, "node1", 0.85))
         ],
         "choices": [
             {"strategy": name, "step": unit * step, "within": unit * within, "between": unit * between}
             | {"bytes_between": nbytes, "gb": gb, "fits": name != "NIG + LoCo" or None, "now": name == strategy}
             for name, (step, within, between, nbytes, gb) in choices.items()
         ],
-        KEY: described(strategy, ranks, group_size).as_dict(),
+        KEY: planner_inputs(strategy, ranks, group_size).as_dict(),
         "findings": findings,
         "paragraph": f"A step of {called} takes {STEP} s. {findings[0]}",
     }
 
 
 def large(spans: int = 20_000) -> dict[str, Any]:
-    """Return a report of a large training: of 16,384 ranks, and with at least so many spans in each timeline."""
-    made = report("IIG", 16_384, 8)
-    for timeline in made["timelines"]:
+    """Return a report of a large training: of 16,384 ranks, and with at least this number of spans in each
+    timeline."""
+    created = report("IIG", 16_384, 8)
+    for timeline in created["timelines"]:
         base = [(lane["spans"], list(lane["spans"])) for lane in timeline["lanes"]]
         seconds, copies = timeline["seconds"], -(-spans // sum(len(row) for _, row in base))
         for number in range(1, copies):
             for target, row in base:
                 target += [[begin + number * seconds, end + number * seconds, *rest] for begin, end, *rest in row]
         timeline["seconds"] = seconds * copies
-    return made
+    return created
 
 
 def empty() -> dict[str, Any]:
     """Return a report in which all that may be missing is missing."""
-    made = report()
+    created = report()
     lists = ("parts", "hops", "operations", "modules", "memory", "ranks", "timelines", "choices", "findings")
-    made |= {name: [] for name in lists}
-    made["steps"] |= {"undisturbed": None, "overhead": None}
-    return made
+    created |= {name: [] for name in lists}
+    created["steps"] |= {"undisturbed": None, "overhead": None}
+    return created
 
 
 def sparse() -> dict[str, Any]:
     """Return a report of a plain stage without predictions, probes, modules and bytes."""
-    made = report("IIG")
-    made["training"] |= {"strategy": None, "called": "ZeRO-3"}
+    created = report("IIG")
+    created["training"] |= {"strategy": None, "called": "ZeRO-3"}
     for rows, names in (
         ("parts", ["predicted"]),
         ("hops", ["formula_bytes", "predicted_exposed", "rate", "probed_rate"]),
         ("memory", ["formula"]),
     ):
-        for row in made[rows]:
+        for row in created[rows]:
             row |= dict.fromkeys(names)
-    for timeline in made["timelines"]:
+    for timeline in created["timelines"]:
         for lane in timeline["lanes"]:
             lane["spans"] = [[*span[:4], None, None] for span in lane["spans"]]
-    return made | {"choices": [], "modules": []}
+    return created | {"choices": [], "modules": []}
 
 
 def hostile() -> dict[str, Any]:
     """Return a report with names that would break out of a page that trusts them."""
     name = "</script><script>document.title='run'</script><!--<img src=x onerror=alert(1)>\u2028&amp;'\"$title"
-    made = report()
-    made["paragraph"] = made["training"]["called"] = made["made"]["script"] = name
-    made["made"]["hosts"] = [name]
-    made["findings"] = [name + "."]
-    made["modules"] = [{"module": name, "exposed": 0.01}]
-    made["operations"][0]["name"] = name
-    made["choices"][1]["strategy"] = name
-    for row in made["ranks"]:
+    created = report()
+    created["paragraph"] = created["training"]["called"] = created["made"]["script"] = name
+    created["made"]["hosts"] = [name]
+    created["findings"] = [name + "."]
+    created["modules"] = [{"module": name, "exposed": 0.01}]
+    created["operations"][0]["name"] = name
+    created["choices"][1]["strategy"] = name
+    for row in created["ranks"]:
         row["host"] = name
-    for timeline in made["timelines"]:
+    for timeline in created["timelines"]:
         timeline["host"] = name
         for lane in timeline["lanes"]:
             lane["spans"] = [[*span[:2], name, span[3], span[4], name] for span in lane["spans"]]
-    return made
+    return created

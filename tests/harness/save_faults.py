@@ -56,16 +56,16 @@ def plant(base: str | Path) -> None:
 
 
 def lost_files(base: str | Path) -> list[str]:
-    """Return which files of other programs are gone or changed."""
+    """Return the files of other programs that are missing or changed."""
     paths = {name: Path(base, name) for name in FOREIGN}
     return [name for name, path in paths.items() if not path.is_file() or path.read_text() != name]
 
 
 def leftovers(base: str | Path) -> list[str]:
-    """Return what is left of failed saves: hidden names that ``plant`` did not write."""
+    """Return leftovers of failed saves: hidden names that ``plant`` did not write."""
     planted = {Path(base, *Path(name).parts[:depth]) for name in FOREIGN for depth in range(1, 4)}
-    found = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
-    return sorted(path.name for path in found)
+    results = {*Path(base, "saved").glob(".*"), *Path(base, "memory").glob("*/.*")} - planted
+    return sorted(path.name for path in results)
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Fault:
     """A fault in the second of three saves.
 
     Attributes:
-        strategy: of the run.
-        kind: of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
+        strategy: strategy of the run.
+        kind: kind of the save: ``"at once"``, ``"aside"`` or ``"in memory"``.
         same: whether the second save has the tag of the first one.
-        rank: where it happens.
-        call: what raises there, of ``CALLS``.
-        number: of the call, from 0.
-        error: what is raised, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
+        rank: the rank of the fault.
+        call: the call of ``CALLS`` that raises.
+        number: number of the call, from 0.
+        error: the error, by its index in ``ERRORS``; None to sleep for longer than a collective may wait.
     """
 
     strategy: str
@@ -91,9 +91,9 @@ class Fault:
     error: int | None
 
     def __str__(self) -> str:
-        what = f"{SLOW:g} s" if self.error is None else repr(ERRORS[self.error])
+        case = f"{SLOW:g} s" if self.error is None else repr(ERRORS[self.error])
         tag = "same" if self.same else "new"
-        return f"{self.strategy} {self.kind}, {tag} tag, rank {self.rank}: {what} in {self.call} {self.number}"
+        return f"{self.strategy} {self.kind}, {tag} tag, rank {self.rank}: {case} in {self.call} {self.number}"
 
 
 class Outcome(NamedTuple):
@@ -101,9 +101,9 @@ class Outcome(NamedTuple):
 
     Attributes:
         fired: whether the call was made.
-        error: of the save with the fault.
+        error: error of the save with the fault.
         loaded: number of the save that a load restores after it, 0 or 1; -1 if neither.
-        again: error of the third save, or what a load of it does not restore.
+        again: error of the third save, or differences after its load.
     """
 
     fired: bool
@@ -144,8 +144,8 @@ def fault_case(base: str, fault: Fault) -> Outcome:
         mock.patch.stopall()
     torch.distributed.barrier()
     run.load()
-    seen = run.snapshot()
-    both = [snapshots.difference(wanted, seen) == {} for wanted in (first, second)]
+    observed = run.snapshot()
+    both = [snapshots.difference(expected, observed) == {} for expected in (first, second)]
     third = run.step()
     again = run.save("third")
     run.step()
@@ -213,15 +213,15 @@ def intercept(calls: Mapping[str, tuple[str, str]], act: Callable[[str, int, Cal
     import pkgutil
 
     for name, (owner, attribute) in calls.items():
-        place: Any = pkgutil.resolve_name(owner)
-        original, numbers = getattr(place, attribute), itertools.count()
+        location: Any = pkgutil.resolve_name(owner)
+        original, numbers = getattr(location, attribute), itertools.count()
 
         def intercepted(
             *args: Any, name: str = name, original: Any = original, numbers: Any = numbers, **kwargs: Any
         ) -> Any:
             return act(name, next(numbers), lambda: original(*args, **kwargs))
 
-        mock.patch.object(place, attribute, intercepted).start()
+        mock.patch.object(location, attribute, intercepted).start()
 
 
 def _limit_collectives(base: str) -> None:

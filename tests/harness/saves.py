@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that save wherever a save may be called; everything here runs inside rank processes.
 
-``twins`` trains the same run twice, once with saves at once and once with saves beside the training whose copies are
-late, and compares files and losses. So what changes states right after a save shows in its files, unless it waits.
+``twins`` trains the same run twice, once with synchronous saves and once with asynchronous saves whose copies are
+late, and compares files and losses. So code that changes states right after a save, without waiting, changes its
+files.
 """
 
 import dataclasses
@@ -46,12 +47,12 @@ Save = Callable[[str], None]
 
 def files_below(folder: str | Path, read: Callable[[Path], bytes] = Path.read_bytes) -> dict[str, bytes]:
     """Content of each file, by its path; ``read`` returns it."""
-    found = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): read(path) for path in found}
+    results = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): read(path) for path in results}
 
 
 def as_from_host(path: Path) -> bytes:
-    """Return what a file would have if all its tensors had been on the host when it was saved."""
+    """Return the content that a file would have if its tensors had been on the host during the save."""
     if path.suffix != ".pt":
         return path.read_bytes()
     saved = io.BytesIO()
@@ -62,24 +63,24 @@ def as_from_host(path: Path) -> bytes:
 @contextmanager
 def late_copies(seconds: float = LATE) -> Iterator[None]:
     """Let threads that write complete snapshots later, in this context."""
-    complete = Snapshot.complete
+    complete = Snapshot.complete_copies
 
     def late(self: Snapshot) -> None:
         time.sleep(seconds)
         complete(self)
 
-    with mock.patch.object(Snapshot, "complete", late):
+    with mock.patch.object(Snapshot, "complete_copies", late):
         yield
 
 
 class Twins(NamedTuple):
-    """What two runs have left.
+    """The comparison of two runs.
 
     Attributes:
         different: tags of which files differ.
         files: how many there are.
-        same: whether all losses, and what was raised, are the same.
-        raised: by the run beside which saves went on.
+        same: whether all losses and errors are equal.
+        raised: errors of the run with asynchronous saves.
     """
 
     different: list[str]
@@ -92,9 +93,9 @@ class Run:
     """A run that saves.
 
     Args:
-        engine, model: to be trained.
-        job: what.
-        folder: of its checkpoints.
+        engine, model: the engine, and the model that it trains.
+        job: the training.
+        folder: folder of its checkpoints.
     """
 
     def __init__(self, engine: Any, model: nn.Module, job: Any, folder: str) -> None:
@@ -108,7 +109,7 @@ class Run:
         self.engine.save_checkpoint(self.folder, tag, {"tag": tag})
 
     def around_a_load(self) -> None:
-        """Save after a step, and at once load another checkpoint, save, and go on."""
+        """Save after a step, load another checkpoint at once, save, and continue."""
         self.step()
         self.save("before a load")
         self.engine.load_checkpoint(self.folder, "after a step")
@@ -116,7 +117,7 @@ class Run:
         self.step()
 
     def try_to(self, act: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Do what may be refused."""
+        """Call a function, and record its error."""
         message = snapshots.error_of(act, *args, **kwargs)
         if message:
             self.raised.append(message.replace(self.folder, ""))
@@ -130,21 +131,21 @@ class Run:
         """Run all micro-steps, and a step."""
         coalesced = self.job.boundary == "coalesce"
         with self.engine.coalesce_grad_reduction() if coalesced else nullcontext():
-            for left in reversed(range(self.job.accumulation)):
+            for remaining in reversed(range(self.job.accumulation)):
                 if self.job.boundary == "user":
-                    self.engine.set_gradient_accumulation_boundary(not left)
+                    self.engine.set_gradient_accumulation_boundary(not remaining)
                 self.micro_step()
-                if left and self.job.boundary == "engine":
+                if remaining and self.job.boundary == "engine":
                     self.engine.step()
         self.engine.step()
 
     def steps_until_one_raises(self, most: int = 50) -> None:
-        """Do so many at most."""
+        """Take at most this number of steps."""
         for _ in range(most):
             self.step()
 
     def everything(self) -> None:
-        """Save at each point where that may be done, and go on at once with each thing that may be done then."""
+        """Save at each possible point, each time followed at once by another operation."""
         self.save("new")
         self.step()
         self.save("after a step")
@@ -184,8 +185,8 @@ class Run:
 
     def _trained(self) -> list[nn.Parameter]:
         """Two parameters, one of which most ranks have elements of."""
-        found = [param for param in self.model.parameters() if param.requires_grad and _numel(param)]
-        return [max(found, key=_numel), found[0]]
+        results = [param for param in self.model.parameters() if param.requires_grad and _numel(param)]
+        return [max(results, key=_numel), results[0]]
 
     def _state(self, param: Any) -> str:
         return snapshots.MUON[param.use_muon][0] if self.job.optimizer == "Muon" else "exp_avg"
@@ -244,7 +245,7 @@ class PipelineRun(Run):
         self.losses.append(float(self.engine.train_batch(self._batches)))
 
     def everything(self) -> None:
-        """Save between steps, and go on at once with each thing that may be done then."""
+        """Save between steps, each time followed at once by another operation."""
         self.step()
         self.save("after a step")
         self.step()
@@ -262,9 +263,9 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
     """Run twice, and compare.
 
     Args:
-        folder: of all checkpoints.
+        folder: folder of all checkpoints.
         make: makes a run that saves into a folder.
-        read: returns what of a file is compared.
+        read: returns the part of a file that is compared.
     """
     runs = []
     with mock.patch.object(secrets, "randbits", lambda bits: bits), late_copies():
@@ -272,26 +273,26 @@ def twins(folder: str, make: Callable[[str], Run], read: Callable[[Path], bytes]
             Init.param_id = 0  # ZeRO-3 numbers the parameters of a process, and files have the numbers
             runs.append(make(f"{folder}/{kind}"))
             if kind == KINDS[0]:
-                runs[0].engine.checkpoint_engine.aside = None
+                runs[0].engine.checkpoint_engine.async_saves = None
             runs[-1].everything()
             runs[-1].engine.destroy()
             dist.barrier()
-    one, two = (files_below(f"{folder}/{kind}", read) for kind in KINDS)
+    item, two = (files_below(f"{folder}/{kind}", read) for kind in KINDS)
     outcomes = [(run.losses, run.raised) for run in runs]
-    different = [name for name in one.keys() | two.keys() if one.get(name) != two.get(name)]
+    different = [name for name in item.keys() | two.keys() if item.get(name) != two.get(name)]
     tags = sorted({Path(name).parts[0] for name in different})
-    return Twins(tags, len(one), outcomes[0] == outcomes[1], runs[1].raised)
+    return Twins(tags, len(item), outcomes[0] == outcomes[1], runs[1].raised)
 
 
 def twins_case(folder: str, name: str, job: training.Job, group_size: int = 2, kind: type[Run] = Run) -> Twins:
-    """Of a strategy. Where ranks have a device, files are compared ``as_from_host``: they say where tensors were.
+    """Compare two runs of a strategy. With a device, files are compared ``as_from_host``: they contain device names.
 
     Args:
-        folder: of all checkpoints.
-        name: of the strategy.
+        folder: folder of all checkpoints.
+        name: name of the strategy.
         job: what to train.
-        group_size: of the strategy.
-        kind: what is saved, and when.
+        group_size: group size of the strategy.
+        kind: the sequence of steps and saves.
     """
 
     def make(into: str) -> Run:

@@ -91,7 +91,7 @@ def after_a_step(job: training.Job, name: str) -> tuple[Any, Any]:
 
 
 def mark(engine: Any, model: nn.Module) -> None:
-    """Change what the seed has set and training does not change: frozen parameters and hyperparameters."""
+    """Change values that the seed sets and training does not change: frozen parameters and hyperparameters."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     with deepspeed.zero.GatheredParameters(frozen, modifier_rank=0):
         for parameter in frozen:
@@ -111,7 +111,7 @@ def run(engine: Any, job: training.Job, steps: Sequence[tuple[Tensor, Tensor]], 
 
 def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tensor]:
     """All that is saved, by name: whole tensors in the precision in which they are held; numbers as tensors."""
-    seen: dict[str, Tensor] = {}
+    observed: dict[str, Tensor] = {}
     ours = isinstance(engine.optimizer, ParoOptimizer)
     if not ours and hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
         # Stock's stages 1 and 2 link the states of all parameter groups when only the first has stepped.
@@ -122,23 +122,25 @@ def snapshot(engine: Any, model: nn.Module, job: training.Job) -> dict[str, Tens
     hidden = MUON[True] if not ours and not getattr(engine.optimizer, "cpu_offload", True) else ()
     for name, parameter in parameters.items():
         if parameter.requires_grad and getattr(parameter, "ds_numel", parameter.numel()):
-            seen[f"{name} fp32"] = _all_experts(parameter, safe_get_full_fp32_param(parameter))
+            observed[f"{name} fp32"] = _all_experts(parameter, safe_get_full_fp32_param(parameter))
             for moment in MUON[parameter.use_muon] if job.optimizer == "Muon" else MOMENTS[job.optimizer]:
                 if job.optimizer != "Muon" or moment not in hidden:
-                    seen[f"{name} {moment}"] = _all_experts(
+                    observed[f"{name} {moment}"] = _all_experts(
                         parameter, safe_get_full_optimizer_state(parameter, moment)
                     )
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
-        seen.update({f"{name} model": _all_experts(parameter, parameter) for name, parameter in parameters.items()})
-    seen.update({f"{name} buffer": buffer.clone() for name, buffer in model.named_buffers()})
+        observed.update(
+            {f"{name} model": _all_experts(parameter, parameter) for name, parameter in parameters.items()}
+        )
+    observed.update({f"{name} buffer": buffer.clone() for name, buffer in model.named_buffers()})
     optimizer = engine.optimizer
     for number, group in enumerate(optimizer.param_groups):
-        seen[f"hyperparameters {number}"] = torch.tensor([group["lr"], group.get("weight_decay", 0.0)])
+        observed[f"hyperparameters {number}"] = torch.tensor([group["lr"], group.get("weight_decay", 0.0)])
     counts = [torch.as_tensor(state["step"]) for state in optimizer.optimizer.state.values() if "step" in state]
-    seen["steps"] = torch.stack([count.float() for count in counts]).unique() if counts else torch.empty(0)
-    seen["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
-    seen["loss scale"] = torch.tensor(float(getattr(optimizer, "loss_scale", 1.0)))
-    return seen
+    observed["steps"] = torch.stack([count.float() for count in counts]).unique() if counts else torch.empty(0)
+    observed["counters"] = torch.tensor([engine.global_steps, engine.global_samples, engine.skipped_steps])
+    observed["loss scale"] = torch.tensor(float(getattr(optimizer, "loss_scale", 1.0)))
+    return observed
 
 
 def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
@@ -152,10 +154,10 @@ def _all_experts(parameter: nn.Parameter, mine: Tensor) -> Tensor:
 
 
 def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) -> tuple[dict[str, Any], ...]:
-    """Save after the first steps and go on to the last; then load, and go on from there.
+    """Save after the first steps and train to the last; then load, and continue from there.
 
     Returns:
-        What was saved, what differs from it after the load, and what differs at the end.
+        The saved states, differences after the load, and differences at the end.
     """
     engine, model = training.make_engine(job, keys)
     mark(engine, model)
@@ -163,7 +165,7 @@ def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) ->
     engine.save_checkpoint(place, client_state={"epoch": 5})
     saved = snapshot(engine, model, job)
     losses = run(engine, job, steps_of(job, last - first, skip=first))
-    whole = snapshot(engine, model, job)
+    full = snapshot(engine, model, job)
     engine.destroy()
     dist.barrier()
     engine, model = training.make_engine(job, keys)
@@ -172,7 +174,7 @@ def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) ->
     assert path and client_state["epoch"] == 5
     loaded = difference(saved, snapshot(engine, model, job))
     again = run(engine, job, steps_of(job, last - first, skip=first))
-    resumed = difference(whole, snapshot(engine, model, job))
+    resumed = difference(full, snapshot(engine, model, job))
     assert again == losses, (again, losses)
     engine.destroy()
     return saved, loaded, resumed
@@ -180,17 +182,17 @@ def resume(place: str, job: Any, keys: dict[str, Any], first: int, last: int) ->
 
 def difference(one: dict[str, Tensor], two: dict[str, Tensor]) -> dict[str, float]:
     """Largest difference of each thing that differs; infinite where the shapes do, or one has no such thing."""
-    found = {}
+    results = {}
     for name in one.keys() | two.keys():
         if name not in one or name not in two or one[name].shape != two[name].shape:
-            found[name] = torch.inf
+            results[name] = torch.inf
         elif not torch.equal(one[name], two[name]):
-            found[name] = (one[name].double() - two[name].double()).abs().max().item()
-    return found
+            results[name] = (one[name].double() - two[name].double()).abs().max().item()
+    return results
 
 
 def error_of(act: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Type and message of what an act raises on this rank; empty if nothing."""
+    """Return the type and message of the error that a call raises on this rank; empty without one."""
     try:
         act(*args, **kwargs)
     except Exception as error:

@@ -8,7 +8,7 @@ waits for tasks of the links. The part of these tasks that falls into a wait is 
 
 Note [Timeline of a step]
     A step begins when parameters have been updated, and ends with the next update, which waits for all reductions. So
-    steps do not overlap, and the time of one step is the period. Layers are alike.
+    steps do not overlap, and the time of one step is the period. Layers are equal.
 
     - Updated parameters come in the order of the forward. Either each layer waits for its own, or the first layer
       waits for all of them; in the latter case, if gradients do not overlap either, one hop runs after the other.
@@ -44,7 +44,7 @@ class Usage(NamedTuple):
     busy: dict[str, float]
 
 
-def simulated(step: Step, most: int = SIMULATED) -> Usage:
+def simulate_step(step: Step, most: int = SIMULATED) -> Usage:
     """Run the timeline of a step, and return the seconds that each part adds to it."""
     usage, further = _Tasks(step, min(step.accumulation, most)).usage(), step.accumulation - most
     if further <= 0:
@@ -55,7 +55,7 @@ def simulated(step: Step, most: int = SIMULATED) -> Usage:
 
 @dataclass
 class Task:
-    """A task of a timeline: what it occupies and counts as; how many others it needs, and which of them ended last;
+    """A task of a timeline: its resource and kind; the number of tasks that it needs, and the last of them to end;
     those that need it; when it is ready, and ends; the task that it waited for last."""
 
     number: int
@@ -160,8 +160,8 @@ class _Tasks:
         if not (move.within or move.between or self._step.orthogonalize):
             return before
         for _ in range(move.units):
-            there = self._round(before)
-            done = [self._line.add(COMPUTE, self._step.orthogonalize / move.units, there, UPDATE)]
+            node = self._round(before)
+            done = [self._line.add(COMPUTE, self._step.orthogonalize / move.units, node, UPDATE)]
             ends += self._round(done)
         return ends
 
@@ -189,14 +189,14 @@ class _Tasks:
         layers, overlap = self._layers, self._overlap
         reduced: list[int] = []
         gathered = self._gather(0, [*before, *arrived[0]])
-        for place, layer in enumerate([*range(layers), *reversed(range(layers))]):
-            forward = place < layers
+        for location, layer in enumerate([*range(layers), *reversed(range(layers))]):
+            forward = location < layers
             begins = [*before, *gathered, *(arrived[layer] if forward else ())]
-            ahead = arrived[layer + 1] if place + 1 < layers else []
-            gathered = self._gather(place + 1, [*(before if overlap.within else begins), *ahead])
+            ahead = arrived[layer + 1] if location + 1 < layers else []
+            gathered = self._gather(location + 1, [*(before if overlap.within else begins), *ahead])
             share = FORWARD if forward else 1 - FORWARD
             before = [self._line.add(COMPUTE, share * self._step.compute / layers, begins)]
-            leaving = 0 if forward else self._due(place + 1 - layers) - self._due(place - layers)
+            leaving = 0 if forward else self._due(location + 1 - layers) - self._due(location - layers)
             for _ in range(leaving):
                 ends = self._unit(self._step.reduce, before, reduces=True)
                 if overlap.gradients:
@@ -209,11 +209,11 @@ class _Tasks:
         return [*before, *reduced]
 
     def _due(self, layers: int) -> int:
-        """Return how many buckets may leave after the backward of so many layers."""
+        """Return the number of buckets that are ready after the backward of this number of layers."""
         return layers * self._step.reduce.units // self._layers
 
     def _cross(self, after: list[int]) -> list[int]:
-        """Add what a bucket sends at the boundary, and the sums that come back."""
+        """Add the transfers of a bucket at the boundary, and those of the returned sums."""
         return self._unit(self._step.back, self._unit(self._step.cross, after, reduces=True))
 
     def _gather(self, place: int, after: list[int]) -> list[int]:

@@ -23,7 +23,7 @@ from deepspeed_ext.comm import redistribution
 from deepspeed_ext.zero.sharded.gradients import ShardedGradients
 from tests.harness import experts, mixtures, networks, pipelines, training
 from tests.harness.fake_wire import FEW_AT_A_TIME, WITHOUT_TIMER
-from tests.harness.left_out_waits import sites, under
+from tests.harness.missing_wait_mutations import sites, under
 from tests.harness.stream_order import Order, device_with_streams
 from tests.harness.training import PARTITIONED, REPLICATED, SMALL, Job, placed
 
@@ -45,7 +45,7 @@ _JOB = Job(
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained, and what a user's script does meanwhile.
+    """A training, and the operations of a user's script during it.
 
     Attributes:
         strategies: the strategies to run.
@@ -54,7 +54,7 @@ class Options:
         gathering: whether parameters are looked at, and changed, between forward and backward, while gathers for the
             backward are on their way.
         saving: whether a checkpoint is saved and loaded after each step.
-        aside: whether one is saved beside the training after each step.
+        aside: whether an asynchronous save starts after each step.
         reported: whether steps are recorded, and reported on.
         pipe: a pipeline instead of the job.
     """
@@ -158,21 +158,22 @@ OPTIONS = {
 
 
 def watch_cases(options: str, folder: str, number: int, **more: Any) -> dict[str, tuple[list[str], int, int]]:
-    """Watch so many of a set's strategies, evenly spread, and of another set others; see ``watch_case``."""
+    """Watch this number of a set's strategies, evenly spread, and others of another set; see ``watch_case``."""
     strategies, first = OPTIONS[options].strategies, list(OPTIONS).index(options)
     names = [strategies[(first + at * len(strategies) // number) % len(strategies)] for at in range(number)]
     return {name: watch_case(name, options, folder, **more) for name in names}
 
 
 def watch_case(name: str, options: str, folder: str, **more: Any) -> tuple[list[str], int, int]:
-    """Train; what has no order, and numbers of accesses and of pairs, as in ``Order``. See ``run_case``."""
+    """Train; return accesses without an order, and numbers of accesses and of pairs, as in ``Order``. See
+    ``run_case``."""
     with device_with_streams() as order:
         run_case(order, name, options, folder, **more)
     return [str(finding) for finding in order.findings], order.accesses, order.pairs
 
 
 def leave_out(place: str, name: str, options: str, folder: str, group_size: int, steps: int) -> list[str]:
-    """Leave out a wait, one of ``left_out_waits.sites``; what has no order. See ``run_case``."""
+    """Omit a wait of ``missing_wait_mutations.sites``; return accesses without an order. See ``run_case``."""
     with device_with_streams() as order:
         order.left_out = under(sites()[place])
         run_case(order, name, options, folder, steps, group_size=group_size)
@@ -185,28 +186,30 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     The engine is destroyed while the device has streams: what is in flight is completed.
 
     Args:
-        order: of the device.
-        name: of the strategy, or the stage.
+        order: order of the device.
+        name: name of the strategy, or the stage.
         options: name of the set, or ``BY_HAND``.
         folder: for checkpoints.
-        steps: how many; 0 for as many as the options say.
+        steps: their number; 0: the number in the options.
         more: further keys of zero_optimization.
     """
     if options == BY_HAND:
         gather_by_hand(order, name)
         return
-    given = OPTIONS[options]
-    if given.pipe is not None:
-        engine: Any = pipelines.make_pipeline(given.pipe, placed(name, **{"group_size": 1, **given.zero, **more}))
+    provided = OPTIONS[options]
+    if provided.pipe is not None:
+        engine: Any = pipelines.make_pipeline(
+            provided.pipe, placed(name, **{"group_size": 1, **provided.zero, **more})
+        )
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
         with stepping_on_host(engine, order), order.watch():
-            for _ in range(steps or given.pipe.steps):
+            for _ in range(steps or provided.pipe.steps):
                 engine.train_batch(data)
         engine.destroy()
         return
     job = job_of(options, name, steps)
-    zero = {key: value for key, value in given.zero.items() if key not in _AHEAD or not name.isdigit()}
-    if given.reported:
+    zero = {key: value for key, value in provided.zero.items() if key not in _AHEAD or not name.isdigit()}
+    if provided.reported:
         more["paro_report"] = {"folder": f"{folder}/{name}", "after": 2, "steps": 1, "probe": False}
     engine, model = training.make_engine(job, placed(name, **zero, **more))
     data = training.batches(job)
@@ -214,31 +217,31 @@ def run_case(order: Order, name: str, options: str, folder: str = "", steps: int
     with stepping_on_host(engine, order), order.watch():
         for number, batch in enumerate(batches):
             last = (number + 1) % job.accumulation == 0
-            micro_step(engine, model, job, number, batch, given.gathering)
+            micro_step(engine, model, job, number, batch, provided.gathering)
             if job.no_sync and not last:
                 engine.micro_steps += 1  # no_sync leaves the counting to the caller
             elif last or job.boundary != "step":
                 engine.step()
-            if last and given.saving:
+            if last and provided.saving:
                 read_by_host(engine.optimizer)
                 engine.save_checkpoint(folder, tag=f"{name}-{number}")
                 engine.load_checkpoint(folder, tag=f"{name}-{number}")
-            if last and given.aside:
+            if last and provided.aside:
                 engine.save_checkpoint(folder, tag=name)
-            if last and given.gathering and name[0] == name[2] != "N":
+            if last and provided.gathering and name[0] == name[2] != "N":
                 next(model.parameters()).ds_tensor.mul_(0.9)  # the user writes what this rank holds of a parameter
     engine.destroy()
 
 
 def job_of(options: str, name: str, steps: int = 0) -> Job:
-    """What a strategy trains with a set of options that is no pipeline; 0 steps for as many as these say."""
+    """Train a strategy with a set of options other than a pipeline; 0 steps: the number of the options."""
     job = OPTIONS[options].job
     steps = steps or job.steps
     if name.startswith("N") and job.network is not networks.RoutedOverTwo:
         # Ranks must use the same parameters there; not all of them.
         job = replace(job, network=None, skipped=((1, 1), (2, 0)))
     skipped, overflow = (
-        [at for at in which if at[0] < steps * job.accumulation] for which in (job.skipped, job.overflow)
+        [at for at in index if at[0] < steps * job.accumulation] for index in (job.skipped, job.overflow)
     )
     return replace(job, steps=steps, skipped=skipped, overflow=overflow)
 
@@ -266,7 +269,7 @@ def gather_by_hand(order: Order, name: str) -> float:
     """
     engine, model = training.make_engine(Job(sizes=networks.SQUARE, empty=False, zero=SMALL), placed(name))
     ahead, used = get_accelerator().Stream(), get_accelerator().current_stream()
-    params, others = list(model.layers[0].parameters()), list(model.layers[1].parameters())
+    params, other_ranks = list(model.layers[0].parameters()), list(model.layers[1].parameters())
     with order.watch():
         ahead.wait_stream(used)
         with get_accelerator().stream(ahead):
@@ -276,25 +279,25 @@ def gather_by_hand(order: Order, name: str) -> float:
         with get_accelerator().stream(ahead):
             handle.wait()
             torch.zeros(10)
-            handle = others[0].all_gather_coalesced(others)
+            handle = other_ranks[0].all_gather_coalesced(other_ranks)
         handle.wait()
         with get_accelerator().stream(ahead):
             torch.zeros(10)
         used.wait_stream(ahead)
-        whole = sum(param.abs().sum() for param in params + others)
-        params[0].partition(param_list=params + others)
+        full = sum(param.abs().sum() for param in params + other_ranks)
+        params[0].partition(param_list=params + other_ranks)
         torch.zeros(10)
     engine.destroy()
-    return float(whole)
+    return float(full)
 
 
 @contextlib.contextmanager
 def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
-    """Within this context, tell the order what the host does with an offloaded optimizer.
+    """Within this context, report the host's accesses of an offloaded optimizer to the order.
 
     It clips and steps, and sums tied gradients. With p = I or G, it also clears accumulated gradients, and converts
-    what goes to the device in another dtype. Muon reads and writes shards on the host, and copies that it waits for.
-    An order that knows the host sees all of this itself.
+    tensors that are sent to the device in another dtype. Muon reads and writes shards on the host, and copies that it
+    waits for. An order that knows the host sees all of this itself.
     """
     if order.knows_host:
         yield
@@ -304,9 +307,9 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
     families = getattr(optimizer, "gradients", {}).values()  # stock's have none
     if families:
         parts += [(optimizer.muon, "apply"), (optimizer.muon, "finish_step")]
-    on_host = [one for one in families if isinstance(one, ShardedGradients) and one.accumulator.device.type == "cpu"]
-    on_host = [one for one in on_host if one.rows == 1]
-    parts += [(one, name) for one in on_host for name in ("_prepare_accumulator", "_clear_padding")]
+    on_host = [item for item in families if isinstance(item, ShardedGradients) and item.accumulator.device.type == "cpu"]
+    on_host = [item for item in on_host if item.rows == 1]
+    parts += [(item, name) for item in on_host for name in ("_prepare_accumulator", "_clear_padding")]
     align_rows = redistribution.align_rows
 
     def converted_by_host(windows: Sequence[Tensor], *args: Any) -> Tensor:
@@ -332,8 +335,8 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
         if measure is not None and engine.optimizer_name() == "muon":
             patches.enter_context(mock.patch.object(shards, "pass_to_optimizer", measured))
         if on_host and engine.zero_cpu_offload():
-            for one in on_host:
-                patches.enter_context(mock.patch.object(one, "_store_sums", blocking(one._store_sums)))
+            for item in on_host:
+                patches.enter_context(mock.patch.object(item, "_store_sums", blocking(item._store_sums)))
             patches.enter_context(mock.patch.object(redistribution, "align_rows", converted_by_host))
         for owner, name in parts if engine.zero_cpu_offload() else ():
             patches.enter_context(mock.patch.object(owner, name, order.by_host()(getattr(owner, name))))
@@ -342,7 +345,7 @@ def stepping_on_host(engine: Any, order: Order) -> Iterator[None]:
 
 def read_by_host(optimizer: Any) -> None:
     """Let the host read parameters that it holds, as it may once DeepSpeed has announced a checkpoint."""
-    on_host = [one for one in getattr(optimizer, "slices", {}).values() if one.rows.on_host]
+    on_host = [value for value in getattr(optimizer, "slices", {}).values() if value.rows.on_host]
     if on_host:
         optimizer.checkpoint_event_prologue()
     for slices in on_host:
@@ -350,7 +353,8 @@ def read_by_host(optimizer: Any) -> None:
 
 
 def gather_and_change(parameters: list[Any]) -> None:
-    """Look at two parameters, and change another, as users do; DeepSpeed lets nobody change one in flight."""
+    """Look at two parameters, and change another, as users do; DeepSpeed does not support changes of a parameter in
+    flight."""
     with deepspeed.zero.GatheredParameters([parameters[-1], parameters[len(parameters) // 2]]):
         parameters[-1].sum()
     resting = [p for p in parameters if getattr(p, "ds_status", NOT_AVAILABLE) == NOT_AVAILABLE]

@@ -85,9 +85,9 @@ class Order:
 
     Attributes:
         streams: all of them; ``default`` and ``current`` are two.
-        host: what the host has waited for.
-        left_out: whether the call that is made now, of what orders, is to be left out.
-        on_their_way: collectives.
+        host: clock of the operations that the host has waited for.
+        left_out: whether the current ordering call is omitted.
+        on_their_way: collectives in flight.
         findings: accesses without an order, and how often they occurred.
         knows_host: whether operations on tensors of the host are told from those of the device.
         accesses: number of accesses to tensors that were checked.
@@ -115,7 +115,7 @@ class Order:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Look at what is run in this context; what was run before it is over."""
+        """Check the operations in this context; earlier operations have ended."""
         self.synchronize()
         self._memories.clear()
         self._freed.clear()
@@ -142,9 +142,9 @@ class Order:
             yield
 
     def synchronize(self, what: str = "device", *clocks: Clock) -> None:
-        """Make the host wait for all streams, or up to these clocks; ``what``: what it waits for.
+        """Make the host wait for all streams, or up to these clocks; ``what``: the target of the wait.
 
-        Where a thread of ours waits, what computes does not.
+        If one of our threads waits, the computing thread does not.
         """
         if self.left_out() or threading.current_thread().name == THREAD_NAME:
             return
@@ -164,9 +164,9 @@ class Order:
         """An operation runs on a stream.
 
         Args:
-            stream: which.
+            stream: the stream of the operation.
             operation: its name.
-            reads, writes: tensors; what is in both is written.
+            reads, writes: tensors; those in both are written.
             made: tensors whose memory is new.
         """
         with self._lock:
@@ -212,11 +212,11 @@ class Order:
 
         Args:
             group: process group.
-            name: of its method.
+            name: name of its method.
             start: runs it.
-            args: of the method.
+            args: arguments of the method.
         """
-        written, read = ([*_tensors([args[i] for i in which])] for which in _COLLECTIVES[name])
+        written, read = ([*_tensors([args[i] for i in index])] for index in _COLLECTIVES[name])
         with _disable_current_modes():
             work = start()
         if not self._watching or work is None:
@@ -248,15 +248,15 @@ class Order:
 
     def _give_out(self, stream: Stream, operation: str, where: str) -> None:
         """Memory is allocated on a stream: it may be any that was freed there."""
-        kept = []
+        retained = []
         for memory in self._freed:
             used = memory.in_use()
             if used and memory.home is not stream:
-                kept.append(memory)
+                retained.append(memory)
             for access in used if memory.home is stream else ():
-                given = f"{operation} gets memory of {stream.name}, freed at {memory.freed}, at {where}"
-                self.findings[Finding(str(access), given)] += 1
-        self._freed = kept
+                provided = f"{operation} gets memory of {stream.name}, freed at {memory.freed}, at {where}"
+                self.findings[Finding(str(access), provided)] += 1
+        self._freed = retained
 
 
 class _Operations(TorchDispatchMode):
@@ -271,17 +271,17 @@ class _Operations(TorchDispatchMode):
         if func.namespace == "c10d":
             return outputs
         name, uses = _arguments(func)
-        given = {**dict(zip(uses, args, strict=False)), **(kwargs or {})}
+        provided = {**dict(zip(uses, args, strict=False)), **(kwargs or {})}
         tensors: dict[str, list[Tensor]] = {"read": [], "written": [], "seen": []}
-        for argument, value in given.items():
+        for argument, value in provided.items():
             tensors[uses[argument]] += _tensors(value)
-        known = {tensor.untyped_storage()._cdata for some in tensors.values() for tensor in some}
+        registered = {tensor.untyped_storage()._cdata for subset in tensors.values() for tensor in subset}
         if name == "lift_fresh":  # torch.tensor, on the stream that is current, of numbers of the host
-            known.clear()
-        made = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in known]
-        if made or tensors["written"] or name in ASKS_DEVICE:  # else it is a view
-            filled, read = [] if name in _UNWRITTEN else made, [] if name in _UNREAD else tensors["read"]
-            self._order.operate(name, read, tensors["written"] + filled, made, bool(given.get("non_blocking")))
+            registered.clear()
+        created = [tensor for tensor in _tensors(outputs) if tensor.untyped_storage()._cdata not in registered]
+        if created or tensors["written"] or name in ASKS_DEVICE:  # else it is a view
+            filled, read = [] if name in _UNWRITTEN else created, [] if name in _UNREAD else tensors["read"]
+            self._order.operate(name, read, tensors["written"] + filled, created, bool(provided.get("non_blocking")))
         return outputs
 
 
@@ -368,7 +368,8 @@ def device_with_streams(
 
 @contextlib.contextmanager
 def asking(order: Order) -> Iterator[None]:
-    """In this context, count what ``watch`` does not see: on a CPU, asking for a tensor's values is no operation."""
+    """In this context, count waits that ``watch`` does not see: on a CPU, asking for a tensor's values is no
+    operation."""
 
     def counting(name: str, plain: Any) -> Any:
         def asked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -377,13 +378,13 @@ def asking(order: Order) -> Iterator[None]:
 
         return asked
 
-    found = {name: counting(name, getattr(Tensor, name)) for name in ("tolist", "numpy")}
-    with mock.patch.multiple(Tensor, **found):
+    results = {name: counting(name, getattr(Tensor, name)) for name in ("tolist", "numpy")}
+    with mock.patch.multiple(Tensor, **results):
         yield
 
 
 def _tensors(nested: Any) -> list[Tensor]:
     """Return the tensors in an argument: itself, or those in lists of lists."""
     if isinstance(nested, (list, tuple)):
-        return [tensor for one in nested for tensor in _tensors(one)]
+        return [tensor for item in nested for tensor in _tensors(item)]
     return [nested] if isinstance(nested, Tensor) else []

@@ -27,7 +27,7 @@ _SIMULATION = tuple(
 
 
 class Access(NamedTuple):
-    """What an operation has done to a storage."""
+    """The accesses of an operation to a storage."""
 
     stream: Any  # a ``Stream``
     number: int  # of the operation, in its stream
@@ -67,7 +67,7 @@ class Memory:
         return len(conflicting), [other for other in conflicting if not access.stream.has_seen(other)]
 
     def in_use(self) -> list[Access]:
-        """Accesses that may run beside what gets the memory next."""
+        """Return accesses that may run concurrently with the next owner of the memory."""
         return [
             access
             for number, access in self.last.items()
@@ -100,7 +100,7 @@ def _overlap(some: tuple[Span, ...], others: tuple[Span, ...]) -> bool:
 
 
 def _replaces(access: Access, other: Access) -> bool:
-    """Whether what comes after an access need not look at another one before it."""
+    """Return whether later accesses need not be compared with another access before this one."""
     if access.spans != other.spans or not access.stream.has_seen(other):
         return False
     return access.writes or (not other.writes and access.stream is other.stream)
@@ -115,7 +115,7 @@ def merge(clock: Clock, other: Clock) -> None:
 @functools.cache
 def _named(path: str) -> str:
     """Return a file's path in its package if places in it are named."""
-    package = next((one for one in ("/deepspeed_ext/", "/deepspeed/", "/tests/") if one in path), "")
+    package = next((item for item in ("/deepspeed_ext/", "/deepspeed/", "/tests/") if item in path), "")
     return path.rpartition(package)[2] if package and not path.endswith(_SIMULATION) else ""
 
 
@@ -146,11 +146,11 @@ class Stream:
         return self.clock[self.number]
 
     def see(self, clock: Clock) -> None:
-        """What comes now comes after all that."""
+        """Order the following operations after all of these."""
         merge(self.clock, clock)
 
     def has_seen(self, access: Access) -> bool:
-        """Whether what comes now comes after the access."""
+        """Return whether the next operation is ordered after the access."""
         return self.clock.get(access.stream.number, 0) >= access.number
 
     def wait_stream(self, stream: "Stream") -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Cases that the first tier of the tests leaves to the deep one, and folders of tests; see tests/README.md."""
+"""Cases that run in the deep tier only, and folders of tests; see tests/README.md."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ def deep(*cases: Any) -> list[Any]:
 
 def with_some(cases: Iterable[Any], some: Sequence[str], every: Sequence[str]) -> list[Any]:
     """Return each case with some strategies, and for the deep tier with all, to be parametrized."""
-    kept = list(cases)
-    return [*((case, some) for case in kept), *deep(*((case, every) for case in kept))]
+    retained = list(cases)
+    return [*((case, some) for case in retained), *deep(*((case, every) for case in retained))]
 
 
 def by_strategies(value: Any) -> str | None:

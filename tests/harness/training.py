@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and how.
+    """A training of a small network.
 
     Attributes:
         sizes: widths of the network's layers; odd, so that nothing divides evenly.
@@ -366,6 +366,6 @@ def against(job: Job, variants: list[dict[str, Any]], oracle: dict[str, Any]) ->
 
 def beside(oracle: Record, name: str, job: Job, zero: dict[str, Any]) -> Difference:
     """Train, and compare with stock's results."""
-    found: list[str] = []
-    ours = train(job, zero, look=lambda engine: found.append(type(engine.optimizer).__name__))
-    return difference(name, ours, oracle, found[0])
+    results: list[str] = []
+    ours = train(job, zero, look=lambda engine: results.append(type(engine.optimizer).__name__))
+    return difference(name, ours, oracle, results[0])

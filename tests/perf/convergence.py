@@ -45,7 +45,7 @@ from deepspeed_ext.config.settings import LocoSettings
 from deepspeed_ext.loco import setup
 from deepspeed_ext.loco.hop import QuantizedSums
 from deepspeed_ext.loco.updates import QuantizedDifferences
-from deepspeed_ext.model_bytes import matrices
+from deepspeed_ext.model_bytes import muon_parameters
 from scripts.emulation.launching import add_options, exit_on_signals, launch_workers, start_rank
 from scripts.emulation.traffic import TrafficMeter
 from scripts.examples.gpt import Batches, ByteGPT, read_corpus
@@ -166,7 +166,7 @@ class Trainer:
         with put_in(run.method):
             config = configuration(study, run)
             engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-        run.matrices = sum(parameter.numel() for parameter in matrices(model.parameters()))
+        run.matrices = sum(parameter.numel() for parameter in muon_parameters(model.parameters()))
         self._steps(engine, run, until or run.steps)
         engine.destroy()
         run.seconds = round(time.perf_counter() - begin, 1)

@@ -32,8 +32,8 @@ def shown_by(work: Callable[[], object]) -> tuple[str, str]:
 
 def bars() -> None:
     """Show both kinds of bars."""
-    assert sum(progress.followed([1, 2, 3], "adding", "number")) == 6
-    with progress.bar(2, "waiting", "turn") as shown:
+    assert sum(progress.track_progress([1, 2, 3], "adding", "number")) == 6
+    with progress.progress_bar(2, "waiting", "turn") as shown:
         shown.update()
         shown.update()
 
@@ -61,7 +61,7 @@ def converter_case() -> tuple[str, str]:
         assert ds_to_universal._do_parallel_work(str, [1, 2, 3], 1) == ["1", "2", "3"]
 
     with mock.patch.object(ds_to_universal, "main", main):
-        found = shown_by(lambda: to_universal._make(argparse.Namespace(output_folder="none")))
+        found = shown_by(lambda: to_universal._convert_into_folder(argparse.Namespace(output_folder="none")))
     log, terminal = shown_by(lambda: main(argparse.Namespace()))
     assert "3/3" in log and "3/3" in terminal  # theirs is back
     return found

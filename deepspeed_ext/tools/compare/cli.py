@@ -15,7 +15,7 @@ from typing import Any
 
 import hjson
 
-from deepspeed_ext.progress import bar
+from deepspeed_ext.progress import progress_bar
 from deepspeed_ext.tools.arguments import new_file, number
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run
@@ -80,7 +80,7 @@ def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
         raise ValueError(f"--folder {folder} cannot be made: {error}.") from error
     exit_on_signals()
     reports: list[list[dict[str, Any]]] = [[] for _ in contents]
-    with bar(arguments.rounds * len(contents), "turns", "turn") as shown:
+    with progress_bar(arguments.rounds * len(contents), "turns", "turn") as shown:
         for round_, index in _order(arguments):
             letter = string.ascii_uppercase[index]
             shown.set_postfix_str(letter)

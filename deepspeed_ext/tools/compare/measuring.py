@@ -28,7 +28,7 @@ from torch import Tensor
 from deepspeed_ext.comm.agreement import all_reduce, all_reduce_max
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.model_bytes import held
+from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.tools.clocks import Clock, device_name, make_clock
 from deepspeed_ext.tools.compare.turn import UNFINISHED, Turn
 from deepspeed_ext.version import __version__
@@ -185,7 +185,7 @@ def _memory(engine: Engine, before: int) -> dict[str, int]:
         before: this rank's peak until the end of the warm-up.
     """
     peak = get_accelerator().max_memory_allocated()
-    states = held(engine)
+    states = measure_state_bytes(engine)
     values = [peak, max(peak, before), int(states.parameters), int(states.optimizer)]
     names = "peak_bytes", "peak_bytes_of_run", "parameter_bytes", "optimizer_bytes"
     return dict(zip(names, map(int, all_reduce_max(torch.tensor(values)).tolist()), strict=True))

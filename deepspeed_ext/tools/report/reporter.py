@@ -31,7 +31,7 @@ from deepspeed_ext.comm import observers
 from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
 from deepspeed_ext.config.settings import UNDISTURBED, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
-from deepspeed_ext.model_bytes import held
+from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.strategy import StateBytes
 from deepspeed_ext.tools.clocks import Clock, make_clock
 from deepspeed_ext.tools.report.contents import make, write
@@ -144,7 +144,7 @@ class _Reporter:
 
     def _look(self) -> None:
         """Record the peak of the bytes of model states."""
-        self._held = max(self._held, held(self._engine), key=lambda states: states.total)
+        self._held = max(self._held, measure_state_bytes(self._engine), key=lambda states: states.total)
 
     def _hop_of(self, group: ProcessGroup | None) -> str:
         ranks = get_process_group_ranks(dist.get_world_group() if group is None else group)

@@ -40,7 +40,7 @@ from deepspeed_ext.comm.agreement import bounds
 from deepspeed_ext.comm.process_groups import data_parallel_ranks
 from deepspeed_ext.leaf.chunks import INCOMPLETE, Chunk, ChunkedModule
 from deepspeed_ext.leaf.windows import WindowedModule
-from deepspeed_ext.overrides import checked, override, replaced
+from deepspeed_ext.overrides import check_overrides, override, replace_attributes
 
 _comparing: ContextVar[ProcessGroup | None] = ContextVar(
     "process group whose ranks compare their records", default=None
@@ -48,7 +48,7 @@ _comparing: ContextVar[ProcessGroup | None] = ContextVar(
 _coordinating: ContextVar[bool] = ContextVar("whether a coordinator that is made is one of ours", default=False)
 
 
-@checked
+@check_overrides
 class GroupCoordinator(PartitionedParameterCoordinator):
     """DeepSpeed's coordinator, with a separate process group.
 
@@ -200,7 +200,7 @@ def use_coordinator(group: ProcessGroup | None) -> Iterator[None]:
 
     token = _coordinating.set(True)
     try:
-        with replaced(parameter_offload, PartitionedParameterCoordinator=make):
+        with replace_attributes(parameter_offload, PartitionedParameterCoordinator=make):
             yield
     finally:
         _coordinating.reset(token)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws models, configurations and events, and runs each beside stock DeepSpeed.
+"""Draws models, configurations and events, and compares each with stock DeepSpeed.
 
     python -m tests.campaigns.fuzz --minutes 10 --seed 1
     python -m tests.campaigns.fuzz --cases 300 --kinds sharded pipeline --worlds 4
@@ -40,17 +40,17 @@ def main() -> None:
     try:
         pool(1).run(build_kernels, timeout=900.0)
         if arguments.case:
-            problems = campaign.problems_of(pool, campaign.parse(arguments.case))
+            problems = campaign.run_case(pool, campaign.parse(arguments.case))
             print("\n".join(problems) or "as it must be")
             sys.exit(bool(problems))
         deadline = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
         shrinking = 0.0 if arguments.first else 60.0
-        found = campaign.Campaign(pool, arguments.seed, tuple(arguments.worlds), shrinking, arguments.batch)
-        found.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
+        results = campaign.Campaign(pool, arguments.seed, tuple(arguments.worlds), shrinking, arguments.batch)
+        results.run(arguments.kinds, arguments.cases or sys.maxsize, deadline)
     finally:
         pool.close()
-    print(found.report())
-    sys.exit(bool(found.failures))
+    print(results.report())
+    sys.exit(bool(results.failures))
 
 
 if __name__ == "__main__":

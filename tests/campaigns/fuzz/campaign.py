@@ -23,7 +23,7 @@ _NAMES = {kind.__name__: kind for kind in (Case, PipeCase, cases.Block, cases.St
 
 
 class Failure(NamedTuple):
-    """The smallest case that was found, and what is wrong with it."""
+    """The smallest failing case, and its problems."""
 
     case: Any
     problems: list[str]
@@ -41,20 +41,20 @@ def parse(text: str) -> Any:
     return eval(text, {"__builtins__": {}}, _NAMES)
 
 
-def problems_of(pool: RankPool, case: Any, happened: Counter[str] | None = None) -> list[str]:
-    """Run a case; return what is wrong with it, each problem once, and count what happened."""
+def run_case(pool: RankPool, case: Any, happened: Counter[str] | None = None) -> list[str]:
+    """Run a case; return its problems, each once, and count its events."""
     happened = Counter() if happened is None else happened
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # pools print what ranks have logged
-            verdicts = pool(case.world).run(in_ranks.judged, case, timeout=TIMEOUT * max(1.0, case.world / 4))
+            verdicts = pool(case.world).run(in_ranks.judge_case, case, timeout=TIMEOUT * max(1.0, case.world / 4))
     except (RankTimeout, RankError) as error:
-        what = "hang" if isinstance(error, RankTimeout) else "error"
+        subject = "hang" if isinstance(error, RankTimeout) else "error"
         if ORACLE not in str(error):
-            return [f"{what}: {_told(str(error))}"]
-        happened[f"stock ends in a {what}"] += 1
+            return [f"{subject}: {_told(str(error))}"]
+        happened[f"stock ends in a {subject}"] += 1
         return []
     happened.update({event for _, events in verdicts for event in events})
-    return list(dict.fromkeys(problem for found, _ in verdicts for problem in found))
+    return list(dict.fromkeys(problem for results, _ in verdicts for problem in results))
 
 
 def _told(message: str) -> str:
@@ -66,7 +66,7 @@ def _told(message: str) -> str:
 
 
 def signature(problems: Sequence[str]) -> str:
-    """Return what two failures with one cause have in common: the first problem, without numbers and names."""
+    """Return the text that failures with one cause share: the first problem, without numbers and names."""
     lines = problems[0].splitlines()
     first = "\n".join(lines[-3:]) if problems[0].startswith(("error", "hang")) else lines[0]
     return re.sub(r"\d[0-9.e+-]*|layers\S*|head\S*", "#", first)[:300]
@@ -76,15 +76,15 @@ class Campaign:
     """A run of the fuzzer.
 
     Args:
-        pool: of ranks.
-        seed: of what is drawn.
+        pool: pool of ranks.
+        seed: seed of the drawn cases.
         worlds: numbers of ranks to draw from.
         shrinking: seconds that shrinking a case may take; 0 to end with the first failure instead.
         batch: cases of one kind that are drawn together, before those of the next kind.
 
     Attributes:
         counts: cases by kind and number of ranks.
-        happened: what the cases were compared with, and in how many.
+        happened: the oracles of the cases, and the number of cases of each.
         failures: one for each cause.
     """
 
@@ -94,10 +94,10 @@ class Campaign:
         self._pool, self._seed, self._worlds, self._shrinking, self._batch = pool, seed, worlds, shrinking, batch
 
     def run(self, drawn: Sequence[str], number: int, deadline: float) -> None:
-        """Run so many cases, of all kinds in turns, or until the deadline (of ``time.monotonic``)."""
+        """Run this number of cases, of all kinds in turns, or until the deadline (of ``time.monotonic``)."""
         batch = 0
-        while (left := number - self.counts.total()) > 0 and time.monotonic() < deadline:
-            self._run_batch(drawn[batch % len(drawn)], batch, min(self._batch, left), deadline)
+        while (remaining := number - self.counts.total()) > 0 and time.monotonic() < deadline:
+            self._run_batch(drawn[batch % len(drawn)], batch, min(self._batch, remaining), deadline)
             batch += 1
             if self.failures and not self._shrinking:
                 return
@@ -110,7 +110,7 @@ class Campaign:
             nonlocal smallest, deadline
             if time.monotonic() > deadline:
                 return
-            problems = problems_of(self._pool, case, self.happened)
+            problems = run_case(self._pool, case, self.happened)
             if smallest is None:
                 self.counts[kind, case.world] += 1
             cause = signature(problems) if problems else ""
@@ -139,7 +139,7 @@ class Campaign:
             print(f"FAILED {smallest}", flush=True)
 
     def report(self) -> str:
-        """Return what was run and found."""
+        """Return the cases that ran, and their problems."""
         rows = [f"{count:>7} of {kind} on {world} ranks" for (kind, world), count in sorted(self.counts.items())]
-        rows += [f"{count:>7} cases: {what}" for what, count in sorted(self.happened.items())]
+        rows += [f"{count:>7} cases: {case}" for case, count in sorted(self.happened.items())]
         return "\n".join([*rows, *(f"\nFAILED {failure}" for failure in self.failures.values())])

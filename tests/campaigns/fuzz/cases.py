@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a case of the fuzzer is: a model, a configuration, and what happens between steps. Plain values, no torch.
+"""A case of the fuzzer: a model, a configuration, and events between steps. Plain values, no torch.
 
-The ``repr`` of a case, without what is left at its default, is the text from which it can be run again.
+The ``repr`` of a case, without default values, is the text from which it can be run again.
 """
 
 import dataclasses
@@ -13,25 +13,25 @@ ORACLE = "Now stock DeepSpeed trains."  # what a rank logs before that
 
 
 class Plain:
-    """Prints what differs from the defaults only."""
+    """Prints only the fields that differ from the defaults."""
 
     def __repr__(self) -> str:
-        given = []
-        for one in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, one.name)
-            default = one.default_factory() if callable(one.default_factory) else one.default
+        provided = []
+        for item in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, item.name)
+            default = item.default_factory() if callable(item.default_factory) else item.default
             if value != default:
-                given.append(f"{one.name}={value!r}")
-        return f"{type(self).__name__}({', '.join(given)})"
+                provided.append(f"{item.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(provided)})"
 
 
 def is_exact(zero: dict[str, Any]) -> bool:
-    """Whether updates cross without loss, by the keys of zero_optimization."""
+    """Whether updates are sent without loss, by the keys of zero_optimization."""
     return bool((zero.get("paro_quantized_updates") or {}).get("bits") == "exact")
 
 
 def is_lossy(zero: dict[str, Any]) -> bool:
-    """Whether gradients or updates cross in few bits, by the keys of zero_optimization."""
+    """Whether gradients or updates are sent in few bits, by the keys of zero_optimization."""
     updates = "paro_quantized_updates" in zero and not is_exact(zero)
     return updates or any(key in zero for key in ("zeropp_loco_param", "zero_quantized_gradients"))
 
@@ -46,7 +46,7 @@ class Block(Plain):
             weight without owning it; "experts", a leaf module with three parts, and each call uses one or two of them;
             "unit", a mixture of many small parameters; "packed", a router and five experts in 3-D parameters, and each
             call uses some of them.
-        width: of the output of "linear", and of the inside of the others.
+        width: width of the output of "linear", and of the inside of the others.
         bias: whether a linear layer has one.
         frozen: whether its parameters have no gradients.
         recomputed: None, or use_reentrant of torch's activation checkpointing.
@@ -60,7 +60,7 @@ class Block(Plain):
 
 
 class Event(NamedTuple):
-    """Something between two steps; what it does is in ``events.py``."""
+    """An event between two steps; see ``events.py``."""
 
     name: str
     value: Any = None
@@ -72,7 +72,7 @@ class Step(Plain):
 
     Attributes:
         before: events.
-        micro_steps: how many; 0 for as many as the configuration says.
+        micro_steps: their number; 0: the number in the configuration.
         skipped: (micro-step, block): blocks that this micro-step leaves out, on all ranks.
         overflow: (micro-step, rank) where the loss becomes infinite.
         twice: micro-steps with a backward in two parts.
@@ -87,10 +87,10 @@ class Step(Plain):
 
 @dataclass(frozen=True, repr=False)
 class Case(Plain):
-    """A run of ours beside one of stock DeepSpeed's.
+    """A run of ours, compared with stock DeepSpeed.
 
     Attributes:
-        kind: what it is drawn as, for counting.
+        kind: its kind, for counting.
         world: ranks.
         zero: keys of zero_optimization, a strategy's among them.
         config: further keys of the configuration.
@@ -100,7 +100,7 @@ class Case(Plain):
         network: name of a class of ``tests.harness.networks`` in place of blocks.
         steps: optimizer steps.
         streams: whether it is also run on a simulated device with streams.
-        reference: whether it is also run without kernels, where something crosses compressed.
+        reference: whether it is also run without kernels, if data is sent compressed.
         others: as of ``tests.harness.training.Job``.
     """
 
@@ -144,12 +144,12 @@ class Case(Plain):
 
     @property
     def exact(self) -> bool:
-        """Whether updates cross without loss."""
+        """Whether updates are sent without loss."""
         return is_exact(self.zero)
 
     @property
     def lossy(self) -> bool:
-        """Whether gradients or updates cross in few bits."""
+        """Whether gradients or updates are sent in few bits."""
         return is_lossy(self.zero)
 
     def events(self) -> list[Event]:
@@ -162,7 +162,7 @@ class PipeCase(Plain):
     """A pipeline.
 
     Attributes:
-        zero: keys of zero_optimization, beside the strategy.
+        zero: keys of zero_optimization, in addition to the strategy.
         pipe: attributes of ``tests.harness.pipelines.Pipe``.
         resumed: steps after which training continues in a new engine; 0 for not.
     """

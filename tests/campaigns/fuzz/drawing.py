@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Draws cases with Hypothesis, which also shrinks those that fail: the simplest value of each choice stands first."""
+"""Draws cases with Hypothesis, which also shrinks those that fail: the simplest value of each choice is first."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -90,7 +90,7 @@ def events(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], 
 
 def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], lossy: bool) -> tuple[Step, ...]:
     """All steps of a case."""
-    accumulation, found = case["accumulation"], []
+    accumulation, results = case["accumulation"], []
     number = draw(one_of(2, 2, 3))
     for _ in range(number):
         micro_steps = draw(some.integers(1, accumulation)) if case["boundary"] == "user" else 0
@@ -111,12 +111,12 @@ def steps(draw: Draw, case: dict[str, Any], convertible: list[dict[str, Any]], l
             if not once and seldom(draw, 10):
                 twice.append(at)
         before = events(draw, case, convertible, lossy)
-        found.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
-    return tuple(found)
+        results.append(Step(before, micro_steps, tuple(skipped), tuple(overflow), tuple(twice)))
+    return tuple(results)
 
 
 def training(draw: Draw, stage: int) -> dict[str, Any]:
-    """What is not in zero_optimization, and is no model."""
+    """Draw the keys outside of zero_optimization."""
     keys: dict[str, Any] = {
         "dtype": draw(one_of("fp32", "fp32", "bf16", "bf16", "fp16")),
         "optimizer": draw(one_of("SGD", "SGD", "Adam", "Adam", "Muon")),
@@ -230,7 +230,7 @@ def in_windows(draw: Draw, case: dict[str, Any]) -> None:
 
 
 def in_few_bits(draw: Draw, zero: dict[str, Any], strategy: str) -> None:
-    """Make gradients cross in few bits, or updates if the strategy can send them so."""
+    """Send gradients in few bits, or updates if the strategy can send them so."""
     keys = set(draw(some.sets(one_of("gradients", "updates"), min_size=1)))
     if "gradients" in keys:
         loco: dict[str, Any] = {}
@@ -257,8 +257,8 @@ def strategies_of(kind: str) -> tuple[str, ...]:
     return of_kinds.get(kind, (*REPLICATED, *SHARDED))
 
 
-def compressed(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
-    """Draw what crosses in few bits, by the kind of the case; return whether anything is lost."""
+def draw_compression(draw: Draw, case: dict[str, Any], zero: dict[str, Any], strategy: str) -> bool:
+    """Draw the data that is sent in few bits, by the kind of the case; return whether anything is lost."""
     kind = case["kind"]
     if kind == "few bits" or (kind in ("experts", "model-parallel", "windows") and seldom(draw)):
         in_few_bits(draw, zero, strategy)
@@ -317,7 +317,7 @@ def cases(draw: Draw, kind: str, worlds: tuple[int, ...]) -> Case:
         case["config"].pop("torch_autocast", None)
     case.update(kind=kind, world=world)
     zero = replicated_keys(draw, case) if stage < 3 else sharded_keys(draw, case, strategy)
-    lossy = compressed(draw, case, zero, strategy)
+    lossy = draw_compression(draw, case, zero, strategy)
     if case["optimizer"] == "Muon":
         if stage == 3:  # refused but for all-reduces, by which stock's stage 3 has Muon
             case["config"].pop("gradient_predivide_factor", None)

@@ -1,8 +1,8 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What users do between two steps; inside rank processes only.
+"""Operations of users between two steps; inside rank processes only.
 
-An event is one of two kinds. Some change what is trained, and stock DeepSpeed's run has them, too (``SHARED``). All
+An event is one of two kinds. Some change the training, and stock DeepSpeed's run has them, too (``SHARED``). All
 others must change nothing, and only our run has them: that also keeps stock's own faults in them away.
 """
 
@@ -67,8 +67,8 @@ def save_and_load(run: Run, value: Any) -> None:
         dist.barrier()  # the first rank removes what was replaced
         tags = [entry for entry in folder.iterdir() if entry.is_dir()]
         assert len(tags) == 1, f"a save leaves {tags}"
-        kept = [(tags[0] / name).exists() for name in (OF_USER, OF_MORE_RANKS)]
-        assert kept == [True, False], f"a save keeps a user's file, and one of an older save: {kept}"
+        retained = [(tags[0] / name).exists() for name in (OF_USER, OF_MORE_RANKS)]
+        assert retained == [True, False], f"a save keeps a user's file, and one of an older save: {retained}"
         path, client_state = run.engine.load_checkpoint(str(folder))
         assert path is not None and client_state["number"] == 2, f"an older save was loaded: {client_state}"
 
@@ -96,7 +96,7 @@ def load_broken(run: Run, value: tuple[int, str]) -> None:
 
 
 def resume(run: Run, value: Any) -> None:
-    """Go on in an engine that is made anew."""
+    """Continue in a new engine."""
     stepped = run.stepped
     with shared_folder() as folder:
         run.engine.save_checkpoint(str(folder))
@@ -107,7 +107,7 @@ def resume(run: Run, value: Any) -> None:
 
 
 def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
-    """Go on under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
+    """Continue under other keys of zero_optimization, by a checkpoint that is universal, or becomes so in the load."""
     if not run.stepped:  # DeepSpeed's converter needs optimizer states
         return
     with shared_folder() as folder:
@@ -125,13 +125,13 @@ def go_on_elsewhere(run: Run, value: Any, universal: bool) -> None:
 def look(run: Run, value: int) -> None:
     """Gather some parameters and look at them."""
     parameters = list(run.model.parameters())
-    some = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
-    with deepspeed.zero.GatheredParameters(some):
-        run.seen.append(sum(p.detach().float().abs().sum() for p in some))
+    subset = list({id(p): p for p in (parameters[value % len(parameters)], parameters[-1])}.values())
+    with deepspeed.zero.GatheredParameters(subset):
+        run.seen.append(sum(p.detach().float().abs().sum() for p in subset))
 
 
 def write_nothing(run: Run, value: int) -> None:
-    """Gather a parameter as one who may change it, and leave it as it is."""
+    """Gather a parameter as for a change, without changing it."""
     parameters = list(run.model.parameters())
     param = parameters[value % len(parameters)]
     if getattr(param, "ds_status", None) in (None, ZeroParamStatus.NOT_AVAILABLE):
@@ -141,7 +141,7 @@ def write_nothing(run: Run, value: int) -> None:
 
 
 def modifies(run: Run, param: Any) -> bool:
-    """Whether this rank is the one that may change what it has gathered: each, where parameters are replicated."""
+    """Whether this rank may change the parameters that it has gathered: each, where parameters are replicated."""
     return not hasattr(param, "ds_tensor") or dist.get_rank() // run.case.tensor_parallel == 0
 
 
@@ -162,9 +162,9 @@ def change_weights(run: Run, value: float) -> None:
         safe_set_full_fp32_param(param, changed)
         return
     # Stock's stage 3 reads beyond the end of a parameter that ranks do not divide: its last rank raises, others wait.
-    held, group = param.ds_tensor.numel(), param.ds_process_group
-    padded = torch.nn.functional.pad(changed.flatten(), (0, held * dist.get_world_size(group) - changed.numel()))
-    safe_set_local_fp32_param(param, padded[held * dist.get_rank(group) :][:held])
+    retained, group = param.ds_tensor.numel(), param.ds_process_group
+    padded = torch.nn.functional.pad(changed.flatten(), (0, retained * dist.get_world_size(group) - changed.numel()))
+    safe_set_local_fp32_param(param, padded[retained * dist.get_rank(group) :][:retained])
 
 
 def training_size(param: Any) -> int:

@@ -12,8 +12,8 @@ def build_kernels() -> bool:
     return bool(ops.load_kernels())
 
 
-def judged(case: Case | PipeCase) -> tuple[list[str], list[str]]:
-    """Problems of a case, and what happened; see ``judging``."""
+def judge_case(case: Case | PipeCase) -> tuple[list[str], list[str]]:
+    """Return the problems of a case, and its events; see ``judging``."""
     from tests.campaigns.fuzz.judging import judge
 
     problems, happened = judge(case)

@@ -1,14 +1,14 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a case beside its oracle, and says what is wrong; inside rank processes only.
+"""Compares a case with its oracle, and returns the problems; inside rank processes only.
 
 Note [What a case is compared with]
     A case is trained by us and by stock DeepSpeed at the stage that is nearest to the strategy, with the keys that are
     not ours; if it says so by us on a simulated device with streams, too, and without kernels, to the bit; and where
     events must change nothing, by us without these, to the bit. Where a stage has a known fault (``oracles.FAULTS``)
-    stock is another stage. What we run with streams must be what we run without, and what stock runs, to rounding.
-    Where gradients or updates cross in few bits, the way from the first weights to the last must be stock's, but for
-    a part; and where updates cross without loss, the oracle is also our own run without that key, to the bit.
+    stock is another stage. Our run with streams must match our run without, and the run of stock, to rounding.
+    If gradients or updates are sent in few bits, the way from the first weights to the last must be stock's, but for
+    a part; and if updates are sent without loss, the oracle is also our own run without that key, to the bit.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def _judge(case: Case) -> Verdict:
 
 
 def _with_streams(case: Case, ours: Trained) -> Iterator[str]:
-    """What has no order on a device with streams, or is other there."""
+    """Return accesses without an order on a device with streams, and differences there."""
     with device_with_streams() as order:
         streamed = runs.train(case, case.zero, True, order)
     yield from (f"order: {finding}" for finding in order.findings)
@@ -109,21 +109,21 @@ def _without_events(case: Case) -> Case | None:
 
 
 def _refused(case: Case, error: Exception) -> Verdict:
-    """What we raise, and stock does not."""
-    told = f"{type(error).__name__}: {error}"
+    """Return the errors that only our run raises."""
+    messages = f"{type(error).__name__}: {error}"
     # After two backwards for one forward, stock may raise the same; otherwise its exception may differ.
-    for given in (case, oracles.as_stock_runs_it(case, case.stage)):
+    for provided in (case, oracles.as_stock_runs_it(case, case.stage)):
         try:
-            runs.train(given, oracles.keys_of(case, case.stage), False)
+            runs.train(provided, oracles.keys_of(case, case.stage), False)
         except Exception as other:
-            if given is not case or type(other) is type(error):
+            if provided is not case or type(other) is type(error):
                 return Verdict([], [f"both raise: stock {type(other).__name__}: {str(other)[:60]}"])
     trace = "".join(traceback.format_tb(error.__traceback__)[-4:]).rstrip()
-    return Verdict([f"raises {told}\n{trace}"], [])
+    return Verdict([f"raises {messages}\n{trace}"], [])
 
 
 def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
-    """What needs no oracle."""
+    """Return the problems that need no oracle."""
     if not ours.replicas_equal:
         yield "replicas differ"
     if not torch.isfinite(ours.weights).all():
@@ -134,7 +134,7 @@ def _wrong_alone(case: Case, ours: Trained) -> Iterator[str]:
 
 
 def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
-    """What differs at all."""
+    """Return all differences."""
     apart = [name for name in one.states if not torch.equal(one.states[name], other.states[name])]
     if apart:
         yield f"{what}: other bits of {len(apart)} of {len(one.states)} states, as {sorted(apart)[0]}"
@@ -145,7 +145,7 @@ def _bits(one: Trained, other: Trained, what: str) -> Iterator[str]:
 
 
 def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
-    """What differs by more than rounding."""
+    """Return the differences above rounding."""
     if (ours.scales, ours.applied) != (stock.scales, stock.applied):
         yield f"steps: {ours.applied} at scales {ours.scales}, stock {stock.applied} at {stock.scales}"
         return
@@ -153,9 +153,9 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
         if case.optimizer != "Muon":  # it takes directions, which few bits may turn
             yield from _far(case, ours, stock)
         return
-    found = _relative(ours.weights, stock.weights)
-    if not found <= _bound(case, WEIGHTS):
-        yield f"weights {found:.1e} apart"
+    results = _relative(ours.weights, stock.weights)
+    if not results <= _bound(case, WEIGHTS):
+        yield f"weights {results:.1e} apart"
     elif case.dtype != "fp32" and case.optimizer != "Muon":
         yield from _far(case, ours, stock)  # which small steps are in 16 bits
     for name, bounds in (("losses", LOSSES), ("norms", MOMENTS)):
@@ -175,7 +175,8 @@ def _apart(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
 def _states(
     case: Case, ours: dict[str, Tensor], stock: dict[str, Tensor], norm: float, weight: float
 ) -> Iterator[str]:
-    """States, in parts of the largest of their kind; of moments, also of what the largest gradient makes of them."""
+    """Return differences of states, relative to the largest of their kind; for moments, also to those of the largest
+    gradient."""
     if ours.keys() != stock.keys():
         yield f"states of one only: {sorted(ours.keys() ^ stock.keys())[:4]}"
         return
@@ -193,23 +194,23 @@ def _states(
         if ours[name].shape != stock[name].shape:
             yield f"{name}: shape {tuple(ours[name].shape)}, stock's {tuple(stock[name].shape)}"
         elif stock[name].numel():
-            found = (ours[name].float() - stock[name].float()).abs().max().item() / largest[kind]
-            if not found <= bound:
-                yield f"{name} is {found:.1e} of the largest apart"
+            results = (ours[name].float() - stock[name].float()).abs().max().item() / largest[kind]
+            if not results <= bound:
+                yield f"{name} is {results:.1e} of the largest apart"
                 return
 
 
 def _far(case: Case, ours: Trained, stock: Trained) -> Iterator[str]:
-    """How far the way of all weights is from stock's, but for what an ulp of each is."""
+    """Return the distance of the change of all weights from stock's, except an ulp of each."""
     first = runs.first_weights(case)
-    way, other = ours.weights - first, stock.weights - first
+    route, other = ours.weights - first, stock.weights - first
     rounding = torch.finfo(DTYPES[case.dtype]).eps * first.norm()
-    if other.norm() > 0 and not (way - other).norm() <= LOSSY * other.norm() + rounding:
-        yield f"the way of the weights is {(way - other).norm() / other.norm():.2f} of itself apart"
+    if other.norm() > 0 and not (route - other).norm() <= LOSSY * other.norm() + rounding:
+        yield f"the way of the weights is {(route - other).norm() / other.norm():.2f} of itself apart"
 
 
 def _bound(case: Case, bounds: dict[str, float]) -> float:
-    """The bound of what a case computes in."""
+    """Return the bound for the dtype of a case."""
     lower = case.config.get("torch_autocast") or case.config.get("communication_data_type") == "bf16"
     precision = "bf16" if lower and case.dtype == "fp32" else case.dtype
     if case.optimizer == "Muon":

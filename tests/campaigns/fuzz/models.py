@@ -27,14 +27,15 @@ class Choosing(nn.Module):
         self.routed, self.calls = routed, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Their sum. Who trains the model sets ``calls``, so a recomputation and a resumed run choose alike."""
+        """Their sum. The training loop sets ``calls``, so a recomputation and a resumed run make the same choice."""
         first = self.calls + (dist.get_rank() if self.routed else 0)
         out: Tensor = sum(self.experts[(first + i) % 3](x) for i in range(1 + self.calls % 2))  # type: ignore[assignment]
         return out
 
 
 class Packed(nn.Module):
-    """A router and packed experts. The call says where rows go: what a router chooses may be a matter of rounding."""
+    """A router and packed experts. The call chooses the experts, because the router's choice may depend on
+    rounding."""
 
     def __init__(self, width: int, routed: bool) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Packed(nn.Module):
 
 
 class Part(nn.Module):
-    """A block; what goes in is ``width`` wide, and what comes out, ``out``."""
+    """A block with inputs of ``width`` and outputs of ``out`` elements."""
 
     def __init__(self, block: Block, width: int, routed: bool) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Drawn(nn.Module):
             deepspeed.utils.set_z3_leaf_modules(self, [Choosing])
 
     def forward(self, x: Tensor, skipped: Sequence[int] = ()) -> Tensor:
-        """Apply the blocks; of one that is skipped, what goes in is cut, or repeated, to what would come out."""
+        """Apply the blocks; the input of a skipped one is cut, or repeated, to the size of its output."""
         for number, (layer, recomputed) in enumerate(zip(self.layers, self.recomputed, strict=True)):
             if number in skipped:
                 x = x.repeat(1, -(-layer.out // x.shape[1]))[:, : layer.out]

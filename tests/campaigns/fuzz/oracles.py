@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Which stage of stock DeepSpeed a case is compared with, and where stock is known to be wrong."""
+"""The stage of stock DeepSpeed for a comparison with a case, and known faults of stock."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,11 +14,11 @@ OF_PIPELINES = ("reduce_bucket_size", "allgather_bucket_size")
 
 
 class Fault(NamedTuple):
-    """Something that DeepSpeed 0.19.8 does wrong.
+    """A fault of DeepSpeed 0.19.8.
 
     Attributes:
         what: in a sentence.
-        stages: that do.
+        stages: the stages that have it.
         found: whether a case meets it.
         without: keys of the configuration, or of zero_optimization, without which it does not happen, and which change
             no numbers otherwise; none if another stage has to be the oracle.
@@ -31,7 +31,7 @@ class Fault(NamedTuple):
 
 
 def _rests(case: Case, at_end: int) -> bool:
-    """Whether a step leaves a block out in its first (0) or last (-1) micro-step."""
+    """Whether a step skips a block in its first (0) or last (-1) micro-step."""
     if any(block.kind == "experts" for block in case.blocks):
         return True
     for step in case.steps:
@@ -132,16 +132,16 @@ def stage_for(case: Case) -> int | None:
         return None if any(not fault.without for fault in faults(case, nearest)) else nearest
     # A model that is made in 16 bits has other weights.
     made_in_16_bits = case.zero_init is not None and case.dtype != "fp32"
-    others = [] if made_in_16_bits else [stage for stage in (2, 1, 3, 0) if stage != nearest]
+    other_ranks = [] if made_in_16_bits else [stage for stage in (2, 1, 3, 0) if stage != nearest]
     # In a step in which the loss scale grows, stage 3 divides gradients by the next scale, and ours with it.
     if "loss_scale_window" in case.config.get("fp16", {}):
-        others = [] if nearest == 3 else [stage for stage in others if stage != 3]
-    able = (stage for stage in (nearest, *others) if not any(not fault.without for fault in faults(case, stage)))
+        other_ranks = [] if nearest == 3 else [stage for stage in other_ranks if stage != 3]
+    able = (stage for stage in (nearest, *other_ranks) if not any(not fault.without for fault in faults(case, stage)))
     return next(able, None)
 
 
 def faults(case: Case, stage: int) -> list[Fault]:
-    """What a stage is known to do wrong with a case."""
+    """Return the known faults of a stage for a case."""
     return [fault for fault in FAULTS if stage in fault.stages and fault.found(case)]
 
 
@@ -157,7 +157,7 @@ def keys_of(case: Case, stage: int) -> dict[str, Any]:
 
 
 def as_stock_runs_it(case: Case, stage: int) -> Case:
-    """A case without what gives stock other numbers at a stage, though it must not.
+    """Return a case without the options that give stock wrong numbers at a stage.
 
     Of two backwards at one accumulation boundary, stages 1 and 2 lose the first, or raise; their sum is the same.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a pipeline beside its oracle, and says what is wrong; inside rank processes only.
+"""Compares a pipeline with its oracle, and returns the problems; inside rank processes only.
 
 The oracle is DeepSpeed's own pipeline with ZeRO-1; where a stage has nothing to train, which fails there, it is plain
 torch, without a pipeline.
@@ -29,7 +29,7 @@ LOSSES = {"fp32": 2e-5, "bf16": 3e-2, "fp16": 1e-2}
 
 
 class Verdict(NamedTuple):
-    """What was found: problems, each a line; and what happened, for counting."""
+    """The result of a case: problems, each a line; and events, for counting."""
 
     problems: list[str]
     happened: list[str]
@@ -68,7 +68,7 @@ def _stock(case: PipeCase, pipe: Pipe) -> Trained:
 
 
 def _findings(pipe: Pipe, keys: dict[str, Any]) -> list[str]:
-    """What has no order on a device with streams."""
+    """Return accesses without an order on a device with streams."""
     with device_with_streams() as order:
         engine = pipelines.make_pipeline(pipe, keys)
         data = pipelines.batches(engine.grid.get_data_parallel_rank())
@@ -101,12 +101,12 @@ def _resumed(case: PipeCase, pipe: Pipe, keys: dict[str, Any], ours: Trained) ->
 
 
 def _apart(case: PipeCase, pipe: Pipe, ours: Trained, stock: Trained) -> Iterator[str]:
-    """What differs by more than rounding."""
+    """Return the differences above rounding."""
     apart = pipelines.apart(case.strategy, ours, stock)
     # Losses are summed over stages, and learning rates are larger there.
     bounds = (2 * WEIGHTS[pipe.dtype], 2 * LOSSES[pipe.dtype], 2 * MOMENTS[pipe.dtype])
-    for name, found, bound in zip(("weights", "losses", "norms"), apart[1:4], bounds, strict=True):
-        if not found <= bound:
-            yield f"{name} {found:.1e} apart"
+    for name, results, bound in zip(("weights", "losses", "norms"), apart[1:4], bounds, strict=True):
+        if not results <= bound:
+            yield f"{name} {results:.1e} apart"
     if ours.applied != stock.applied and not rests(pipe):  # torch skips none
         yield f"steps {ours.applied}, stock's {stock.applied}"

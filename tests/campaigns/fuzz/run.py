@@ -78,8 +78,8 @@ class Run:
     Attributes:
         zero: keys of zero_optimization.
         ours: whether events that must change nothing take place.
-        order: of a device with streams, or none.
-        seen: what events have looked at.
+        order: order of a device with streams, or none.
+        seen: values that events have read.
         stepped: whether there are optimizer states.
     """
 
@@ -103,7 +103,8 @@ class Run:
         self._make({})
 
     def make_engine(self, config: dict[str, Any]) -> tuple[Any, nn.Module]:
-        """Engine and model, with these keys beside. Under zero.Init only what is sharded then can be trained."""
+        """Return engine and model, with further keys. Under zero.Init only parameters that are sharded then can be
+        trained."""
         stage = dataclasses.replace(self.case, zero=self.zero).stage
         zero_init = self.job.zero_init if stage == 3 else None
         job = dataclasses.replace(self.job, config={**self.job.config, **config}, zero_init=zero_init)

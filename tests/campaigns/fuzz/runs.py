@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a drawn case, and records what can be compared; inside rank processes only."""
+"""Trains a drawn case, and records the values for a comparison; inside rank processes only."""
 
 import contextlib
 import gc
@@ -21,12 +21,12 @@ from tests.harness.stream_order import Order
 
 @dataclass
 class Trained:
-    """What a run leaves, in plain values and tensors.
+    """The final state of a run, in plain values and tensors.
 
     Attributes:
         losses, norms, scales, applied: of micro-steps and evaluations; of steps.
         states: see ``tests.harness.snapshots.snapshot``.
-        weights: of all parameters, in one dimension and fp32.
+        weights: weights of all parameters, in one dimension and fp32.
         replicas_equal: whether all ranks that hold a parameter hold the same bits.
         held: bytes of tensors that live after each step.
         left: bytes of tensors that live longer than the engine and the model.
@@ -60,7 +60,7 @@ def _run(run: Run) -> None:
 
 
 def _record(run: Run) -> Trained:
-    """What can be compared, now."""
+    """Return the current values for a comparison."""
     return Trained(
         [loss.item() for loss in run.losses],
         [float(norm or 0.0) for norm in run.norms],
@@ -78,10 +78,10 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     """Train a case.
 
     Args:
-        case: what.
+        case: the case.
         zero: keys of zero_optimization.
         ours: whether events that must change nothing take place.
-        order: of a device with streams, which looks at all of it.
+        order: order of a device with streams, which checks all of it.
     """
     gc.collect()
     before = live_bytes()
@@ -92,8 +92,8 @@ def train(case: Case, zero: dict[str, Any], ours: bool, order: Order | None = No
     run.destroy()
     del run
     # What the record itself has is no remainder.
-    kept = sum(one.untyped_storage().nbytes() for one in (*trained.states.values(), trained.weights))
-    trained.left = _settled() - before - kept
+    retained = sum(item.untyped_storage().nbytes() for item in (*trained.states.values(), trained.weights))
+    trained.left = _settled() - before - retained
     return trained
 
 
@@ -109,7 +109,7 @@ def _settled() -> int:
 
 
 def first_weights(case: Case) -> Tensor:
-    """Return what a case begins with, as ``Trained.weights``; of the last restart, if there is one."""
+    """Return the initial weights of a case, as ``Trained.weights``; of the last restart, if there is one."""
     torch.manual_seed(7)
     model = job_of(case).network(networks.SQUARE, None, case.empty)
     return torch.cat([p.detach().to(training.DTYPES[case.dtype]).float().flatten() for p in model.parameters()])

@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments on one GPU: that nothing is read before it is complete, and what the kernels and the overlap come to.
+"""Experiments on one GPU: that nothing is read before it is complete, and the speed of kernels and overlap.
 
 Runs them by itself, within 70 minutes, and writes a dated result: build/gpu/DATE.json, and DATE.txt to read. It ends
-with a verdict for each claim of claims.py and, where all of them ran on a GPU, with what the README would say of it.
---write-status writes that sentence into the README, and appends the verdicts to status.csv beside this file; it needs
+with a verdict for each claim of claims.py and, where all of them ran on a GPU, with the sentence for the README.
+--write-status writes that sentence into the README, and appends the verdicts to status.csv next to this file; it needs
 a clean working tree, since the table names the commit.
 
   python -m tests.campaigns.gpu                  all of them
@@ -14,10 +14,10 @@ a clean working tree, since the table names the commit.
   python -m tests.campaigns.gpu --device cpu --small   the same code without a GPU: a test of this script
 
 On a machine that has a copy of the working tree and no git, --commit says which one it is; --verdicts-of FILE.json
---write-status then writes down in a clone what that run has found.
+--write-status then records in a clone the results of that run.
 
-Each runs in a process of its own and within a limit; one that crashes or hangs does not end the others. What the
-budget leaves no time for is listed as not run. Needs the development dependencies (pip install -e .[test]), and nvcc
+Each runs in a process of its own and within a limit; one that crashes or hangs does not end the others. Experiments
+beyond the time budget are listed as not run. Needs the development dependencies (pip install -e .[test]), and nvcc
 where the kernels are to be built.
 
 The status in the README says whether this has run on a GPU, and what it found.
@@ -49,8 +49,8 @@ from tests.campaigns.gpu.runs import (
     SAID,
     Experiment,
     Outcome,
-    Place,
     Report,
+    Setup,
     has_gpu,
     run_all,
     run_here,
@@ -63,11 +63,11 @@ UNKNOWN = "unknown"
 
 
 def environment(device: str) -> dict[str, str]:
-    """Return the variables of the processes: where modules are, and what a single rank is told by a launcher."""
-    given = os.environ.get("PYTHONPATH")
+    """Return the variables of the processes: module paths, and a launcher's variables for a single rank."""
+    provided = os.environ.get("PYTHONPATH")
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *([given] if given else [])]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([provided] if provided else [])]),
         "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
         "DS_ACCELERATOR": device,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
@@ -82,10 +82,10 @@ def environment(device: str) -> dict[str, str]:
 
 
 def circumstances(device: str) -> dict[str, str]:
-    """Return what a result depends on and does not say by itself."""
+    """Return the environment on which a result depends."""
     import torch
 
-    found = {
+    results = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "versions": ", ".join(f"{name} {_version(name)}" for name in ("deepspeed_ext", "deepspeed", "torch")),
@@ -95,14 +95,14 @@ def circumstances(device: str) -> dict[str, str]:
     }
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        results |= {
             "device": f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB",
             "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
             "cuda": str(torch.version.cuda),
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "nvcc": shutil.which("nvcc") or "none",
         }
-    return found
+    return results
 
 
 def commit() -> str:
@@ -140,11 +140,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, help=argparse.SUPPRESS)  # run one in this process
     args = parser.parse_args(arguments)
     names = [name.strip().upper() for name in args.only.split(",") if name.strip()]
-    args.chosen = [one for one in EXPERIMENTS if one.name in names or not names]
+    args.chosen = [item for item in EXPERIMENTS if item.name in names or not names]
     if args.device == "cpu":
-        args.chosen = [one._replace(variables={}) for one in args.chosen]
-    if unknown := set(names) - {one.name for one in EXPERIMENTS}:
-        parser.error(f"--only: expected some of {', '.join(one.name for one in EXPERIMENTS)}, got {sorted(unknown)}")
+        args.chosen = [item._replace(variables={}) for item in args.chosen]
+    if unknown := set(names) - {item.name for item in EXPERIMENTS}:
+        parser.error(f"--only: expected some of {', '.join(item.name for item in EXPERIMENTS)}, got {sorted(unknown)}")
     if args.write_status and (names or args.small or args.device == "cpu"):
         parser.error("--write-status: expected a whole run on a GPU, got one of --only, --small and --device cpu")
     if args.write_status and args.verdicts_of is None and commit().endswith("-dirty"):
@@ -156,14 +156,14 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.monotonic()
     args = parse_arguments(arguments)
     if args.list:
-        print("\n".join(f"{one.name:4} {one.limit:4.0f} s  {one.title}" for one in args.chosen))
+        print("\n".join(f"{item.name:4} {item.limit:4.0f} s  {item.title}" for item in args.chosen))
         return 0
     if args.verdicts_of is not None:
         about = json.loads(args.verdicts_of.read_text(encoding="utf-8"))
-        return conclude(about, [Outcome(**one) for one in about.pop("experiments")], args.write_status)
+        return conclude(about, [Outcome(**item) for item in about.pop("experiments")], args.write_status)
     if args.report is not None:
         report = Report(args.report)
-        run_here(args.only, Place(args.device, args.small, report))
+        run_here(args.only, Setup(args.device, args.small, report))
         report.done()
         return 0
     if args.device == "cuda" and not has_gpu():
@@ -184,9 +184,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{last.name:4} {last.kind:8} {last.seconds:6.1f} s  {last.title}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="gpu-checks-") as folder:
-        left = BUDGET - (time.monotonic() - begin)
+        remaining = BUDGET - (time.monotonic() - begin)
         variables = environment(args.device)
-        outcomes = run_all(args.chosen, command, left, Path(folder), note, variables, args.at_once)
+        outcomes = run_all(args.chosen, command, remaining, Path(folder), note, variables, args.at_once)
     print("\n" + table(about, outcomes) + f"\nwritten to {stem}.json and {stem}.txt")
     return conclude(about, outcomes, args.write_status)
 
@@ -196,9 +196,9 @@ def conclude(about: dict[str, str], outcomes: list[Outcome], write: bool) -> int
 
     Only verdicts of all experiments, in full, on a GPU, and of a commit are written.
     """
-    found = claims.verdicts(outcomes)
-    print("\n" + claims.told(found))
-    missing = {one.name for one in EXPERIMENTS} - {one.name for one in outcomes if one.kind != NOT_RUN}
+    results = claims.verdicts(outcomes)
+    print("\n" + claims.verdict_lines(results))
+    missing = {item.name for item in EXPERIMENTS} - {item.name for item in outcomes if item.kind != NOT_RUN}
     why = {
         f"{', '.join(sorted(missing))} did not run": missing,
         "a run on the CPU": about["device"] == "the CPU",
@@ -207,10 +207,10 @@ def conclude(about: dict[str, str], outcomes: list[Outcome], write: bool) -> int
         "without --write-status": not write,
     }
     refused = [reason for reason, holds in why.items() if holds]
-    print(f"\n{claims.sentence(about, found)}: {'not written: ' + '; '.join(refused) if refused else 'written'}")
+    print(f"\n{claims.sentence(about, results)}: {'not written: ' + '; '.join(refused) if refused else 'written'}")
     if not refused:
-        claims.write(ROOT, about, found)
-    return int((write and bool(refused)) or any(one.kind != PASSED for one in outcomes))
+        claims.write(ROOT, about, results)
+    return int((write and bool(refused)) or any(item.kind != PASSED for item in outcomes))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the project claims of GPUs, which experiments settle each claim, and where the verdicts are written down."""
+"""The project's claims about GPUs, the experiments that settle each claim, and the file of verdicts."""
 
 import csv
 import re
@@ -31,7 +31,7 @@ CLAIMS = (
 
 
 class Verdict(NamedTuple):
-    """What the experiments say of a claim."""
+    """The verdict of the experiments on a claim."""
 
     claim: str
     kind: str  # holds, does not hold, not settled
@@ -39,28 +39,32 @@ class Verdict(NamedTuple):
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> list[Verdict]:
-    """Return what outcomes say of each claim; one that did not run to its end, or checked nothing, settles nothing."""
+    """Return the verdict of outcomes on each claim; one that did not run to its end, or checked nothing, settles
+    nothing."""
     # Without a check nothing could have failed: figures alone show only that the program has ended.
-    kinds = {one.name: one.kind if one.checks or one.kind != PASSED else "checked nothing" for one in outcomes}
-    found = []
+    kinds = {
+        outcome.name: outcome.kind if outcome.checks or outcome.kind != PASSED else "checked nothing"
+        for outcome in outcomes
+    }
+    results = []
     for claim, names in CLAIMS:
         came = [kinds.get(name, NOT_RUN) for name in names]
         kind = FAILS if FAILED in came else HOLDS if set(came) == {PASSED} else OPEN
-        told = ", ".join(f"{name} {kind}" for name, kind in zip(names, came, strict=True))
-        found.append(Verdict(claim, kind, told))
-    return found
+        messages = ", ".join(f"{name} {kind}" for name, kind in zip(names, came, strict=True))
+        results.append(Verdict(claim, kind, messages))
+    return results
 
 
-def told(found: Sequence[Verdict]) -> str:
+def verdict_lines(found: Sequence[Verdict]) -> str:
     """Return a line for each verdict."""
-    return "\n".join(f"{one.kind:13} {one.claim} ({one.experiments})" for one in found)
+    return "\n".join(f"{item.kind:13} {item.claim} ({item.experiments})" for item in found)
 
 
 def sentence(about: Mapping[str, str], found: Sequence[Verdict]) -> str:
-    """Return what the README says of these verdicts, without the full stop."""
-    date, counts = about["date"][:10], Counter(one.kind for one in found)
-    others = [(counts[FAILS], "failed"), (counts[OPEN], "inconclusive")]
-    rest = "".join(f", {count} {outcome}" for count, outcome in others if count)
+    """Return the README's sentence on these verdicts, without the full stop."""
+    date, counts = about["date"][:10], Counter(item.kind for item in found)
+    other_ranks = [(counts[FAILS], "failed"), (counts[OPEN], "inconclusive")]
+    rest = "".join(f", {count} {outcome}" for count, outcome in other_ranks if count)
     confirmed = f"{counts[HOLDS]} of {len(found)} claims were confirmed{rest}"
     return f"on a GPU ({about['device']}, {date}) {confirmed}, [details]({TABLE.parent.as_posix()}/README.md)"
 
@@ -69,9 +73,9 @@ def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> Non
     """Append the verdicts to the table, and say in the README how many claims hold.
 
     Args:
-        root: of the repository.
+        root: root of the repository.
         about: date, device, versions and commit.
-        found: of all claims.
+        found: verdicts of all claims.
 
     Raises:
         ValueError: the README has no line of the status.
@@ -86,5 +90,5 @@ def write(root: Path, about: Mapping[str, str], found: Sequence[Verdict]) -> Non
         rows = csv.writer(file, lineterminator="\n")
         if fresh:
             rows.writerow(COLUMNS)
-        rows.writerows([*(about[name] for name in COLUMNS[:4]), *one] for one in found)
+        rows.writerows([*(about[name] for name in COLUMNS[:4]), *item] for item in found)
     readme.write_text(text, encoding="utf-8")

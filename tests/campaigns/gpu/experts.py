@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T13: DeepSpeed's MoE layers and AutoEP's experts on a GPU, beside DeepSpeed's own stages.
+"""Checks of experiment T13: DeepSpeed's MoE layers and AutoEP's experts on a GPU, compared with DeepSpeed's own
+stages.
 
 AutoEP's products of several experts are kernels for bf16 on such a GPU, and plain products in fp32.
 """
@@ -31,12 +32,13 @@ EIGHT_BITS = 2e-2
 SPLIT = ("IIG", "GNG")  # parameters, in groups and over all
 
 
-def experts(place: Any) -> None:
-    """T13: train models with experts beside DeepSpeed's stages, resume them, and send their gradients in few bits."""
-    replicated, partitioned = (names[-1:] if place.small else names for names in (REPLICATED, PARTITIONED))
+def experts(setup: Any) -> None:
+    """T13: train models with experts, compare with DeepSpeed's stages, resume them, and send their gradients in few
+    bits."""
+    replicated, partitioned = (names[-1:] if setup.small else names for names in (REPLICATED, PARTITIONED))
     stage2 = {"strategies": replicated, "stage": 2}
     stage3 = {"strategies": partitioned, "stage": 3}
-    made = [
+    created = [
         _beside("MoE layers", expert_cases.routed_case, (2, TWO_STEPS, GROUP), stage2, FP32),
         _beside(
             "MoE layers, parameters sharded",
@@ -48,7 +50,7 @@ def experts(place: Any) -> None:
         _beside("AutoEP", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage2, FP32),
         _beside("AutoEP, parameters sharded", expert_cases.autoep_case, (2, TWO_STEPS, GROUP), stage3, FP32),
     ]
-    run_cases(place, made if place.small else sorted([*made, *_others()], key=_order))
+    run_cases(setup, created if setup.small else sorted([*created, *_others()], key=_order))
 
 
 def _order(case: Case) -> tuple[bool, bool, bool]:
@@ -95,31 +97,31 @@ def _beside(
 
 
 def _compared(
-    place: Any,
+    setup: Any,
     train: Callable[..., list[Difference]],
     given: tuple[Any, ...],
     more: dict[str, Any],
     bounds: dict[str, float],
 ) -> None:
-    """Check that strategies train what DeepSpeed's stage does."""
+    """Check that strategies match DeepSpeed's stage."""
     rows = train(*given, **more)
     for row in rows:
-        place.report.check(row.strategy, within(row, bounds))
-    place.report.figure("differences", {row.strategy: [row.weights, row.losses, row.norms] for row in rows})
+        setup.report.check(row.strategy, within(row, bounds))
+    setup.report.figure("differences", {row.strategy: [row.weights, row.losses, row.norms] for row in rows})
 
 
-def _resumed(place: Any, kind: str, optimizer: str, names: Sequence[str]) -> None:
+def _resumed(setup: Any, kind: str, optimizer: str, names: Sequence[str]) -> None:
     # Sums over tokens are in any order on a GPU otherwise, so that no two runs would be alike.
     with shared_folder() as folder, spoiled_memory():
         rows = expert_cases.resume_case(folder, 2, False, kind, optimizer, names)
     for name, loaded, resumed in rows:
-        place.report.check(f"{name}: a load restores all", not loaded)
-        place.report.check(f"{name}: resumed is uninterrupted", not resumed)
+        setup.report.check(f"{name}: a load restores all", not loaded)
+        setup.report.check(f"{name}: resumed is uninterrupted", not resumed)
 
 
-def _few_bits(place: Any, kind: str, names: Sequence[str]) -> None:
+def _few_bits(setup: Any, kind: str, names: Sequence[str]) -> None:
     for row in expert_cases.few_bits_case(kind, tuple(names)):
-        place.report.figure(row.strategy, [row.weights, row.losses])
-        place.report.check(
+        setup.report.figure(row.strategy, [row.weights, row.losses])
+        setup.report.check(
             row.strategy, row.replicas_equal and row.weights < EIGHT_BITS and 0 < row.losses < EIGHT_BITS
         )

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the cases of an experiment one after the other on the same ranks; one that raises or hangs ends no other.
 
-Ranks of one world cannot go on after an error on one of them: their next messages would not match. So the ranks of a
+Ranks of one world cannot continue after an error on one of them: their next messages would not match. So the ranks of
+    a
 case that has failed are killed, and new ones begin with the next case.
 """
 
@@ -26,7 +27,7 @@ import torch
 
 import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
 from tests.campaigns.gpu.order import enter_alone
-from tests.campaigns.gpu.runs import Place
+from tests.campaigns.gpu.runs import Setup
 from tests.harness import training
 from tests.harness.training import Job
 
@@ -43,8 +44,8 @@ class Case:
     """Some checks that belong together.
 
     Attributes:
-        name: of it; before the names of its checks.
-        run: makes them, on each rank, given its place; can be pickled.
+        name: name of it; before the names of its checks.
+        run: makes them, on each rank, given its setup; can be pickled.
         limit: seconds.
     """
 
@@ -53,22 +54,22 @@ class Case:
     limit: float = 90.0
 
 
-def run_cases(place: Any, cases: Sequence[Case], alone: bool = False) -> None:
+def run_cases(setup: Any, cases: Sequence[Case], alone: bool = False) -> None:
     """Run cases on ranks that share the GPU, or alone on one rank of NCCL's.
 
     A check holds if it does on all ranks that make it. Figures are those of rank 0.
 
     Args:
-        place: of the experiment.
+        setup: setup of the experiment.
         cases: in this order.
         alone: whether there is one rank.
     """
-    left = list(cases)
-    while left:
-        left = left[_run_while_good(place, left, 1 if alone else RANKS) :]
+    remaining = list(cases)
+    while remaining:
+        remaining = remaining[_run_while_good(setup, remaining, 1 if alone else RANKS) :]
 
 
-def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
+def _run_while_good(setup: Any, cases: Sequence[Case], ranks: int) -> int:
     """Run cases until one fails, on new ranks, which are killed in the end; return how many are over."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = list[Any](), list[Connection]()
@@ -76,8 +77,8 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            given = rank, ranks, place.device, place.small, folder, list(cases), theirs
-            process = context.Process(target=_rank, args=given, daemon=True)
+            provided = rank, ranks, setup.device, setup.small, folder, list(cases), theirs
+            process = context.Process(target=_rank, args=provided, daemon=True)
             process.start()
             stack.callback(process.join)
             stack.callback(process.kill)
@@ -86,22 +87,22 @@ def _run_while_good(place: Any, cases: Sequence[Case], ranks: int) -> int:
             pipes.append(ours)
         for number, case in enumerate(cases):
             begin, limit = time.monotonic(), case.limit + (0.0 if number else _START)
-            why = followed(place.report, case, pipes, limit)
-            place.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
-            place.report.check(f"{case.name}: ran to its end", not why)
+            why = collect_results(setup.report, case, pipes, limit)
+            setup.report.figure(f"{case.name}: seconds", round(time.monotonic() - begin, 1))
+            setup.report.check(f"{case.name}: ran to its end", not why)
             if why:
-                place.report.figure(f"{case.name}: why", why[-_TEXT:])
+                setup.report.figure(f"{case.name}: why", why[-_TEXT:])
                 return number + 1
         for process in processes:
             process.join(timeout=_END)
         ended = all(process.exitcode == 0 for process in processes)
-        place.report.check(f"ranks that ran {cases[-1].name} ended well", ended)
+        setup.report.check(f"ranks that ran {cases[-1].name} ended well", ended)
     return len(cases)
 
 
-def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
-    """Take down what ranks find, until the case is over on all of them; return why it has failed, if so."""
-    until, held, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
+def collect_results(report: Any, case: Case, pipes: Sequence[Connection], limit: float) -> str:
+    """Record the results of ranks, until the case is over on all of them; return why it has failed, if so."""
+    until, retained, running = time.monotonic() + limit, dict[str, bool](), dict(enumerate(pipes))
     while running:
         ready = wait(list(running.values()), timeout=max(0.0, until - time.monotonic()))
         if not ready:
@@ -112,15 +113,15 @@ def followed(report: Any, case: Case, pipes: Sequence[Connection], limit: float)
             except EOFError:
                 return f"the process of rank {rank} has ended"
             if kind == "check":
-                held[name] = held.get(name, True) and value
-                report.check(f"{case.name}: {name}", held[name])
+                retained[name] = retained.get(name, True) and value
+                report.check(f"{case.name}: {name}", retained[name])
             elif kind == "figure" and rank == 0:
                 report.figure(f"{case.name}: {name}", value)
             elif kind == _OVER:
                 if value:
                     return f"rank {rank}: {value}"
                 del running[rank]
-    return "" if held else "it checked nothing"
+    return "" if retained else "it checked nothing"
 
 
 class _RankReport:
@@ -136,36 +137,36 @@ def _rank(
     rank: int, ranks: int, device: str, small: bool, folder: str, cases: Sequence[Case], pipe: Connection
 ) -> None:
     report = _RankReport(pipe)
-    place = Place(device, small, report)
+    setup = Setup(device, small, report)
     run = partial(_run, cases=cases)
     try:
         if ranks == 1:
-            enter_alone(place)
-            run(place)
+            enter_alone(setup)
+            run(setup)
         else:
-            _share_gpu(rank, place, folder, run)
+            _share_gpu(rank, setup, folder, run)
     except BaseException as error:
         lines = traceback.format_exception(error)
         report.over(f"{type(error).__name__}: {error}\n{''.join(lines)}"[-_TEXT:])
         time.sleep(3600)  # until it is killed: if it ended, others would raise because of that
 
 
-def _run(place: Any, cases: Sequence[Case]) -> None:
+def _run(setup: Any, cases: Sequence[Case]) -> None:
     for case in cases:
-        case.run(place)
-        place.report.over("")
+        case.run(setup)
+        setup.report.over("")
 
 
-def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -> None:
+def _share_gpu(rank: int, setup: Any, folder: str, run: Callable[[Any], None]) -> None:
     """Run checks as one of the ranks that have the GPU in common, and meet in a folder.
 
-    Collectives go through the host on streams of their own, so waits mean what they mean with NCCL, which refuses two
+    Collectives go through the host on streams of their own, so waits work as with NCCL, which refuses two
     ranks on one GPU.
     """
     sizes = {"WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "LOCAL_SIZE": RANKS, "RANK": rank, "LOCAL_RANK": 0}
     os.environ.update({name: str(value) for name, value in sizes.items()})
     torch.set_num_threads(1)
-    if place.cuda:
+    if setup.cuda:
         torch.cuda.set_device(0)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:gloo",
@@ -175,20 +176,20 @@ def _share_gpu(rank: int, place: Any, folder: str, run: Callable[[Any], None]) -
         timeout=_TIMEOUT,
     )
     deepspeed.init_distributed()
-    with batches_on(place):
-        run(place)
+    with batches_on(setup):
+        run(setup)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 @contextlib.contextmanager
-def batches_on(place: Any) -> Iterator[None]:
+def batches_on(setup: Any) -> Iterator[None]:
     """Within this context, ``training`` puts its batches on the device."""
-    made = training.batches
+    created = training.batches
 
     def moved(job: Job) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        for x, y in made(job):
-            yield x.to(place.device), y.to(place.device)
+        for x, y in created(job):
+            yield x.to(setup.device), y.to(setup.device)
 
     with mock.patch.object(training, "batches", moved):
         yield

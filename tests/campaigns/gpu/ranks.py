@@ -29,30 +29,30 @@ GROUP = 2
 FP32 = {"weights": 1e-5, "losses": 1e-6, "norms": 1e-5}
 
 
-def gloo_ranks(place: Any) -> None:
-    """T6: train all strategies beside stock DeepSpeed, with ranks that have the GPU in common."""
+def gloo_ranks(setup: Any) -> None:
+    """T6: train all strategies, and compare with stock DeepSpeed, with ranks that have the GPU in common."""
     cases = []
     every: tuple[tuple[int, Sequence[str]], ...] = ((2, REPLICATED), (3, PARTITIONED))
-    for title, job, more, bounds in _sections(place.small):
+    for title, job, more, bounds in _sections(setup.small):
         for stage, names in every:
-            some = names[-1:] if place.small else names
-            run = partial(_compare, job=job, more=more, names=some, stage=stage, bounds=bounds)
+            subset = names[-1:] if setup.small else names
+            run = partial(_compare, job=job, more=more, names=subset, stage=stage, bounds=bounds)
             cases.append(Case(f"stage {stage}, {title}", run))
     on_nccl: tuple[tuple[int, Sequence[str]], ...] = ((2, ("NIG", "NGG")), (3, ("IIG", "IGG", "GGG")))
     for stage, names in on_nccl:
-        some = names[-1:] if place.small else names
-        cases.append(Case(f"stage {stage}, hops as on NCCL", partial(_as_on_nccl, names=some, stage=stage)))
-    run_cases(place, cases)
+        subset = names[-1:] if setup.small else names
+        cases.append(Case(f"stage {stage}, hops as on NCCL", partial(_as_on_nccl, names=subset, stage=stage)))
+    run_cases(setup, cases)
 
 
-def _as_on_nccl(place: Any, names: Sequence[str], stage: int) -> None:
+def _as_on_nccl(setup: Any, names: Sequence[str], stage: int) -> None:
     with as_on_nccl():
-        _compare(place, _job(), {}, names, stage, FP32)
+        _compare(setup, _job(), {}, names, stage, FP32)
 
 
-def states(place: Any) -> None:
+def states(setup: Any) -> None:
     """T10: optimizers on the host, four bits, few bits, Muon, overflow, checkpoints, states that are offloaded."""
-    run_cases(place, [Case("states", states_of.check, 220)])
+    run_cases(setup, [Case("states", states_of.check, 220)])
 
 
 def _job(**changed: Any) -> Job:
@@ -65,15 +65,15 @@ def _sections(small: bool) -> list[tuple[str, Job, dict[str, Any], dict[str, flo
 
 
 def _compare(
-    place: Any, job: Job, more: dict[str, Any], names: Sequence[str], stage: int, bounds: dict[str, float]
+    setup: Any, job: Job, more: dict[str, Any], names: Sequence[str], stage: int, bounds: dict[str, float]
 ) -> None:
     stock = training.train(job, {"stage": stage})
     worst: dict[str, float] = {}
     for name in names:
         row = training.difference(name, training.train(job, placed(name, GROUP, **more)), stock, "")
-        place.report.check(name, within(row, bounds))
+        setup.report.check(name, within(row, bounds))
         worst[name] = row.weights
-    place.report.figure("largest difference of weights", worst)
+    setup.report.figure("largest difference of weights", worst)
 
 
 def within(row: Difference, bounds: dict[str, float]) -> bool:
@@ -113,88 +113,88 @@ def without_short_cuts() -> Iterator[None]:
         yield
 
 
-def nccl_alone(place: Any) -> None:
+def nccl_alone(setup: Any) -> None:
     """T7: use NCCL's interface at one rank: each collective that hops are made of, and all strategies."""
-    enter_alone(place)
+    enter_alone(setup)
     with without_short_cuts(), as_on_nccl():
-        _hops_alone(place)
-    names = ["NGG", "IGG"] if place.small else [*REPLICATED, *PARTITIONED]
+        _hops_alone(setup)
+    names = ["NGG", "IGG"] if setup.small else [*REPLICATED, *PARTITIONED]
     job = dataclasses.replace(JOB, steps=2)
     keys: tuple[dict[str, Any], ...] = ({}, {"zeropp_loco_param": {}})
     for name in names:
         for more in keys:
             if more and name not in ("NIG", "IGG"):
                 continue
-            with batches_on(place), without_short_cuts(), as_on_nccl():
-                found = training.train(job, placed(name, 1, **more)).weights
+            with batches_on(setup), without_short_cuts(), as_on_nccl():
+                results = training.train(job, placed(name, 1, **more)).weights
             title = f"{name} in four bits" if more else name
             if more:  # rounded
-                place.report.check(f"{title}: finite weights", bool(torch.isfinite(found).all()))
+                setup.report.check(f"{title}: finite weights", bool(torch.isfinite(results).all()))
                 continue
-            with batches_on(place):
+            with batches_on(setup):
                 expected = training.train(job, placed(name, 1)).weights
-            place.report.check(f"{title}: the weights of the short cuts", torch.equal(found, expected))
+            setup.report.check(f"{title}: the weights of the short cuts", torch.equal(results, expected))
 
 
-def _hops_alone(place: Any) -> None:
+def _hops_alone(setup: Any) -> None:
     group = dist.new_group([0])
-    others = [dist.new_group([0]) for _ in range(3)]
-    numbers = torch.arange(1000, dtype=torch.float32, device=place.device)
+    other_ranks = [dist.new_group([0]) for _ in range(3)]
+    numbers = torch.arange(1000, dtype=torch.float32, device=setup.device)
     gather, reduce = GatherHop(group, "alone"), make_reduce(group, "alone")
-    whole = make_reduce(group, "alone", False)
+    full = make_reduce(group, "alone", False)
     cases = {
         "all-gather": lambda: gather.all_gather(numbers.clone()),
         "reduce-scatter": lambda: reduce.reduce_scatter(numbers.clone(), [1000]),
         "all-reduce": lambda: reduce.all_reduce(numbers.clone()),
-        "all-reduce that keeps a part": lambda: whole.reduce_scatter(numbers.clone(), [1000]),
+        "all-reduce that keeps a part": lambda: full.reduce_scatter(numbers.clone(), [1000]),
     }
     for title, start in cases.items():
-        before = _peak(place)
+        before = _peak(setup)
         for waits in (1, 3):
-            place.report.check(
-                f"{title}, waits {waits}", torch.equal(_finished(place, title, start(), waits), numbers)
+            setup.report.check(
+                f"{title}, waits {waits}", torch.equal(_finished(setup, title, start(), waits), numbers)
             )
-        place.report.figure(f"{title}: peak bytes", _peak(place) - before)
+        setup.report.figure(f"{title}: peak bytes", _peak(setup) - before)
     title, out = "all-gather in place", numbers.clone()
-    place.report.check(title, torch.equal(_finished(place, title, gather.all_gather(out, out=out), 2), numbers))
-    _collectives_alone(place, reduce.collectives, numbers)
+    setup.report.check(title, torch.equal(_finished(setup, title, gather.all_gather(out, out=out), 2), numbers))
+    _collectives_alone(setup, reduce.collectives, numbers)
     title, coarse = "a reduction in four bits", LocoHop(group, "alone", LocoSettings())
-    found = _finished(place, title, coarse.reduce_scatter(numbers.clone(), [1000]))
-    place.report.check(title, bool((found - numbers).abs().max() < 100))
-    for other in others:
-        next(make_reduce(other, "dropped").all_reduce(torch.ones(10, device=place.device)))  # and nobody waits
-    if place.cuda:
+    results = _finished(setup, title, coarse.reduce_scatter(numbers.clone(), [1000]))
+    setup.report.check(title, bool((results - numbers).abs().max() < 100))
+    for other in other_ranks:
+        next(make_reduce(other, "dropped").all_reduce(torch.ones(10, device=setup.device)))  # and nobody waits
+    if setup.cuda:
         torch.cuda.synchronize()
-    place.report.check("handles that nobody waits for", True)
+    setup.report.check("handles that nobody waits for", True)
 
 
-def _finished(place: Any, title: str, transfer: Transfer, waits: int = 1) -> torch.Tensor:
+def _finished(setup: Any, title: str, transfer: Transfer, waits: int = 1) -> torch.Tensor:
     """Finish a transfer, which must communicate, and wait so often for each handle."""
     started = 0
     while True:
         try:
             handle = next(transfer)
         except StopIteration as done:
-            place.report.check(f"{title}: communicates", started > 0)
+            setup.report.check(f"{title}: communicates", started > 0)
             return done.value
         started += 1
         for _ in range(waits):
             handle.wait()
 
 
-def _collectives_alone(place: Any, alone: Collectives, numbers: torch.Tensor) -> None:
+def _collectives_alone(setup: Any, alone: Collectives, numbers: torch.Tensor) -> None:
     parts = list(numbers.clone().split([300, 0, 700]))
     root = dist.get_global_rank(alone.group, 0)
     handle = Handles([alone.start("reduce", dist.reduce, part, root) for part in parts if part.numel()])
     handle.wait()
     handle.wait()
-    place.report.check("several reduces as one handle", torch.equal(torch.cat(parts), numbers))
-    sent = torch.arange(100, device=place.device).to(torch.uint8)
+    setup.report.check("several reduces as one handle", torch.equal(torch.cat(parts), numbers))
+    sent = torch.arange(100, device=setup.device).to(torch.uint8)
     received, nothing = torch.zeros_like(sent), sent[:0]
     alone.all_to_all(received, sent, [100], "exchange").wait()
     alone.all_to_all(nothing.clone(), nothing, [0], "exchange").wait()
-    place.report.check("all-to-all of bytes, with empty parts", torch.equal(received, sent))
+    setup.report.check("all-to-all of bytes, with empty parts", torch.equal(received, sent))
 
 
-def _peak(place: Any) -> int:
-    return int(torch.cuda.max_memory_allocated()) if place.cuda else 0
+def _peak(setup: Any) -> int:
+    return int(torch.cuda.max_memory_allocated()) if setup.cuda else 0

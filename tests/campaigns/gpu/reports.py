@@ -28,7 +28,7 @@ from tests.campaigns.gpu.one_by_one import Case, run_cases
 from tests.campaigns.gpu.order import pause
 from tests.campaigns.gpu.ranks import GROUP, as_on_nccl, without_short_cuts
 from tests.campaigns.gpu.states import shared_folder
-from tests.harness import reported
+from tests.harness import recorded_trainings
 
 SLEPT = 0.05  # seconds between two moments
 _STREAMS = 4
@@ -39,99 +39,111 @@ KERNELS = "LoCo's kernels"  # T0 tests them; to build them may take a minute
 _SECTIONS = ("versions", "environment", "groups", "memory and disks", "pinned memory", "compiler")  # of any doctor
 
 
-def all_checks(place: Any) -> None:
+def all_checks(setup: Any) -> None:
     """T12: see that a report changes nothing and is sound, and that the doctor accepts a sound GPU."""
-    names = ["IIG"] if place.small else list(reported.SECTIONS)
+    names = ["IIG"] if setup.small else list(recorded_trainings.SECTIONS)
     shared = [
         Case("clock", _clock),
         *(Case(f"report, {name}", partial(_reported, name=name)) for name in names),
-        *([] if place.small else [Case("report with measured links", _measured)]),
+        *([] if setup.small else [Case("report with measured links", _measured)]),
         Case("doctor, ranks that share the GPU", _doctor, 120),
-        *([] if place.small else [Case("report, NIG in four bits", _in_four_bits, 150)]),
+        *([] if setup.small else [Case("report, NIG in four bits", _in_four_bits, 150)]),
     ]
-    run_cases(place, shared)
-    strategies = ("GGG",) if place.small else ("NIG", "III", "IGG")
+    run_cases(setup, shared)
+    strategies = ("GGG",) if setup.small else ("NIG", "III", "IGG")
     run_cases(
-        place,
+        setup,
         [
             *(Case(f"report over NCCL, {name}", partial(_reported_alone, name=name)) for name in strategies),
             Case("what recording costs", _cost),
             Case("the doctor's command", _command),
-            *([Case("the doctor's kernels", _kernels, 120)] if place.cuda and not place.small else []),
+            *([Case("the doctor's kernels", _kernels, 120)] if setup.cuda and not setup.small else []),
         ],
         alone=True,
     )
 
 
-def _clock(place: Any) -> None:
+def _clock(setup: Any) -> None:
     """See that moments are of the device that trains, and of the stream that they are marked on."""
     clock = make_clock()
-    place.report.check("it is the device's", isinstance(clock, DeviceClock) == place.cuda)
-    place.report.check("the current stream trains", clock.trains())
-    if not place.cuda:
+    setup.report.check("it is the device's", isinstance(clock, DeviceClock) == setup.cuda)
+    setup.report.check("the current stream trains", clock.trains())
+    if not setup.cuda:
         return
     # Made before, since the first one takes long; several, since two streams may share a queue of the hardware.
-    others = [get_accelerator().Stream() for _ in range(_STREAMS)]
+    other_ranks = [get_accelerator().Stream() for _ in range(_STREAMS)]
     begin = clock.mark()
-    pause(place, SLEPT * 1e3)
+    pause(setup, SLEPT * 1e3)
     end = clock.mark()
     early = []
-    for other in others:  # beside the stream that sleeps
+    for other in other_ranks:  # beside the stream that sleeps
         with get_accelerator().stream(other):
             early.append(clock.mark())
-            place.report.check("another stream does not train", not clock.trains())
+            setup.report.check("another stream does not train", not clock.trains())
     clock.settle()
     slept = clock.seconds(end) - clock.seconds(begin)
-    place.report.figure("seconds of a sleep", slept)
-    place.report.check("a sleep takes its time", 0.5 * SLEPT < slept < 100 * SLEPT)
-    place.report.check("streams have moments of their own", min(map(clock.seconds, early)) < clock.seconds(end))
+    setup.report.figure("seconds of a sleep", slept)
+    setup.report.check("a sleep takes its time", 0.5 * SLEPT < slept < 100 * SLEPT)
+    setup.report.check("streams have moments of their own", min(map(clock.seconds, early)) < clock.seconds(end))
 
 
-def _reported(place: Any, name: str) -> None:
+def _reported(setup: Any, name: str) -> None:
     with shared_folder() as folder:
         _tell(
-            place, [*reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED), *_faults(folder, name)]
+            setup,
+            [
+                *recorded_trainings.training_of(folder, recorded_trainings.SECTIONS[name], recorded_trainings.TRAINED),
+                *_faults(folder, name),
+            ],
         )
         if dist.get_rank() == 0:
-            _look_at(place, folder)
+            _look_at(setup, folder)
 
 
-def _measured(place: Any) -> None:
+def _measured(setup: Any) -> None:
     """Measure the links for the predictions, as users do."""
     with shared_folder() as folder:
-        wrong = reported.training_of(folder, reported.SECTIONS["NIG"], reported.TRAINED, links=None)
-        _tell(place, [*wrong, *_faults(folder, "NIG")])
+        wrong = recorded_trainings.training_of(
+            folder, recorded_trainings.SECTIONS["NIG"], recorded_trainings.TRAINED, links=None
+        )
+        _tell(setup, [*wrong, *_faults(folder, "NIG")])
         if dist.get_rank() == 0:
             rates = [row["probed_rate"] for row in _report_in(folder)["hops"]]
-            place.report.figure("rates of hops", rates)
-            place.report.check("hops have rates", len(rates) == 2 and all(rate and rate > 0 for rate in rates))
+            setup.report.figure("rates of hops", rates)
+            setup.report.check("hops have rates", len(rates) == 2 and all(rate and rate > 0 for rate in rates))
 
 
 def _faults(folder: str, name: str) -> list[str]:
-    return reported.faults_of(folder, name) if dist.get_rank() == 0 else []
+    return recorded_trainings.faults_of(folder, name) if dist.get_rank() == 0 else []
 
 
-def _in_four_bits(place: Any) -> None:
+def _in_four_bits(setup: Any) -> None:
     with shared_folder() as folder:
-        wrong = reported.training_of(folder, LOCO, reported.TRAINED)
-        _tell(place, [*wrong, *(reported.unsound(folder) if dist.get_rank() == 0 else [])])
+        wrong = recorded_trainings.training_of(folder, LOCO, recorded_trainings.TRAINED)
+        _tell(setup, [*wrong, *(recorded_trainings.unsound(folder) if dist.get_rank() == 0 else [])])
 
 
-def _reported_alone(place: Any, name: str) -> None:
+def _reported_alone(setup: Any, name: str) -> None:
     """Record handles of NCCL's, of which the only rank takes no short cut."""
     section = {"paro_strategy": name, "paro_group_size": 1}
     with shared_folder() as folder, without_short_cuts(), as_on_nccl():
-        _tell(place, [*reported.training_of(folder, section, reported.TRAINED), *reported.unsound(folder)])
+        _tell(
+            setup,
+            [
+                *recorded_trainings.training_of(folder, section, recorded_trainings.TRAINED),
+                *recorded_trainings.unsound(folder),
+            ],
+        )
         kinds = {row["name"] for row in _report_in(folder)["operations"]}
-        place.report.figure("operations", sorted(kinds))
-        place.report.check("what communicates is recorded", any("reduce" in kind for kind in kinds))
+        setup.report.figure("operations", sorted(kinds))
+        setup.report.check("what communicates is recorded", any("reduce" in kind for kind in kinds))
 
 
-def _cost(place: Any) -> None:
+def _cost(setup: Any) -> None:
     """Note how much longer recorded steps of a GPT of 10.9 million parameters take than those before."""
     after, steps = 20, 5
-    section = {"paro_strategy": "IIG", "paro_group_size": 1, **reported.NOTHING_WHOLE}
-    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), reported.links_given():
+    section = {"paro_strategy": "IIG", "paro_group_size": 1, **recorded_trainings.NOTHING_WHOLE}
+    with shared_folder() as folder, without_short_cuts(), as_on_nccl(), recorded_trainings.links_given():
         model = ByteGPT(dim=384, layers=6, heads=6, sequence_length=128)
         config = {
             "train_micro_batch_size_per_gpu": 4,
@@ -145,39 +157,39 @@ def _cost(place: Any) -> None:
             engine.backward(engine(text[:, :-1], text[:, 1:]))
             engine.step()
         engine.destroy()
-        found = _report_in(folder)["steps"]
-    place.report.figure("seconds of a step before", found["undisturbed"])
-    place.report.figure("seconds of recorded steps", found["seconds"])
-    place.report.check("recorded steps take about as long", found["overhead"] < COST_BOUND)
+        results = _report_in(folder)["steps"]
+    setup.report.figure("seconds of a step before", results["undisturbed"])
+    setup.report.figure("seconds of recorded steps", results["seconds"])
+    setup.report.check("recorded steps take about as long", results["overhead"] < COST_BOUND)
 
 
-def _tell(place: Any, faults: list[str]) -> None:
+def _tell(setup: Any, faults: list[str]) -> None:
     if faults:
-        place.report.figure(f"faults on rank {dist.get_rank()}", faults)
-    place.report.check("it changes nothing, and is sound", not faults)
+        setup.report.figure(f"faults on rank {dist.get_rank()}", faults)
+    setup.report.check("it changes nothing, and is sound", not faults)
 
 
-def _look_at(place: Any, folder: str) -> None:
-    """Check what a device shows otherwise than a host, and note where a step's time goes."""
+def _look_at(setup: Any, folder: str) -> None:
+    """Check the values that differ between a device and a host, and record the parts of a step's time."""
     report = _report_in(folder)
     training = next(lane for lane in report["timelines"][0]["lanes"] if lane["lane"] == "training")
     kinds = {span[3] for span in training["spans"]}
-    if place.cuda:  # which handles what communicates beside what the host does
-        place.report.check("it does not handle what communicates", "other" not in kinds)
-        place.report.check("it is named", report["made"]["device"] == torch.cuda.get_device_name())
-    place.report.figure("parts, in ms", {row["part"]: round(row["seconds"] * 1e3, 3) for row in report["parts"]})
-    place.report.figure("cost of recording", report["steps"]["overhead"])
+    if setup.cuda:  # which handles what communicates beside what the host does
+        setup.report.check("it does not handle what communicates", "other" not in kinds)
+        setup.report.check("it is named", report["made"]["device"] == torch.cuda.get_device_name())
+    setup.report.figure("parts, in ms", {row["part"]: round(row["seconds"] * 1e3, 3) for row in report["parts"]})
+    setup.report.figure("cost of recording", report["steps"]["overhead"])
 
 
 def _report_in(folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(Path(folder, "report.json").read_text())
-    return found
+    results: dict[str, Any] = json.loads(Path(folder, "report.json").read_text())
+    return results
 
 
-def _doctor(place: Any) -> None:
+def _doctor(setup: Any) -> None:
     """Run the doctor on ranks that are connected through gloo already."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port()))
-    skipped = (KERNELS, *(BETWEEN_PAIRS if place.cuda else ()), *(("links", BETWEEN_PAIRS[0]) if place.small else ()))
+    skipped = (KERNELS, *(BETWEEN_PAIRS if setup.cuda else ()), *(("links", BETWEEN_PAIRS[0]) if setup.small else ()))
     level = logger.level
     with shared_folder() as folder:
         document = Path(folder, "doctor.json")
@@ -185,64 +197,64 @@ def _doctor(place: Any) -> None:
         words = [f"--group-size={GROUP}", f"--json={document}", *(f"--skip={title}" for title in skipped)]
         status = run(parser.parse_args(words), patch_problems)
         logger.setLevel(level if level else logging.WARNING)
-        place.report.check("nothing is wrong", status == 0)
+        setup.report.check("nothing is wrong", status == 0)
         if dist.get_rank() == 0:
-            _judge(place, json.loads(document.read_text()), [*_SECTIONS, "process groups"])
+            _judge(setup, json.loads(document.read_text()), [*_SECTIONS, "process groups"])
 
 
-def _command(place: Any) -> None:
+def _command(setup: Any) -> None:
     """Run the doctor's command with one rank, which connects it through NCCL itself."""
-    found = _said_by_command(place, [KERNELS])
-    if found is None:
+    results = _said_by_command(setup, [KERNELS])
+    if results is None:
         return
-    _judge(place, found, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
-    backend = next(one for one in found["sections"] if one["title"] == "process groups")["findings"][0]["subject"]
-    place.report.check("through the device's backend", backend == ("nccl" if place.cuda else "gloo"))
+    _judge(setup, results, [*_SECTIONS, "process groups", "links", *BETWEEN_PAIRS])
+    backend = next(item for item in results["sections"] if item["title"] == "process groups")["findings"][0]["subject"]
+    setup.report.check("through the device's backend", backend == ("nccl" if setup.cuda else "gloo"))
 
 
-def _kernels(place: Any) -> None:
+def _kernels(setup: Any) -> None:
     """Have the doctor compare the kernels with their reference; it builds them, unless that was done before."""
-    found = _said_by_command(place, [title for title in CHECKS if title != KERNELS])
-    if found is None:
+    results = _said_by_command(setup, [title for title in CHECKS if title != KERNELS])
+    if results is None:
         return
-    _judge(place, found, [KERNELS])
-    measured = next(one for one in found["sections"] if one["title"] == KERNELS)["measured"]["0"]
-    place.report.check("there are kernels for the GPU", measured["kernels"] and measured["device"].startswith("cuda"))
+    _judge(setup, results, [KERNELS])
+    measured = next(item for item in results["sections"] if item["title"] == KERNELS)["measured"]["0"]
+    setup.report.check("there are kernels for the GPU", measured["kernels"] and measured["device"].startswith("cuda"))
 
 
-def _said_by_command(place: Any, skipped: Sequence[str]) -> dict[str, Any] | None:
+def _said_by_command(setup: Any, skipped: Sequence[str]) -> dict[str, Any] | None:
     """Return the document of the doctor's command; None if there is none."""
     with shared_folder() as folder:
         document = Path(folder, "doctor.json")
         command = [sys.executable, "-m", "deepspeed_ext", "doctor", "--json", str(document)]
         command += [argument for title in skipped for argument in ("--skip", title)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=110)
-        place.report.check("nothing is wrong", done.returncode == 0)
+        setup.report.check("nothing is wrong", done.returncode == 0)
         if not document.exists():
-            place.report.figure("it says", (done.stdout + done.stderr)[-2000:])
+            setup.report.figure("it says", (done.stdout + done.stderr)[-2000:])
             return None
-        found: dict[str, Any] = json.loads(document.read_text())
-        return found
+        results: dict[str, Any] = json.loads(document.read_text())
+        return results
 
 
-def _judge(place: Any, found: dict[str, Any], titles: list[str]) -> None:
-    """Check that all checks were made, and that none has found something wrong; note what is to be looked at."""
-    there = [one["title"] for one in found["sections"]]
-    place.report.check("all checks were made", set(titles) <= set(there))
+def _judge(setup: Any, found: dict[str, Any], titles: list[str]) -> None:
+    """Check that all checks were made, and that none has found a problem; record the warnings."""
+    node = [item["title"] for item in found["sections"]]
+    setup.report.check("all checks were made", set(titles) <= set(node))
     for section in found["sections"]:
-        said = [f"{one['subject']}: {one['found']}" for one in section["findings"] if one["level"] != "ok"]
-        if said:
-            place.report.figure(f"{section['title']} says", said)
-        bad = [one for one in section["findings"] if one["level"] == "wrong" or one["subject"] == "left out"]
-        place.report.check(f"nothing wrong: {section['title']}", not bad)
+        answer = [f"{item['subject']}: {item['found']}" for item in section["findings"] if item["level"] != "ok"]
+        if answer:
+            setup.report.figure(f"{section['title']} says", answer)
+        bad = [item for item in section["findings"] if item["level"] == "wrong" or item["subject"] == "left out"]
+        setup.report.check(f"nothing wrong: {section['title']}", not bad)
 
 
 def _port() -> int:
     """Return a port that is free, the same on all ranks."""
     shared = [0]
     if dist.get_rank() == 0:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            shared = [taken.getsockname()[1]]
+        with socket.socket() as copies:
+            copies.bind(("127.0.0.1", 0))
+            shared = [copies.getsockname()[1]]
     dist.broadcast_object_list(shared, src=0)
     return int(shared[0])

@@ -35,11 +35,11 @@ class Experiment(NamedTuple):
 
     Attributes:
         name: T1, ...
-        title: what it shows.
+        title: its purpose.
         limit: seconds.
         function: module and function.
-        variables: of its environment, on a GPU.
-        alone: whether it measures time, and so runs beside no other.
+        variables: variables of its environment, on a GPU.
+        alone: whether it measures time, and so runs alone.
     """
 
     name: str
@@ -76,11 +76,11 @@ class Outcome:
     """The outcome of an experiment.
 
     Attributes:
-        name, title: of the experiment.
+        name, title: from the ``Experiment``.
         kind: passed, failed, crashed, hung or not run.
-        seconds: that it took.
+        seconds: its duration.
         checks: name: whether it held.
-        figures: name: what was measured.
+        figures: name: measured value.
         text: why it did not pass; the end of its output if it crashed or hung.
     """
 
@@ -109,7 +109,7 @@ class Report:
         self._write()
 
     def figure(self, name: str, value: Any) -> None:
-        """Note what was measured."""
+        """Record a measured value."""
         self._content["figures"][name] = value
         self._write()
 
@@ -128,8 +128,8 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where an experiment runs: "cuda" or "cpu", quickly rather than thoroughly if small; and what it reports to."""
+class Setup:
+    """The setup of an experiment: device "cuda" or "cpu", short runs if small, and its report."""
 
     device: str
     small: bool
@@ -141,12 +141,12 @@ class Place:
         return self.device == "cuda"
 
 
-def run_here(name: str, place: Place) -> None:
+def run_here(name: str, setup: Setup) -> None:
     """Run the experiment of this name in this process."""
     import deepspeed_ext  # noqa: F401  it activates itself where it is installed; here may be its sources alone
 
-    function = next(one.function for one in EXPERIMENTS if one.name == name)
-    pkgutil.resolve_name(f"tests.campaigns.gpu.{function}")(place)
+    function = next(experiment.function for experiment in EXPERIMENTS if experiment.name == name)
+    pkgutil.resolve_name(f"tests.campaigns.gpu.{function}")(setup)
 
 
 def has_gpu() -> bool:
@@ -176,21 +176,23 @@ def run_all(
         budget: seconds for all of them.
         folder: for reports and output.
         note: is given all outcomes after each.
-        environment: of the processes.
+        environment: environment of the processes.
         at_once: how many run at the same time.
     """
     begin, outcomes = time.monotonic(), list[Outcome]()
     noting, over = threading.Lock(), threading.Event()
 
     def run_one(one: Experiment) -> None:
-        left = budget - (time.monotonic() - begin)
-        if left < min(LEAST, one.limit):
-            outcome = Outcome(one.name, one.title, NOT_RUN, text=f"{max(0.0, left):.0f} s of {budget:.0f} s were left")
+        remaining = budget - (time.monotonic() - begin)
+        if remaining < min(LEAST, one.limit):
+            outcome = Outcome(
+                one.name, one.title, NOT_RUN, text=f"{max(0.0, remaining):.0f} s of {budget:.0f} s were left"
+            )
         else:
             report, log = (folder / f"{one.name}.{end}" for end in ("json", "log"))
             arguments, variables = command(one, report), {**environment, **one.variables}
             spent = time.monotonic()
-            status = _run(arguments, variables, log, min(left, one.limit), over)
+            status = _run(arguments, variables, log, min(remaining, one.limit), over)
             outcome = _outcome(one, status, report, log)
             outcome.seconds = round(time.monotonic() - spent, 1)
         with noting:
@@ -198,10 +200,10 @@ def run_all(
             note(outcomes)
 
     alone = [one for one in experiments if one.alone or at_once == 1]
-    for some, workers in ((alone, 1), ([one for one in experiments if one not in alone], at_once)):
+    for subset, workers in ((alone, 1), ([one for one in experiments if one not in alone], at_once)):
         with ThreadPoolExecutor(workers) as pool:
             try:
-                list(pool.map(run_one, some))
+                list(pool.map(run_one, subset))
             except BaseException:
                 over.set()  # what runs ends, and nothing else begins
                 pool.shutdown(cancel_futures=True)
@@ -233,16 +235,16 @@ def _run(
 
 def _outcome(experiment: Experiment, status: int | None, report: Path, log: Path) -> Outcome:
     """Return the outcome of an experiment that has ended."""
-    found = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    checks, figures = found.get("checks", {}), found.get("figures", {})
+    results = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
+    checks, figures = results.get("checks", {}), results.get("figures", {})
     outcome = Outcome(experiment.name, experiment.title, PASSED, checks=checks, figures=figures)
-    broken = [name for name, held in checks.items() if not held]
-    if status != 0 or not found.get("done"):
+    broken = [name for name, retained in checks.items() if not retained]
+    if status != 0 or not results.get("done"):
         outcome.kind = HUNG if status is None else CRASHED
         tail = log.read_text(encoding="utf-8", errors="replace")[-_TAIL:].strip()
         outcome.text = f"exit status {status}\n{tail}"
-    elif found.get("skipped"):
-        outcome.kind, outcome.text = NOT_RUN, found["skipped"]
+    elif results.get("skipped"):
+        outcome.kind, outcome.text = NOT_RUN, results["skipped"]
     elif broken or not (checks or figures):
         outcome.kind = FAILED
         outcome.text = f"did not hold: {', '.join(broken)}" if broken else "it checked nothing"
@@ -257,19 +259,22 @@ def replace(file: Path, text: str) -> None:
 
 
 def write_results(stem: Path, about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> None:
-    """Write what is known until now: ``stem``.json, and ``stem``.txt to be read."""
-    record = {**about, "experiments": [asdict(one) for one in outcomes]}
+    """Write the results so far: ``stem``.json, and ``stem``.txt to be read."""
+    record = {**about, "experiments": [asdict(outcome) for outcome in outcomes]}
     replace(stem.with_name(stem.name + ".json"), json.dumps(record, indent=1) + "\n")
     replace(stem.with_name(stem.name + ".txt"), table(about, outcomes))
 
 
 def table(about: Mapping[str, Any], outcomes: Sequence[Outcome]) -> str:
-    """Return a line for each experiment; below it what did not hold, and what was measured."""
+    """Return a line for each experiment; below it failed checks, and measured values."""
     lines = [f"{name}: {value}" for name, value in about.items()] + [""]
-    for one in outcomes:
-        held = sum(one.checks.values())
-        lines.append(f"{one.name:4} {one.kind:8} {one.seconds:7.1f} s  {held}/{len(one.checks)} checks  {one.title}")
-    for one in outcomes:
-        lines += ["", f"{one.name} {one.title}", *(f"  {line}" for line in one.text.splitlines())]
-        lines += [f"  {name}: {value}" for name, value in one.figures.items()]
+    for outcome in outcomes:
+        passed = sum(outcome.checks.values())
+        lines.append(
+            f"{outcome.name:4} {outcome.kind:8} {outcome.seconds:7.1f} s  {passed}/{len(outcome.checks)} checks  "
+            f"{outcome.title}"
+        )
+    for outcome in outcomes:
+        lines += ["", f"{outcome.name} {outcome.title}", *(f"  {line}" for line in outcome.text.splitlines())]
+        lines += [f"  {name}: {value}" for name, value in outcome.figures.items()]
     return "\n".join(lines) + "\n"

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T11: checkpoints that are copied from a GPU and written beside the training; exports.
+"""Checks of experiment T11: checkpoints that are copied from a GPU and written during training; exports.
 
 Copies are made late, so that a step that does not wait for them, or a thread that reads them too early, is seen in the
 files: see ``late``.
@@ -56,22 +56,22 @@ EXPORTS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def aside(place: Any) -> None:
-    """T11: see that what is saved beside the training on a GPU is what is saved at once."""
-    some = 1 if place.small else None
-    made = [
+def aside(setup: Any) -> None:
+    """T11: check that asynchronous saves on a GPU write the files of synchronous saves."""
+    subset = 1 if setup.small else None
+    created = [
         Case("pinned memory", _memory),
         Case("without the wait", _seen_without_the_wait),
-        *(Case(f"files, {_title(*row)}", partial(_twins, row=row)) for row in TWINS[:some]),
-        *(Case(f"export, {name} {how}", partial(_exported, name=name, how=how)) for name, how in EXPORTS[:some]),
+        *(Case(f"files, {_title(*row)}", partial(_twins, row=row)) for row in TWINS[:subset]),
+        *(Case(f"export, {name} {how}", partial(_exported, name=name, how=how)) for name, how in EXPORTS[:subset]),
         Case("export without the wait", _seen_without_the_event),
-        *(Case(f"in memory, {name}", partial(_in_memory, name=name, node=node)) for name, node in IN_MEMORY[:some]),
-        *(Case(f"resumed, {_title(*row)}", partial(_resumed, row=row)) for row in RESUMED[:some]),
+        *(Case(f"in memory, {name}", partial(_in_memory, name=name, node=node)) for name, node in IN_MEMORY[:subset]),
+        *(Case(f"resumed, {_title(*row)}", partial(_resumed, row=row)) for row in RESUMED[:subset]),
     ]
     # Those that may have to wait for kernels to be built come last.
-    slow = [dataclasses.replace(case, limit=150) for case in made if "loco" in case.name.lower()]
-    run_cases(place, [*(case for case in made if "loco" not in case.name.lower()), *slow])
-    run_cases(place, [Case("files over NCCL", partial(_twins, row=ALONE, group_size=1))], alone=True)
+    slow = [dataclasses.replace(case, limit=150) for case in created if "loco" in case.name.lower()]
+    run_cases(setup, [*(case for case in created if "loco" not in case.name.lower()), *slow])
+    run_cases(setup, [Case("files over NCCL", partial(_twins, row=ALONE, group_size=1))], alone=True)
 
 
 def _title(*row: Any) -> str:
@@ -79,17 +79,17 @@ def _title(*row: Any) -> str:
 
 
 @contextlib.contextmanager
-def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
+def late(setup: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
     """Within this context, a stream sleeps before it copies; yields how many copies each save makes behind the steps.
 
     On the host a thread copies late instead: ``saves.late_copies``.
     """
-    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.seal, HostWriter.put, list[int]()
+    copy, seal, put, behind = Snapshot._copy_on_stream, Snapshot.start_device_copies, HostWriter.put, list[int]()
 
     def copied(self: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         copy(self, [])  # makes the stream
         with get_accelerator().stream(self._stream):
-            pause(place, milliseconds if pairs is self._on_device else AT_ONCE)
+            pause(setup, milliseconds if pairs is self._on_device else AT_ONCE)
         copy(self, pairs)
 
     def sealed(self: Any) -> None:
@@ -97,35 +97,35 @@ def late(place: Any, milliseconds: float = BEHIND) -> Iterator[list[int]]:
         seal(self)
 
     def handed(self: Any, *args: Any, **kwargs: Any) -> int:
-        pause(place, AT_ONCE)
+        pause(setup, AT_ONCE)
         return put(self, *args, **kwargs)
 
     with (
         mock.patch.object(Snapshot, "_copy_on_stream", copied),
-        mock.patch.object(Snapshot, "seal", sealed),
+        mock.patch.object(Snapshot, "start_device_copies", sealed),
         mock.patch.object(HostWriter, "put", handed),
     ):
         yield behind
 
 
 def _job_of(dtype: str, zero: dict[str, Any], optimizer: str = "Adam") -> training.Job:
-    """Return what is trained; DeepSpeed's timer would wait for all streams, so that no one else would have to."""
+    """Return the training; DeepSpeed's timer would wait for all streams, so that no one else would have to."""
     job = saves.job_of_row(dtype, zero, optimizer)
     return dataclasses.replace(job, config={**job.config, **WITHOUT_TIMER})
 
 
-def _twins(place: Any, row: tuple[str, str, dict[str, Any], str], group_size: int = 2) -> None:
+def _twins(setup: Any, row: tuple[str, str, dict[str, Any], str], group_size: int = 2) -> None:
     """Compare files, and losses, of a run that saves at every turn."""
     name, dtype, zero, optimizer = row
-    with shared_folder() as folder, late(place) as behind:
-        found = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
-    place.report.check("the same files", found.different == [] and found.files >= 28)
-    if found.different:
-        place.report.figure("where they differ", found.different[:5])
-    place.report.check("the same losses and errors", found.same)
-    place.report.figure("files", found.files)
+    with shared_folder() as folder, late(setup) as behind:
+        results = saves.twins_case(folder, name, _job_of(dtype, zero, optimizer), group_size)
+    setup.report.check("the same files", results.different == [] and results.files >= 28)
+    if results.different:
+        setup.report.figure("where they differ", results.different[:5])
+    setup.report.check("the same losses and errors", results.same)
+    setup.report.figure("files", results.files)
     elsewhere = "offload_optimizer" in zero or "paro_outer_optimizer" in zero
-    place.report.check("the device copies behind the steps", (sum(behind) > 0) == (place.cuda and not elsewhere))
+    setup.report.check("the device copies behind the steps", (sum(behind) > 0) == (setup.cuda and not elsewhere))
 
 
 class _Short(saves.Run):
@@ -139,21 +139,21 @@ class _Short(saves.Run):
         self.step()
 
 
-def _seen_without_the_wait(place: Any) -> None:
+def _seen_without_the_wait(setup: Any) -> None:
     """See that files differ if steps do not wait for copies: otherwise these checks would show nothing."""
     for waits in (True, False):
-        settle = Snapshot.settle if waits else lambda self: None
-        patched = mock.patch.object(Snapshot, "settle", settle)
-        with shared_folder() as folder, late(place, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
-            found = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
+        settle = Snapshot.wait_for_copies if waits else lambda self: None
+        patched = mock.patch.object(Snapshot, "wait_for_copies", settle)
+        with shared_folder() as folder, late(setup, VERY_LATE), saves.late_copies(VERY_LATE / 1e3), patched:
+            results = saves.twins_case(folder, "NIG", _job_of("bf16", {}), kind=_Short)
         title = "files are the same with the wait" if waits else "files differ without the wait"
-        place.report.check(title, found.files > 0 and (found.different == []) == waits)
+        setup.report.check(title, results.files > 0 and (results.different == []) == waits)
 
 
-def _memory(place: Any) -> None:
+def _memory(setup: Any) -> None:
     """See that host memory is pinned where there is a GPU, and made once."""
     job, pinned = training.Job(optimizer="Adam", empty=False, config=saves.ASIDE), set[bool]()
-    empty, at = HostWriter._empty, list[set[int]]()
+    empty, at = HostWriter._next_buffer, list[set[int]]()
 
     def taken(self: Any) -> Any:
         buffer = empty(self)
@@ -166,62 +166,65 @@ def _memory(place: Any) -> None:
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, str(number))
             engine.checkpoint_engine.finish()
-            held = [one for many in engine.checkpoint_engine.aside.buffers._free.values() for one in many]
-            pinned |= {one.is_pinned() for one in held}
-            at.append({one.data_ptr() for one in held})
-        with mock.patch.object(HostWriter, "_empty", taken):
+            retained = [
+                item for group in engine.checkpoint_engine.async_saves.buffers._free.values() for item in group
+            ]
+            pinned |= {item.is_pinned() for item in retained}
+            at.append({item.data_ptr() for item in retained})
+        with mock.patch.object(HostWriter, "_next_buffer", taken):
             import deepspeed_ext
 
             deepspeed_ext.export_weights(engine, f"{folder}/weights", writers=1)
     engine.destroy()
-    place.report.check("pinned if there is a GPU", pinned == {place.cuda})
-    place.report.check("made once", bool(at[0]) and at == [at[0]] * 3)
+    setup.report.check("pinned if there is a GPU", pinned == {setup.cuda})
+    setup.report.check("made once", bool(at[0]) and at == [at[0]] * 3)
 
 
-def _exported(place: Any, name: str, how: dict[str, Any]) -> None:
-    with shared_folder() as folder, late(place):
+def _exported(setup: Any, name: str, how: dict[str, Any]) -> None:
+    with shared_folder() as folder, late(setup):
         changed = cases.exported(f"{folder}/weights", name, **how)
-    place.report.check("the weights of the model", changed == [])
+    setup.report.check("the weights of the model", changed == [])
 
 
-def _seen_without_the_event(place: Any) -> None:
+def _seen_without_the_event(setup: Any) -> None:
     """See that an export differs on a GPU if its thread reads buffers before they are filled."""
     write, (name, how) = HostWriter._write, EXPORTS[-1]
 
     def early(self: HostWriter, buffer: Any) -> None:
         write(self, dataclasses.replace(buffer, copied=None))
 
-    with shared_folder() as folder, late(place), mock.patch.object(HostWriter, "_write", early):
+    with shared_folder() as folder, late(setup), mock.patch.object(HostWriter, "_write", early):
         changed = cases.exported(f"{folder}/weights", name, **how)
-    place.report.check("weights differ on a GPU without the wait", (changed != []) == place.cuda)
+    setup.report.check("weights differ on a GPU without the wait", (changed != []) == setup.cuda)
 
 
-def _in_memory(place: Any, name: str, node: int) -> None:
-    """Lose a node, and go on from what the other one has in memory."""
-    with shared_folder() as folder, late(place):
-        held, _, sent, changed, same, latest, again = memory_saves.lost_case(folder, name, node)
+def _in_memory(setup: Any, name: str, node: int) -> None:
+    """Lose a node, and continue from the memory of the other one."""
+    with shared_folder() as folder, late(setup):
+        retained, _, sent, changed, is_same, latest, again = memory_saves.lost_case(folder, name, node)
     if changed:
-        place.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
-    place.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
-    place.report.check("going on is what it was", same)
+        setup.report.figure("what is not as it was", {key: float(value) for key, value in changed.items()})
+    setup.report.check("all is restored", changed == {} and latest == "global_step1" and not again)
+    setup.report.check("going on is what it was", is_same)
     crosses = name[2] == "G"
-    place.report.check(
-        "each node has all, and only what the other lacks is sent", held[0] == held[1] and (sent > 0) == crosses
+    setup.report.check(
+        "each node has all, and only what the other lacks is sent",
+        retained[0] == retained[1] and (sent > 0) == crosses,
     )
 
 
-def _resumed(place: Any, row: tuple[str, dict[str, Any], str]) -> None:
-    """Go on from a save that was still being written when training went on."""
+def _resumed(setup: Any, row: tuple[str, dict[str, Any], str]) -> None:
+    """Resume from a save that was written while training continued."""
     name, zero, optimizer = row
     job = snapshots.job_of("bf16", zero, optimizer, **saves.ASIDE, **WITHOUT_TIMER)
 
     def slowly() -> Any:
         stack = contextlib.ExitStack()
-        stack.enter_context(late(place))
+        stack.enter_context(late(setup))
         stack.enter_context(saves.late_copies())
         return stack
 
     with shared_folder() as folder:
-        found = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
-    place.report.check("loaded is what was saved", not found.loaded)
-    place.report.check("resumed is uninterrupted", not (found.resumed or found.elsewhere))
+        results = cases.resumed(job, str(Path(folder, "saved")), name, slowly, contextlib.nullcontext)
+    setup.report.check("loaded is what was saved", not results.loaded)
+    setup.report.check("resumed is uninterrupted", not (results.resumed or results.elsewhere))

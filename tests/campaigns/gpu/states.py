@@ -1,9 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of experiment T10: states that lie elsewhere or cross in few bits, and checkpoints, on each of several ranks.
+"""Checks of experiment T10: states that are offloaded or sent in few bits, and checkpoints, on each of several ranks.
 
-The cases are those of the simulated device; here the device is real, so its bits are not the host's. What is rounded
-to few bits is compared with a run that rounds nothing, and loosely; the rest with stock DeepSpeed.
+The cases are those of the simulated device; here the device is real, so its bits are not the host's. Values in
+few bits are compared with an unrounded run, with wide bounds; all others with stock DeepSpeed.
 """
 
 import contextlib
@@ -30,50 +30,50 @@ RESUMED: tuple[tuple[str, dict[str, Any], tuple[str, ...]], ...] = (
 )
 
 
-def check(place: Any) -> None:
+def check(setup: Any) -> None:
     """Check them all; collective."""
-    together = [title for title, given in cases.OPTIONS.items() if outer_oracle.KEY not in given.zero]
-    for title in together[: 2 if place.small else None]:
+    together = [title for title, provided in cases.OPTIONS.items() if outer_oracle.KEY not in provided.zero]
+    for title in together[: 2 if setup.small else None]:
         for name in cases.OPTIONS[title].strategies:
-            _train(place, title, name)
-    for name in OUTER[: 1 if place.small else None]:
+            _train(setup, title, name)
+    for name in OUTER[: 1 if setup.small else None]:
         for keys in ({"fragments": 3}, {"fragments": 3, "offload": "cpu"}, {"delay": 1}):
-            _train_apart(place, name, {"steps": 3, **keys})
-    for optimizer, zero, names in RESUMED[: 1 if place.small else None]:
+            _train_apart(setup, name, {"steps": 3, **keys})
+    for optimizer, zero, names in RESUMED[: 1 if setup.small else None]:
         job = snapshots.job_of("bf16", zero, optimizer)
         for name in names:
             with shared_folder() as folder:
-                found = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
+                results = cases.resumed(job, folder, name, contextlib.nullcontext, contextlib.nullcontext)
             title = f"{name}, {optimizer} {' '.join(zero)}: resumed is uninterrupted"
-            place.report.check(title, not (found.loaded or found.resumed or found.elsewhere))
-    for pinned in (True, False) if place.cuda else ():
+            setup.report.check(title, not (results.loaded or results.resumed or results.elsewhere))
+    for pinned in (True, False) if setup.cuda else ():
         for name in ("NIG", "IIG"):
             title = f"{name}, {'pinned' if pinned else 'pageable'}: offloaded and reloaded"
-            place.report.check(title, cases.offloaded(name, "Muon", pinned, {}) == (name, True, ("cpu", True), "cuda"))
+            setup.report.check(title, cases.offloaded(name, "Muon", pinned, {}) == (name, True, ("cpu", True), "cuda"))
 
 
-def _train_apart(place: Any, name: str, outer: dict[str, Any]) -> None:
-    """Train with an outer optimizer, beside ten lines in one process."""
+def _train_apart(setup: Any, name: str, outer: dict[str, Any]) -> None:
+    """Train with an outer optimizer, and compare with an oracle of ten lines in one process."""
     job = replace(cases.OPTIONS["outer"].job, optimizer="SGD", steps=7)
     (row,) = outer_oracle.beside([name], job, outer, 2)
     title = f"{name}, outer {outer}"
-    place.report.figure(f"{title}: largest difference of weights", row.weights)
-    place.report.check(title, row.weights <= EXACT and row.anchors and row.together)
+    setup.report.figure(f"{title}: largest difference of weights", row.weights)
+    setup.report.check(title, row.weights <= EXACT and row.anchors and row.together)
 
 
-def _train(place: Any, title: str, name: str) -> None:
-    given = cases.OPTIONS[title]
+def _train(setup: Any, title: str, name: str) -> None:
+    provided = cases.OPTIONS[title]
     places: list[tuple[str, str]] = []
-    ours = training.train(given.job, placed(name, **given.zero), look=partial(cases.look, places))
-    whole = {key: value for key, value in given.zero.items() if key in WHOLE}
+    ours = training.train(provided.job, placed(name, **provided.zero), look=partial(cases.look, places))
+    full = {key: value for key, value in provided.zero.items() if key in WHOLE}
     # Stock DeepSpeed's Muon is another: it knows no groups.
-    oracle = placed("NNN", **whole) if given.job.optimizer == "Muon" else {"stage": 2 + (name[0] != "N"), **whole}
-    row = training.difference(name, ours, training.train(given.job, oracle), "")
-    place.report.figure(f"{name}, {title}: largest difference of weights", row.weights)
-    near = row.weights <= (EXACT if given.stock else ROUNDED)  # not of what is not a number
-    place.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
-    optimizers = "cpu" if "offload_optimizer" in given.zero else place.device
-    place.report.check(f"{name}, {title}: places", places == [(place.device, optimizers)])
+    oracle = placed("NNN", **full) if provided.job.optimizer == "Muon" else {"stage": 2 + (name[0] != "N"), **full}
+    row = training.difference(name, ours, training.train(provided.job, oracle), "")
+    setup.report.figure(f"{name}, {title}: largest difference of weights", row.weights)
+    near = row.weights <= (EXACT if provided.stock else ROUNDED)  # not of what is not a number
+    setup.report.check(f"{name}, {title}", near and row.replicas_equal and row.same_decisions)
+    optimizers = "cpu" if "offload_optimizer" in provided.zero else setup.device
+    setup.report.check(f"{name}, {title}: places", places == [(setup.device, optimizers)])
 
 
 @contextlib.contextmanager

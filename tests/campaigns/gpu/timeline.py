@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Experiments of tests.campaigns.gpu: what overlaps with what, and when the host waits for the device."""
+"""Experiments of tests.campaigns.gpu: the overlap of operations, and the waits of the host for the device."""
 
 import contextlib
 import dataclasses
@@ -44,10 +44,10 @@ class MarkedTraining:
         forward, backward: marks at which each layer began and had used its time, in the last micro-step.
     """
 
-    def __init__(self, place: Any, job: Job, zero: dict[str, Any], delay: float, layer: float) -> None:
-        self.place = place
+    def __init__(self, setup: Any, job: Job, zero: dict[str, Any], delay: float, layer: float) -> None:
+        self.setup = setup
         self.layer = layer
-        self.wire = Wire(place.device, delay=(delay, delay), keep=True)
+        self.wire = Wire(setup.device, delay=(delay, delay), keep=True)
         self.engine, model = make_engine(job, zero)
         self._job = job
         self._generator = torch.Generator().manual_seed(1)
@@ -64,12 +64,12 @@ class MarkedTraining:
     def _reach(self, marks: list[tuple[Any, Any]]) -> None:
         begin = self.mark()
         if self.wire.keep:
-            pause(self.place, self.layer)
+            pause(self.setup, self.layer)
         marks.append((begin, self.mark()))
 
     def mark(self) -> Any:
         """Mark the present, on the current stream."""
-        if not self.place.cuda:
+        if not self.setup.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -87,7 +87,7 @@ class MarkedTraining:
 
     def before(self, one: Any, other: Any) -> bool:
         """Whether a mark is before another one, or at the same time; the device has been synchronized."""
-        return one.elapsed_time(other) >= 0 if self.place.cuda else one <= other
+        return one.elapsed_time(other) >= 0 if self.setup.cuda else one <= other
 
     def under_way(self, layer: tuple[Any, Any], late: Late) -> bool:
         """Whether a collective was under way while a layer ran; the device has been synchronized."""
@@ -97,66 +97,66 @@ class MarkedTraining:
 
 @contextlib.contextmanager
 def running(
-    place: Any, zero: dict[str, Any], delay: float = HOP, layer: float = LAYER, **changed: Any
+    setup: Any, zero: dict[str, Any], delay: float = HOP, layer: float = LAYER, **changed: Any
 ) -> Iterator[MarkedTraining]:
     """Train a job of ``JOB``, changed so; destroyed afterwards."""
     run = None
-    with Wire(place.device).connected():
-        run = MarkedTraining(place, dataclasses.replace(JOB, **changed), zero, delay, layer)
+    with Wire(setup.device).connected():
+        run = MarkedTraining(setup, dataclasses.replace(JOB, **changed), zero, delay, layer)
     try:
         with run.wire.connected():
             yield run
     finally:
-        if place.cuda:
+        if setup.cuda:
             torch.cuda.synchronize()
         with run.wire.connected():
             run.engine.destroy()
 
 
-def timeline(place: Any) -> None:
-    """T4: see what overlaps; where it does not, training is slow rather than wrong."""
+def timeline(setup: Any) -> None:
+    """T4: check the overlap; without it, training is slow rather than wrong."""
     enter_virtual_world(RANKS)
-    place.report.figure("ms of a hop", HOP)
+    setup.report.figure("ms of a hop", HOP)
     for groups in (1, 2):
-        updates_under_forward(place, groups)
+        updates_under_forward(setup, groups)
     for name in ("GGG", "IGG"):
-        found = under_backward(place, placed(name, GROUP), accumulation=1)
-        place.report.check(f"(c) {name}: reductions under the backward", found["any"])
-    found = under_backward(place, placed("IIG", GROUP), 2, SHORT_HOP, LONG_LAYER)
+        results = under_backward(setup, placed(name, GROUP), accumulation=1)
+        setup.report.check(f"(c) {name}: reductions under the backward", results["any"])
+    results = under_backward(setup, placed("IIG", GROUP), 2, SHORT_HOP, LONG_LAYER)
     # The CPU has no streams: there, the host waits for one hop before the next, and by default overlap_comm is off.
-    settled = place.report.check if place.cuda else place.report.figure
-    settled("(d) IIG: between groups, under the last backward", found["between groups"])
-    by_default: list[dict[str, Any]] = [{}] if place.cuda else []
+    settled = setup.report.check if setup.cuda else setup.report.figure
+    settled("(d) IIG: between groups, under the last backward", results["between groups"])
+    by_default: list[dict[str, Any]] = [{}] if setup.cuda else []
     for more in (*by_default, {"overlap_comm": True}):
-        found = under_backward(place, placed("NIG", GROUP, **more), accumulation=1)
-        place.report.check(f"(e) NIG {more or 'default'}: reductions under the backward", found["any"])
+        results = under_backward(setup, placed("NIG", GROUP, **more), accumulation=1)
+        setup.report.check(f"(e) NIG {more or 'default'}: reductions under the backward", results["any"])
 
 
-def updates_under_forward(place: Any, groups: int) -> None:
+def updates_under_forward(setup: Any, groups: int) -> None:
     """Check (a) and (b): the gather between groups after a step, and the next forward."""
-    with running(place, placed("IIG", GROUP), groups=groups, accumulation=1, config={}) as run:
+    with running(setup, placed("IIG", GROUP), groups=groups, accumulation=1, config={}) as run:
         for _ in range(4):
             run.micro_step(JOB)
         gathers = [late for late in run.wire.sent if late.name in GATHERS and late.ranks == RANKS // GROUP]
         pending = [late for late in gathers if not late.is_completed()]
-        place.report.check(f"(a) {groups} parameter groups: step returns before its gathers end", bool(pending))
+        setup.report.check(f"(a) {groups} parameter groups: step returns before its gathers end", bool(pending))
         run.micro_step(JOB)
-        if place.cuda:
+        if setup.cuda:
             torch.cuda.synchronize()
         ended = gathers[-1].ended if gathers else None
-        found = ended is not None and run.before(run.forward[0][0], ended)
-        place.report.check(f"(b) {groups} parameter groups: the first layer runs before the last gather ends", found)
+        results = ended is not None and run.before(run.forward[0][0], ended)
+        setup.report.check(f"(b) {groups} parameter groups: the first layer runs before the last gather ends", results)
 
 
 def under_backward(
-    place: Any, zero: dict[str, Any], accumulation: int, delay: float = HOP, layer: float = LAYER
+    setup: Any, zero: dict[str, Any], accumulation: int, delay: float = HOP, layer: float = LAYER
 ) -> dict[str, bool]:
     """Return which reductions are under way while layers run their backward, in the last micro-step of a step."""
-    with running(place, zero, delay, layer, accumulation=accumulation) as run:
+    with running(setup, zero, delay, layer, accumulation=accumulation) as run:
         for _ in range(3 * accumulation):
             run.wire.sent.clear()
             run.micro_step(JOB)
-        if place.cuda:
+        if setup.cuda:
             torch.cuda.synchronize()
         under = [
             late
@@ -166,12 +166,12 @@ def under_backward(
     return {"any": bool(under), "between groups": any(late.ranks == RANKS // GROUP for late in under)}
 
 
-def synchronizations(place: Any) -> None:
+def synchronizations(setup: Any) -> None:
     """T5: see that the host waits for the device in six micro-steps no more often than is recorded, and note where."""
     enter_virtual_world(RANKS)
-    names = ["NIG", "IIG"] if place.small else [*REPLICATED, *PARTITIONED]
-    for stage in () if place.small else (2, 3):
-        place.report.figure(f"stock ZeRO-{stage}", _synchronizations_of(place, {"stage": stage}, {}))
+    names = ["NIG", "IIG"] if setup.small else [*REPLICATED, *PARTITIONED]
+    for stage in () if setup.small else (2, 3):
+        setup.report.figure(f"stock ZeRO-{stage}", _synchronizations_of(setup, {"stage": stage}, {}))
     cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [(name, placed(name, GROUP), {}) for name in names]
     four_bits = placed("IIG", GROUP, zeropp_loco_param={})
     cases.append(("IIG in four bits", four_bits, {}))
@@ -179,15 +179,15 @@ def synchronizations(place: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "checks"}}
         cases.append(("IIG in four bits, monitored", four_bits, {"config": monitor}))
-        if not place.small:
+        if not setup.small:
             cases += [(f"{name} in fp16", placed(name, GROUP), {"dtype": "fp16"}) for name in ("NIG", "IIG")]
         for title, zero, changed in cases:
-            waits.check(place, title, _synchronizations_of(place, zero, changed))
+            waits.check(setup, title, _synchronizations_of(setup, zero, changed))
 
 
-def _synchronizations_of(place: Any, zero: dict[str, Any], changed: dict[str, Any]) -> dict[str, int]:
+def _synchronizations_of(setup: Any, zero: dict[str, Any], changed: dict[str, Any]) -> dict[str, int]:
     job = dataclasses.replace(JOB, **{"config": {}, **changed})
-    with counter_of(place) as counting, running(place, zero, 0.0, **{"config": {}, **changed}) as run:
+    with counter_of(setup) as counting, running(setup, zero, 0.0, **{"config": {}, **changed}) as run:
         run.wire.keep = False
         for _ in range(1, _FIRST):
             run.micro_step(job)
@@ -198,9 +198,9 @@ def _synchronizations_of(place: Any, zero: dict[str, Any], changed: dict[str, An
 
 
 @contextlib.contextmanager
-def counter_of(place: Any) -> Iterator[Any]:
-    """Yield what counts synchronizations of the host, by place; without a GPU of a simulated device."""
-    if place.cuda:
+def counter_of(setup: Any) -> Iterator[Any]:
+    """Yield a counter of synchronizations of the host, by call site; without a GPU of a simulated device."""
+    if setup.cuda:
         yield _counted_on_gpu
         return
     from tests.harness.stream_order import asking, device_with_streams
@@ -213,7 +213,7 @@ def counter_of(place: Any) -> Iterator[Any]:
             with order.watch(), asking(order):
                 before = Counter(order.synchronizations)
                 yield counts
-                counts.update({str(one): count for one, count in (order.synchronizations - before).items()})
+                counts.update({str(item): count for item, count in (order.synchronizations - before).items()})
 
         yield counted
 
@@ -254,8 +254,8 @@ def _where() -> str:
     tests = str(ROOT / "tests")  # the repository may lie in a folder of the package's name
     while frame is not None:
         path = frame.f_code.co_filename
-        known = "/deepspeed_ext/" in path or ("/deepspeed/" in path and "/accelerator/" not in path)
-        if known and not path.startswith(tests):
+        registered = "/deepspeed_ext/" in path or ("/deepspeed/" in path and "/accelerator/" not in path)
+        if registered and not path.startswith(tests):
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return waits.ELSEWHERE

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How often the host may wait for the device in experiment T5. Knows neither torch nor a GPU."""
+"""Limits on the host's waits for the device in experiment T5. Imports no torch and needs no GPU."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ EVENT = "event at "  # begins the place of a wait for an event
 
 
 class Waits(NamedTuple):
-    """How often the host waits: apart, since on a GPU an event may have come before it is waited for."""
+    """Numbers of waits of the host, by kind: on a GPU an event may have completed before the wait."""
 
     events: int  # DeepSpeed's brakes: the host must not be far ahead of gathers and reductions
     others: int  # answers that decide a step
@@ -42,16 +42,16 @@ WAITS = {
 }
 
 
-def check(place: Any, title: str, counts: dict[str, int]) -> None:
+def check(setup: Any, title: str, counts: dict[str, int]) -> None:
     """Note where the host has waited, and check that it was no more often than ``WAITS`` has of this case."""
-    place.report.figure(title, counts)
-    found, most = of(counts), WAITS[title]
-    others = most.others + (most.copies if place.cuda else 0)
-    place.report.check(f"{title}: at most {most.events} waits for events", found.events <= most.events)
-    place.report.check(f"{title}: at most {others} other waits", found.others <= others)
+    setup.report.figure(title, counts)
+    results, most = count_waits(counts), WAITS[title]
+    other_ranks = most.others + (most.copies if setup.cuda else 0)
+    setup.report.check(f"{title}: at most {most.events} waits for events", results.events <= most.events)
+    setup.report.check(f"{title}: at most {other_ranks} other waits", results.others <= other_ranks)
 
 
-def of(counts: dict[str, int]) -> Waits:
+def count_waits(counts: dict[str, int]) -> Waits:
     """Return how often the host has waited, given how often at each place; copies are among the others."""
     own = {where: count for where, count in counts.items() if not where.endswith(ELSEWHERE)}
     events = sum(count for where, count in own.items() if where.startswith(EVENT))

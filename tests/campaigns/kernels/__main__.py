@@ -21,7 +21,7 @@ from tests.harness.cuda_on_cpu import building
 _FAILURES = 20  # after which nothing else runs
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--build", choices=building.BUILDS, default="plain")
     parser.add_argument("--device", choices=("emulated", "cuda", "cpu"), default="emulated", help="cpu: to test this")
@@ -35,12 +35,12 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> int:
-    arguments = parsed()
+    arguments = parse_arguments()
     if arguments.device == "cuda" and not has_gpu():
         print(SAID, file=sys.stderr)
         return NO_GPU
     emulated = arguments.device == "emulated"
-    library = building.built(arguments.sources, arguments.libraries, arguments.build) if emulated else None
+    library = building.build_library(arguments.sources, arguments.libraries, arguments.build) if emulated else None
     if emulated and arguments.build == "address" and "libasan" not in os.environ.get("LD_PRELOAD", ""):
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], os.environ | building.sanitizers())
     import torch
@@ -62,11 +62,11 @@ def main() -> int:
 
     kernels = Emulator(library) if library else OnDevice(arguments.device)
     compare = Comparison(kernels, arguments.build == "checked", fail)
-    place = arguments.build if emulated else arguments.device
-    for name in arguments.only or (sections.OF_BUILDS[place] if emulated else sections.ON_DEVICE):
+    location = arguments.build if emulated else arguments.device
+    for name in arguments.only or (sections.OF_BUILDS[location] if emulated else sections.ON_DEVICE):
         before = compare.cases.total()
         sections.SECTIONS[name](compare, Drawing(arguments.seed), arguments.amount)
-        print(f"{place} {name}: {compare.cases.total() - before} cases", flush=True)
+        print(f"{location} {name}: {compare.cases.total() - before} cases", flush=True)
     print(f"{compare.cases.total()} cases, {compare.runs} runs, {compare.emulator.counts()}")
     print(f"{len(failures)} failures" if failures else "all bits equal")
     return bool(failures)

@@ -26,8 +26,8 @@ _INPLACE = 2  # steps
 def compress(compare: Comparison, draw: Drawing, amount: float) -> None:
     """Some steps with the error that each leaves, for each dtype, bits, block, kind of error, and rotation."""
     cases = list(itertools.product(ops.DTYPES, BITS, BLOCKS, KEPT, (False, True)))
-    for dtype, bits, block, kept, hadamard in _repeated(cases, 8 * amount, draw):
-        _Steps(compare, draw, dtype, Packing(bits, block), kept, hadamard).run()
+    for dtype, bits, block, retained, hadamard in _repeated(cases, 8 * amount, draw):
+        _Steps(compare, draw, dtype, Packing(bits, block), retained, hadamard).run()
 
 
 class _Steps:
@@ -86,8 +86,10 @@ class _Steps:
         gradient = self._draw.placed(numbers, Use.READ)
         wire = self._draw.packed(garbage(shape, torch.uint8), Use.WRITE, self._aligned, known=False)
         settings = (packing.bits, packing.block_size, self._beta, self._unit, self._hadamard)
-        told = f"{self._dtype} {self._rows} x {self._width}, {settings}, kept {self._kept}, aligned {self._aligned}"
-        return self._compare("loco_compress", (gradient, wire, error, new, *settings), f"{told}, {what}")
+        messages = (
+            f"{self._dtype} {self._rows} x {self._width}, {settings}, kept {self._kept}, aligned {self._aligned}"
+        )
+        return self._compare("loco_compress", (gradient, wire, error, new, *settings), f"{messages}, {what}")
 
 
 def decompress(compare: Comparison, draw: Drawing, amount: float) -> None:
@@ -102,31 +104,31 @@ def decompress(compare: Comparison, draw: Drawing, amount: float) -> None:
         aligned, factor = draw.random.random() < 0.7, draw.random.choice(_FACTORS)
         out = Placed(garbage((width,), dtype), Use.WRITE, draw.random.choice((0, 0, 8, 1, 3)), known=False)
         arguments = (draw.packed(wire, Use.READ, aligned), out, bits, block, factor, hadamard)
-        what = f"{dtype} {pieces} x {width}, {arguments[2:]}, aligned {aligned}"
-        compare("loco_decompress", arguments, what)
+        case = f"{dtype} {pieces} x {width}, {arguments[2:]}, aligned {aligned}"
+        compare("loco_decompress", arguments, case)
 
 
 def differences(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """Updated parameters beside what is held of them, near and far; then what arrives of them."""
+    """Compare updated parameters with the receivers' values, near and far; then apply the differences."""
     cases = list(itertools.product(ops.DTYPES, BITS, BLOCKS))
     for dtype, bits, block in _repeated(cases, 12 * amount, draw):
         packing, rows, width = Packing(bits, block), draw.random.choice((1, 1, 2, 3)), draw.width()
-        held = draw.numbers(rows, width, dtype, block)
+        retained = draw.numbers(rows, width, dtype, block)
         updated = draw.numbers(rows, width, dtype, block)
         if draw.random.random() < 0.6:
-            updated = (held.float() * (1 + torch.randn(rows, width) * 0.01)).to(dtype)
+            updated = (retained.float() * (1 + torch.randn(rows, width) * 0.01)).to(dtype)
         aligned = draw.random.random() < 0.7
         wire = draw.packed(garbage((rows, packing.row_bytes(width)), torch.uint8), Use.WRITE, aligned, known=False)
-        what = f"{dtype} {rows} x {width}, {packing}, aligned {aligned}"
-        sent = (draw.placed(updated, Use.READ), draw.placed(held, Use.READ), wire, bits, block)
-        if compare("loco_difference", sent, what):
+        case = f"{dtype} {rows} x {width}, {packing}, aligned {aligned}"
+        sent = (draw.placed(updated, Use.READ), draw.placed(retained, Use.READ), wire, bits, block)
+        if compare("loco_difference", sent, case):
             arrived = draw.wire(packing, rows, width) if draw.random.random() < 0.4 else wire.view
-            into = draw.placed(held, Use.READ | Use.WRITE)
-            compare("loco_apply", (draw.packed(arrived, Use.READ, aligned), into, bits, block), what)
+            into = draw.placed(retained, Use.READ | Use.WRITE)
+            compare("loco_apply", (draw.packed(arrived, Use.READ, aligned), into, bits, block), case)
 
 
 def _repeated(cases: list, times: float, draw: Drawing) -> Iterator:  # type: ignore[type-arg]  of any tuples
-    """Each case so many times; of a part of a time, some that are drawn."""
+    """Yield each case this number of times; for a fraction, a random part of the cases."""
     for _ in range(int(times)):
         yield from cases
     yield from draw.random.sample(cases, round(len(cases) * (times - int(times))))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cases at the bounds: nothing to do, more rows than a grid has, more elements than 32 bits count, other devices.
 
-Of what is too large to be run some blocks are. Memory that no block touches is never there.
+Of cases that are too large, only some blocks run. Memory that no block touches is never allocated.
 """
 
 import itertools
@@ -32,8 +32,8 @@ def empty(compare: Comparison, draw: Drawing, amount: float) -> None:
         wire = Placed(torch.zeros(rows, packing.row_bytes(width), dtype=torch.uint8), BOTH)
         numbers = Placed(torch.zeros(rows, width, dtype=dtype), BOTH)
         error = Placed(torch.zeros(rows, Packing(8, 64).row_bytes(width), dtype=torch.uint8), BOTH)
-        for kept in (None, error):
-            _nothing(compare, "loco_compress", (numbers, wire, kept, kept, bits, 64, 0.8, 1.0, True))
+        for retained in (None, error):
+            _nothing(compare, "loco_compress", (numbers, wire, retained, retained, bits, 64, 0.8, 1.0, True))
         _nothing(compare, "loco_difference", (numbers, numbers, wire, bits, 64))
         _nothing(compare, "loco_apply", (wire, numbers, bits, 64))
         out = Placed(torch.zeros(0, dtype=dtype), Use.WRITE)
@@ -54,54 +54,54 @@ def empty(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 def _nothing(compare: Comparison, name: str, arguments: Sequence[Any]) -> None:
     launches = compare.emulator.counts().launches
-    placed = [one for one in arguments if isinstance(one, Placed)]
-    before = [one.buffer.clone() for one in placed]
-    compare.emulator.kernels[name](*(one.view if isinstance(one, Placed) else one for one in arguments))
-    same = all(torch.equal(bits_of(one.buffer), bits_of(old)) for one, old in zip(placed, before, strict=True))
-    shapes = [tuple(one.view.shape) for one in placed]
-    compare.check(same and compare.emulator.counts().launches == launches, f"{name} of nothing, {shapes}")
+    placed = [item for item in arguments if isinstance(item, Placed)]
+    before = [item.buffer.clone() for item in placed]
+    compare.emulator.kernels[name](*(item.view if isinstance(item, Placed) else item for item in arguments))
+    is_same = all(torch.equal(bits_of(item.buffer), bits_of(old)) for item, old in zip(placed, before, strict=True))
+    shapes = [tuple(item.view.shape) for item in placed]
+    compare.check(is_same and compare.emulator.counts().launches == launches, f"{name} of nothing, {shapes}")
 
 
 def _compressed(compare: Comparison, numbers: Tensor, what: str) -> None:
     packing = Packing(4, 32)
-    found, expected = (
+    results, expected = (
         torch.full((len(numbers), packing.row_bytes(numbers.shape[1])), 7, dtype=torch.uint8) for _ in range(2)
     )
     settings = (None, None, 4, 32, 0.0, 1.0, numbers.shape[1] > 1)
     reference.compress(numbers, expected, *settings)
     compare.emulator.set()
-    compare.emulator.kernels["loco_compress"](numbers, found, *settings)
-    compare.same(found, expected, what)
+    compare.emulator.kernels["loco_compress"](numbers, results, *settings)
+    compare.same(results, expected, what)
 
 
 def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
     """More rows than one and than two dimensions of a grid have."""
     emulator, count, width = compare.emulator, 2 * _ALONG + 3000, 3
     edges = (0, 1, 2, *range(_ALONG - 2, _ALONG + 2), *range(2 * _ALONG - 1, 2 * _ALONG + 2), count - 1)
-    some = sorted({*edges, *draw.random.sample(range(count), 100)})
-    packing, gradient, held = Packing(4, 32), torch.randn(count, width), torch.randn(count, width)
-    wire, left = (
+    subset = sorted({*edges, *draw.random.sample(range(count), 100)})
+    packing, gradient, retained = Packing(4, 32), torch.randn(count, width), torch.randn(count, width)
+    wire, remaining = (
         torch.zeros(count, packing.row_bytes(width), dtype=torch.uint8),
         torch.zeros(count, 48, dtype=torch.uint8),
     )
-    sent, kept, arrived = torch.zeros_like(wire[some]), torch.zeros_like(left[some]), held[some]
+    sent, saved_part, arrived = torch.zeros_like(wire[subset]), torch.zeros_like(remaining[subset]), retained[subset]
     emulator.set(_SHUFFLED)
-    with emulator.only([*some, count, count + 1, 3 * _ALONG - 1]):  # the last ones are after the last row
-        reference.compress(gradient[some], sent, None, kept, 4, 32, 0.0, 1.0, False)
-        emulator.kernels["loco_compress"](gradient, wire, None, left, 4, 32, 0.0, 1.0, False)
-        compare.same(wire[some], sent, "many rows, loco_compress")
-        compare.same(left[some], kept, "many rows, what is kept")
-        reference.difference(gradient[some], held[some], sent, 4, 32)
-        emulator.kernels["loco_difference"](gradient, held, wire.fill_(7), 4, 32)
-        compare.same(wire[some], sent, "many rows, loco_difference")
-        reference.apply(wire[some], arrived, 4, 32)
-        emulator.kernels["loco_apply"](wire, held, 4, 32)
-        compare.same(held[some], arrived, "many rows, loco_apply")
-        _lossless_rows(compare, draw, count, some)
+    with emulator.only([*subset, count, count + 1, 3 * _ALONG - 1]):  # the last ones are after the last row
+        reference.compress(gradient[subset], sent, None, saved_part, 4, 32, 0.0, 1.0, False)
+        emulator.kernels["loco_compress"](gradient, wire, None, remaining, 4, 32, 0.0, 1.0, False)
+        compare.same(wire[subset], sent, "many rows, loco_compress")
+        compare.same(remaining[subset], saved_part, "many rows, what is kept")
+        reference.difference(gradient[subset], retained[subset], sent, 4, 32)
+        emulator.kernels["loco_difference"](gradient, retained, wire.fill_(7), 4, 32)
+        compare.same(wire[subset], sent, "many rows, loco_difference")
+        reference.apply(wire[subset], arrived, 4, 32)
+        emulator.kernels["loco_apply"](wire, retained, 4, 32)
+        compare.same(retained[subset], arrived, "many rows, loco_apply")
+        _lossless_rows(compare, draw, count, subset)
 
 
 def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequence[int]) -> None:
-    packed, held = (
+    packed, retained = (
         torch.zeros(count, 4 + 2 * lossless.TILE, dtype=torch.uint8),
         torch.zeros(count, 2, dtype=torch.bfloat16),
     )
@@ -110,10 +110,10 @@ def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequenc
         tiles = torch.empty(1, dtype=torch.int32)
         lossless.measure(updated, before, tiles)
         lossless.pack(updated, before, ops.header_of(tiles)[0], packed[row : row + 1])
-        held[row] = before[0]
-    compare.emulator.kernels["lossless_apply"](packed, held)
+        retained[row] = before[0]
+    compare.emulator.kernels["lossless_apply"](packed, retained)
     compare.same(
-        held[list(some)].view(torch.int16),
+        retained[list(some)].view(torch.int16),
         torch.cat([updated for updated, _ in pairs]).view(torch.int16),
         "many rows, lossless_apply",
     )
@@ -121,13 +121,13 @@ def _lossless_rows(compare: Comparison, draw: Drawing, count: int, some: Sequenc
 
 def large(compare: Comparison, draw: Drawing, amount: float) -> None:
     """More elements than 32 bits can count: in a gradient, after other rows, on the wire."""
-    for dtype, width, bits, kept in (
+    for dtype, width, bits, retained in (
         (torch.bfloat16, 2**31 + 4104, 4, torch.uint8),
         (torch.bfloat16, 2**32 + 72, 8, torch.uint8),
         (torch.float16, 2**31 + 72, 4, torch.bfloat16),
         (torch.float32, 2**31 + 5, 8, torch.float32),
     ):
-        _LargeGradient(draw, dtype, width, Packing(bits, 128), kept).run(compare)
+        _LargeGradient(draw, dtype, width, Packing(bits, 128), retained).run(compare)
     _large_rows(compare, draw, torch.bfloat16, 3, 2**30 + 8)
     _large_lossless(compare, draw)
 
@@ -168,8 +168,8 @@ class _LargeGradient:
         wire = packing.empty(1, size, numbers)
         reference.compress(before, wire, None, error, packing.bits, packing.block_size, 0.0, 1.0, True)
         self._gradient[:, first : first + size] = numbers
-        for whole, some in self._pieces(self._error, error, self._form, first, size):
-            whole.copy_(some)
+        for full, subset in self._pieces(self._error, error, self._form, first, size):
+            full.copy_(subset)
         return _Part(first, numbers, error)
 
     def _pieces(
@@ -193,12 +193,12 @@ class _LargeGradient:
             sent, arrived = packing.empty(1, part.width, part.numbers), part.numbers[0].clone()
             reference.compress(part.numbers, sent, part.error, part.error, *settings)
             reference.decompress(sent, arrived, *settings[:2], 1 / 3, True)
-            what = f"large {self._gradient.dtype} {self._width} {packing} {self._kept} at {part.first}"
-            for whole, some in self._pieces(self._wire, sent, packing, part.first, part.width):
-                compare.same(whole, some, f"{what}, wire")
-            for whole, some in self._pieces(self._error, part.error, self._form, part.first, part.width):
-                compare.same(whole, some, f"{what}, error")
-            compare.same(self._out[part.first : part.first + part.width], arrived, f"{what}, result")
+            case = f"large {self._gradient.dtype} {self._width} {packing} {self._kept} at {part.first}"
+            for full, subset in self._pieces(self._wire, sent, packing, part.first, part.width):
+                compare.same(full, subset, f"{case}, wire")
+            for full, subset in self._pieces(self._error, part.error, self._form, part.first, part.width):
+                compare.same(full, subset, f"{case}, error")
+            compare.same(self._out[part.first : part.first + part.width], arrived, f"{case}, result")
         padding = packing.padding(self._wire, self._width)
         compare.same(padding, torch.zeros_like(padding), "large, padding")
 
@@ -206,30 +206,30 @@ class _LargeGradient:
 def _large_rows(compare: Comparison, draw: Drawing, dtype: torch.dtype, count: int, width: int) -> None:
     """Rows; the last ones begin after 2^31 elements, in memory and on the wire."""
     packing, along = Packing(8, 512), -(-width // _TILE)
-    updated, held = torch.empty(count, width, dtype=dtype), torch.empty(count, width, dtype=dtype)
-    wire, parts = packing.empty(count, width, held), []
+    updated, retained = torch.empty(count, width, dtype=dtype), torch.empty(count, width, dtype=dtype)
+    wire, parts = packing.empty(count, width, retained), []
     for row, tile in itertools.product(range(count), (0, along // 2, along - 1)):
-        some = slice(tile * _TILE, min(width, (tile + 1) * _TILE))
-        now, before = (draw.numbers(1, some.stop - some.start, dtype, 512) for _ in range(2))
-        updated[row, some], held[row, some] = now[0], before[0]
-        parts.append((row, tile, some, now, before))
+        subset = slice(tile * _TILE, min(width, (tile + 1) * _TILE))
+        now, before = (draw.numbers(1, subset.stop - subset.start, dtype, 512) for _ in range(2))
+        updated[row, subset], retained[row, subset] = now[0], before[0]
+        parts.append((row, tile, subset, now, before))
     compare.emulator.set(_SHUFFLED)
     with compare.emulator.only([row * along + tile for row, tile, *_ in parts]):
-        compare.emulator.kernels["loco_difference"](updated, held, wire, 8, 512)
-        compare.emulator.kernels["loco_apply"](wire, held, 8, 512)
-    for row, tile, some, now, before in parts:
-        size, first = some.stop - some.start, tile * _TILE // 512
+        compare.emulator.kernels["loco_difference"](updated, retained, wire, 8, 512)
+        compare.emulator.kernels["loco_apply"](wire, retained, 8, 512)
+    for row, tile, subset, now, before in parts:
+        size, first = subset.stop - subset.start, tile * _TILE // 512
         sent = packing.empty(1, size, now)
         reference.difference(now, before, sent, 8, 512)
         reference.apply(sent, before, 8, 512)
-        what, own, blocks = (
-            f"row {row} of {width} {dtype} at {some.start}",
+        case, own, blocks = (
+            f"row {row} of {width} {dtype} at {subset.start}",
             wire[row : row + 1],
             range(first, first + packing.blocks(size)),
         )
-        compare.same(packing.payload(own, width, blocks), packing.payload(sent, size), f"{what}, payload")
-        compare.same(packing.scales(own, width, blocks), packing.scales(sent, size), f"{what}, scales")
-        compare.same(held[row, some], before[0], f"{what}, what is held")
+        compare.same(packing.payload(own, width, blocks), packing.payload(sent, size), f"{case}, payload")
+        compare.same(packing.scales(own, width, blocks), packing.scales(sent, size), f"{case}, scales")
+        compare.same(retained[row, subset], before[0], f"{case}, what is held")
 
 
 def _large_lossless(compare: Comparison, draw: Drawing) -> None:
@@ -238,36 +238,36 @@ def _large_lossless(compare: Comparison, draw: Drawing) -> None:
     tiles = lossless.tiles_of(width)
     edges = (0, 1, tiles // 2 - 1, tiles // 2, tiles - 2, tiles - 1)
     chosen = sorted({*edges, *(draw.random.randrange(tiles) for _ in range(4))})
-    updated, held = torch.empty(1, width, dtype=torch.bfloat16), torch.empty(count, width, dtype=torch.bfloat16)
+    updated, retained = torch.empty(1, width, dtype=torch.bfloat16), torch.empty(count, width, dtype=torch.bfloat16)
     measured, header = torch.empty(tiles, dtype=torch.int32), torch.empty(tiles, dtype=torch.int32)
     wire, parts = torch.empty(count, (4 + 2 * size) * tiles, dtype=torch.uint8), []
     for number, tile in enumerate(chosen):
-        some = slice(tile * size, (tile + 1) * size)
+        subset = slice(tile * size, (tile + 1) * size)
         kind = ("few", "pairs", "any", "most", "escapes")[number % 5]
-        updated[:, some], held[:, some] = now, before = draw.parameters(kind, size, torch.bfloat16)
+        updated[:, subset], retained[:, subset] = now, before = draw.parameters(kind, size, torch.bfloat16)
         word = torch.empty(1, dtype=torch.int32)
         lossless.measure(now, before, word)
         header[tile] = (int(word) & ~(2**30 - 1)) | size * tile  # at the place that it has where all are plain
-        parts.append((tile, some, now, before, word))
+        parts.append((tile, subset, now, before, word))
     kernels = compare.emulator.kernels
     compare.emulator.set(_SHUFFLED)
     with compare.emulator.only(chosen):
-        kernels["lossless_measure"](updated, held[:1], measured)
-        kernels["lossless_pack"](updated, held[:1], header, wire[:1])
+        kernels["lossless_measure"](updated, retained[:1], measured)
+        kernels["lossless_pack"](updated, retained[:1], header, wire[:1])
     for tile, _, now, before, word in parts:
-        what, units, begin = f"large lossless, tile {tile}", int(word) & (2**30 - 1), 4 * tiles + 2 * size * tile
-        compare.same(measured[tile : tile + 1], word, f"{what}, measured")
+        case, units, begin = f"large lossless, tile {tile}", int(word) & (2**30 - 1), 4 * tiles + 2 * size * tile
+        compare.same(measured[tile : tile + 1], word, f"{case}, measured")
         row = torch.empty(1, 4 + 2 * units, dtype=torch.uint8)
         lossless.pack(now, before, ops.header_of(word)[0], row)
         section, places = wire[:, begin : begin + 2 * units], wire[:, 4 * tile : 4 * tile + 4]
-        compare.same(section[:1], row[:, 4:], f"{what}, section")
-        compare.same(places[0], header[tile : tile + 1].view(torch.uint8), f"{what}, header")
+        compare.same(section[:1], row[:, 4:], f"{case}, section")
+        compare.same(places[0], header[tile : tile + 1].view(torch.uint8), f"{case}, header")
         section[1:], places[1:] = section[0], places[0]
     with compare.emulator.only([row * tiles + tile for row in range(count) for tile in chosen]):
-        kernels["lossless_apply"](wire, held)
-    for (tile, some, now, *_), row in itertools.product(parts, range(count)):
+        kernels["lossless_apply"](wire, retained)
+    for (tile, subset, now, *_), row in itertools.product(parts, range(count)):
         compare.same(
-            held[row : row + 1, some].view(torch.int16),
+            retained[row : row + 1, subset].view(torch.int16),
             now.view(torch.int16),
             f"large lossless, row {row}, tile {tile}",
         )
@@ -276,7 +276,7 @@ def _large_lossless(compare: Comparison, draw: Drawing) -> None:
 def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
     """Each argument on another device than the others: the CPU, the current one, another one."""
     packing = Packing(4, 32)
-    gradient, held, out = torch.randn(2, 100), torch.randn(2, 100), torch.empty(100)
+    gradient, retained, out = torch.randn(2, 100), torch.randn(2, 100), torch.empty(100)
     wire = packing.empty(2, 100, gradient)
     error, new = (Packing(8, 32).empty(2, 100, gradient).zero_() for _ in range(2))
     now, before = (torch.randn(1, 100).bfloat16() for _ in range(2))
@@ -284,17 +284,18 @@ def devices(compare: Comparison, draw: Drawing, amount: float) -> None:
     cases: dict[str, tuple[tuple[Tensor, ...], tuple[Any, ...]]] = {
         "loco_compress": ((gradient, wire, error, new), (4, 32, 0.8, 1.0, False)),
         "loco_decompress": ((wire, out), (4, 32, 1.0, False)),
-        "loco_difference": ((gradient, held, wire), (4, 32)),
-        "loco_apply": ((wire, held), (4, 32)),
+        "loco_difference": ((gradient, retained, wire), (4, 32)),
+        "loco_apply": ((wire, retained), (4, 32)),
         "lossless_measure": ((now, before, tiles), ()),
         "lossless_pack": ((now, before, tiles, row), ()),
         "lossless_apply": ((row, now), ()),
     }
-    for device, (name, (tensors, others)) in itertools.product((-1, 0, 2), cases.items()):
+    for device, (name, (tensors, other_ranks)) in itertools.product((-1, 0, 2), cases.items()):
         for number, tensor in enumerate(tensors):
             with compare.emulator.placed(tensor, device):
                 compare.check(
-                    _refused(compare, name, (*tensors, *others)), f"{name}: argument {number} on {device} is taken"
+                    _refused(compare, name, (*tensors, *other_ranks)),
+                    f"{name}: argument {number} on {device} is taken",
                 )
     compare.check(compare.emulator.current_device() == 0, "another device is the current one afterwards")
 

@@ -24,7 +24,7 @@ class Drawing:
     """A source of random cases, the same for the same seed.
 
     Args:
-        seed: of both generators; torch's global one is seeded.
+        seed: seed of both generators; torch's global one is seeded.
     """
 
     def __init__(self, seed: int) -> None:
@@ -73,13 +73,14 @@ class Drawing:
         return wire
 
     def parameters(self, kind: str, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Updated parameters and what is held of them, (1, width); ``kind`` says how they differ."""
+        """Return updated parameters and the receivers' values, (1, width); ``kind`` is the kind of their
+        difference."""
         shape, tile = (1, width), torch.arange(width) // lossless.TILE
         if kind == "any":
             return self.any_bits(shape, dtype), self.any_bits(shape, dtype)
-        held = self.any_bits(shape, dtype) if kind == "random" else (torch.randn(shape) * 0.02).to(dtype)
-        ordinals = lossless._ordinal(held.view(torch.int16)) + self._steps(kind, shape, tile).to(torch.int16)
-        return lossless._ordinal(ordinals).view(dtype), held
+        retained = self.any_bits(shape, dtype) if kind == "random" else (torch.randn(shape) * 0.02).to(dtype)
+        ordinals = lossless._ordinal(retained.view(torch.int16)) + self._steps(kind, shape, tile).to(torch.int16)
+        return lossless._ordinal(ordinals).view(dtype), retained
 
     def _steps(self, kind: str, shape: tuple[int, int], tile: Tensor) -> Tensor:
         """By how many representable numbers they differ."""
@@ -117,7 +118,7 @@ def _kinds(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
     """Ordinary numbers, zeros, subnormal ones, ones that are not finite, ties, the largest, and mixtures of these."""
     of_blocks, most = (*shape[:2], 1), torch.finfo(dtype).max
     normal, sign = torch.randn(shape), torch.where(torch.rand(shape) < 0.5, -1.0, 1.0)
-    place = torch.nn.functional.one_hot(torch.randint(shape[2], shape[:2]), shape[2]).bool()
+    location = torch.nn.functional.one_hot(torch.randint(shape[2], shape[:2]), shape[2]).bool()
     tie = torch.randint(-254, 255, shape) / 2 * torch.exp2(torch.randint(-20, 8, of_blocks).float())
     subnormal = torch.randint(-(2**23), 2**23, shape) * 2.0**-149
     if dtype == torch.float16:
@@ -132,18 +133,18 @@ def _kinds(shape: tuple[int, int, int], dtype: torch.dtype) -> list[Tensor]:
         sign * 0.0,
         subnormal,
         subnormal * 8,
-        torch.where(place, torch.nan, normal),
-        torch.where(place, torch.inf * sign, normal),
+        torch.where(location, torch.nan, normal),
+        torch.where(location, torch.inf * sign, normal),
         tie,
         sign * most,
         torch.rand(shape) * sign * most,
-        torch.where(place, sign * most, normal * 1e-20),
+        torch.where(location, sign * most, normal * 1e-20),
         sign * 0.37,
     ]
 
 
 def garbage(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What lies where an operator will write."""
+    """Return the initial content of an output."""
     if dtype == torch.uint8:
         return torch.randint(0, 256, shape, dtype=torch.uint8)
     return torch.full(shape, 777.0, dtype=dtype)

@@ -27,24 +27,24 @@ def modes(compare: Comparison, draw: Drawing, amount: float) -> None:
 
 
 def _mode(compare: Comparison, draw: Drawing, kind: str, width: int, dtype: torch.dtype) -> None:
-    updated, held = draw.parameters(kind, width, dtype)
-    count, what, choice = lossless.tiles_of(width), f"{kind} {width} {dtype}", draw.random.choice
+    updated, retained = draw.parameters(kind, width, dtype)
+    count, case, choice = lossless.tiles_of(width), f"{kind} {width} {dtype}", draw.random.choice
     tiles = Placed(torch.full((count,), 7, dtype=torch.int32), Use.WRITE, draw.random.randint(0, 3), known=False)
-    sent = (draw.placed(updated, Use.READ), draw.placed(held, Use.READ))
-    if not compare("lossless_measure", (*sent, tiles), what):
+    sent = (draw.placed(updated, Use.READ), draw.placed(retained, Use.READ))
+    if not compare("lossless_measure", (*sent, tiles), case):
         return
-    found = tiles.view if draw.random.random() < 0.6 else drawn_header(draw, updated, held, 1024)
-    header, size = ops.header_of(found)
+    results = tiles.view if draw.random.random() < 0.6 else drawn_header(draw, updated, retained, 1024)
+    header, size = ops.header_of(results)
     spare = choice((0, 0, 2, 6, 16, 500, -2, -100, -int(size) // 2 // 2 * 2))  # below 0: it is cut
     row = torch.full((1, max(4 * count, int(size) + spare)), 7, dtype=torch.uint8)
     wire = Placed(row, BOTH, choice((0, 2, 4, 8, 16)), known=False)
-    what += f", {spare} bytes to spare"
-    if not compare("lossless_pack", (*sent, Placed(header, Use.READ), wire), what):
+    case += f", {spare} bytes to spare"
+    if not compare("lossless_pack", (*sent, Placed(header, Use.READ), wire), case):
         return
-    arrived = draw.placed(held, BOTH)
-    if compare("lossless_apply", (Placed(wire.view, Use.READ, choice((0, 2, 4, 8))), arrived), what) and spare >= 0:
+    arrived = draw.placed(retained, BOTH)
+    if compare("lossless_apply", (Placed(wire.view, Use.READ, choice((0, 2, 4, 8))), arrived), case) and spare >= 0:
         compare.check(
-            torch.equal(_bits(arrived.view), _bits(updated)), f"lossless_apply {what}: another number came back"
+            torch.equal(_bits(arrived.view), _bits(updated)), f"lossless_apply {case}: another number came back"
         )
 
 
@@ -60,34 +60,34 @@ def rows(compare: Comparison, draw: Drawing, amount: float) -> None:
         padded = [
             torch.nn.functional.pad(row, (0, max(0, length - row.shape[1])), value=9)[:, :length] for row in packed
         ]
-        held = torch.cat([pair[1] for pair in pairs])
-        arguments = (Placed(torch.cat(padded), Use.READ, choice((0, 2))), draw.placed(held, BOTH))
+        retained = torch.cat([pair[1] for pair in pairs])
+        arguments = (Placed(torch.cat(padded), Use.READ, choice((0, 2))), draw.placed(retained, BOTH))
         compare("lossless_apply", arguments, f"{len(pairs)} rows of {width}, {length} bytes")
 
 
 def strange(compare: Comparison, draw: Drawing, amount: float) -> None:
-    """What no sender makes, headers and rows of any bytes: the kernels for the CPU say what comes out of them."""
+    """Headers and rows of any bytes, which no sender makes; the kernels for the CPU are the reference."""
     pack, apply = torch.ops.deepspeed_paro.lossless_pack.default, torch.ops.deepspeed_paro.lossless_apply.default
     choice = draw.random.choice
     for _ in range(max(1, round(150 * amount))):
         dtype, width = choice(ops.LOSSLESS_DTYPES), choice((1, 31, 1023, 1024, 1025, 2500, 5000))
-        updated, held = draw.parameters(choice(KINDS), width, dtype)
-        header, size = ops.header_of(drawn_header(draw, updated, held, 2000))  # larger than any best one
+        updated, retained = draw.parameters(choice(KINDS), width, dtype)
+        header, size = ops.header_of(drawn_header(draw, updated, retained, 2000))  # larger than any best one
         wire = Placed(torch.full((1, int(size)), 7, dtype=torch.uint8), BOTH, choice((0, 2)), known=False)
-        what = f"large sections, {width}"
-        arguments = (Placed(updated, Use.READ), Placed(held, Use.READ), Placed(header, Use.READ), wire)
-        compare("lossless_pack", arguments, what, oracle=pack)
-        arrived = Placed(held, BOTH)
-        compare("lossless_apply", (Placed(wire.view, Use.READ), arrived), what, oracle=apply)
-        compare.check(torch.equal(_bits(arrived.view), _bits(updated)), f"{what}: another number came back")
+        case = f"large sections, {width}"
+        arguments = (Placed(updated, Use.READ), Placed(retained, Use.READ), Placed(header, Use.READ), wire)
+        compare("lossless_pack", arguments, case, oracle=pack)
+        arrived = Placed(retained, BOTH)
+        compare("lossless_apply", (Placed(wire.view, Use.READ), arrived), case, oracle=apply)
+        compare.check(torch.equal(_bits(arrived.view), _bits(updated)), f"{case}: another number came back")
         bytes_of_rows = _any_rows(draw, draw.random.randint(1, 3), lossless.tiles_of(width))
-        into = draw.placed(held.repeat(len(bytes_of_rows), 1), BOTH)
+        into = draw.placed(retained.repeat(len(bytes_of_rows), 1), BOTH)
         arguments = (Placed(bytes_of_rows, Use.READ, choice((0, 2))), into)
         compare("lossless_apply", arguments, f"any rows {tuple(bytes_of_rows.shape)} of {width}", oracle=apply)
-        updated, held = draw.parameters("pairs", lossless.TILE, dtype)
-        cut = _packed(updated, held)[:, : -choice((2, 4))]
+        updated, retained = draw.parameters("pairs", lossless.TILE, dtype)
+        cut = _packed(updated, retained)[:, : -choice((2, 4))]
         compare(
-            "lossless_apply", (Placed(cut, Use.READ), Placed(held, BOTH)), "a row cut in its escapes", oracle=apply
+            "lossless_apply", (Placed(cut, Use.READ), Placed(retained, BOTH)), "a row cut in its escapes", oracle=apply
         )
 
 
@@ -96,8 +96,8 @@ def drawn_header(draw: Drawing, updated: Tensor, held: Tensor, limit: int) -> Te
     d = lossless._differences(updated, held, range(lossless.tiles_of(updated.shape[1]))).int()
     bitmap = 64 + ((d != 0).sum(-1) + 3) // 4 + ((d < -8) | (d > 7)).sum(-1)
     pairs = 128 + ((d.abs() > 1).sum(-1) + 3) // 4 + ((d < -8) | (d > 9)).sum(-1)
-    same = torch.where(d.any(-1), _IMPOSSIBLE, 0)
-    sizes = torch.stack((same, bitmap, pairs, torch.full_like(pairs, lossless.TILE)), dim=-1)
+    is_same = torch.where(d.any(-1), _IMPOSSIBLE, 0)
+    sizes = torch.stack((is_same, bitmap, pairs, torch.full_like(pairs, lossless.TILE)), dim=-1)
     sizes = torch.where(sizes > limit, _IMPOSSIBLE, sizes)
     chosen = [
         draw.random.choice([mode for mode, size in enumerate(tile) if size < _IMPOSSIBLE]) for tile in sizes.tolist()

@@ -29,7 +29,7 @@ _LIMIT = 600.0  # seconds of one
 
 
 class Fault(NamedTuple):
-    """A text of a source, once in it, and what stands in its place; which build and section must find it."""
+    """A text that occurs once in a source, and its replacement; the build and section that must find it."""
 
     file: str
     old: str
@@ -140,11 +140,11 @@ FAULTS = tuple(
 )
 
 
-def found(fault: Fault, libraries: Path) -> str:
-    """Return the line that tells of a fault; empty: nobody finds it.
+def find_fault(fault: Fault, libraries: Path) -> str:
+    """Return the line that reports a fault; empty if it is not found.
 
     Args:
-        libraries: where objects are kept.
+        libraries: the folder of objects.
 
     Raises:
         ValueError: its text is not once in its file.
@@ -168,12 +168,12 @@ def found(fault: Fault, libraries: Path) -> str:
         ]
         command += ["--build", fault.build, "--only", fault.section, "--amount", "0.02", "--first"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=_LIMIT)
-    told = [line for line in (done.stdout + done.stderr).splitlines() if _FOUND.fullmatch(line)]
+    messages = [line for line in (done.stdout + done.stderr).splitlines() if _FOUND.fullmatch(line)]
     if done.returncode < 0:  # an address that nothing is at
-        told.append(f"ended by signal {-done.returncode}")
-    if done.returncode and not told:
+        messages.append(f"ended by signal {-done.returncode}")
+    if done.returncode and not messages:
         raise RuntimeError(done.stderr[-3000:])
-    return told[0] if done.returncode else ""
+    return messages[0] if done.returncode else ""
 
 
 def main() -> int:
@@ -185,12 +185,14 @@ def main() -> int:
     missed = []
     for number in numbers:
         try:
-            told = found(FAULTS[number], arguments.libraries)
+            messages = find_fault(FAULTS[number], arguments.libraries)
         except (RuntimeError, ValueError) as error:  # it does not compile, or its text is not there: no fault
             print(error)
-            told = ""
-        missed += [] if told else [number]
-        print(f"{number:3} {FAULTS[number].file:18} {FAULTS[number].build:8} {told[:200] or 'NOT FOUND'}", flush=True)
+            messages = ""
+        missed += [] if messages else [number]
+        print(
+            f"{number:3} {FAULTS[number].file:18} {FAULTS[number].build:8} {messages[:200] or 'NOT FOUND'}", flush=True
+        )
     print(f"{len(numbers) - len(missed)} of {len(numbers)} found" + "".join(f", not {number}" for number in missed))
     return bool(missed)
 

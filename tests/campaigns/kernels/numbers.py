@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tries the arithmetic of a thread of the CUDA kernels with every number that it can meet.
 
-    python -m tests.campaigns.kernels.numbers --step 10007     each so-many-th, for seconds instead of a minute
+    python -m tests.campaigns.kernels.numbers --step 10007     every 10,007th number, for seconds instead of a minute
 
-Scales of each magnitude, beside the reference's, with reciprocals that are off by up to 8 units in the last place,
-where PTX allows 1; conversions of each float and of each number of 16 and 8 bits. Exit status: 1 if one is wrong.
+Scales of each magnitude are compared with the reference's, with reciprocals that are off by up to 8 units in the last
+place, where PTX allows 1; conversions of each float and of each number of 16 and 8 bits. Exit status: 1 if one is
+wrong.
 """
 
 import argparse

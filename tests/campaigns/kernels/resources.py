@@ -27,7 +27,7 @@ _REGISTERS_AT_ONCE, _WARPS_AT_ONCE, _SHARED_AT_ONCE, _SHARED_OF_CUDA = 256, 4, 1
 
 
 class Multiprocessor(NamedTuple):
-    """What one has, by the table of compute capabilities in CUDA's programming guide."""
+    """Resources of a multiprocessor, from the table of compute capabilities in CUDA's programming guide."""
 
     warps: int
     blocks: int
@@ -44,7 +44,7 @@ MULTIPROCESSORS = {
 
 
 def occupancy(kernel: Taken) -> tuple[int, str]:
-    """Return how many warps of a kernel a multiprocessor holds, and what there is not more of."""
+    """Return how many warps of a kernel a multiprocessor holds, and the resource that limits it."""
     has, warps = MULTIPROCESSORS[kernel.architecture], THREADS // _WARP
     registers = _up(kernel.registers * _WARP, _REGISTERS_AT_ONCE)
     by_registers = has.registers // registers // _WARPS_AT_ONCE * _WARPS_AT_ONCE // warps
@@ -59,38 +59,42 @@ def _up(number: int, unit: int) -> int:
 
 
 def all_taken(capabilities: Sequence[str]) -> list[Taken]:
-    """Compile all sources for these architectures, and return what each instantiation takes."""
+    """Compile all sources for these architectures, and return the resources of each instantiation."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         jobs = [(source, capability) for capability in capabilities for source in nvcc.SOURCES]
 
         def one(job: tuple[str, str]) -> list[Taken]:
-            return nvcc.compiled(job[0], [job[1]], Path(folder, "-".join(job)), "-fatbin")[0]
+            return nvcc.compile_source(job[0], [job[1]], Path(folder, "-".join(job)), "-fatbin")[0]
 
-        return [kernel for found in pool.map(one, jobs) for kernel in found]
+        return [kernel for results in pool.map(one, jobs) for kernel in results]
 
 
 def in_local_memory(kernels: Iterable[Taken]) -> list[str]:
     """Return those that spill registers or have arrays in local memory, which is as slow as global memory."""
-    return [f"{one.symbol} of sm_{one.architecture}: {one}" for one in kernels if one.stack or one.spilled]
+    return [
+        f"{kernel.symbol} of sm_{kernel.architecture}: {kernel}"
+        for kernel in kernels
+        if kernel.stack or kernel.spilled
+    ]
 
 
 def table(kernels: Sequence[Taken]) -> str:
     """Return a row for each kernel, in Markdown: its least and most registers, and the warps that follow."""
-    architectures = sorted({one.architecture for one in kernels})
+    architectures = sorted({item.architecture for item in kernels})
     head = "".join(f" sm_{number} |" for number in architectures)
     lines = [f"| kernel | instances | shared |{head}", "|---|---|---|" + "---|" * len(architectures)]
-    for source, name in sorted({(one.source, one.kernel) for one in kernels}):
-        own = [one for one in kernels if (one.source, one.kernel) == (source, name)]
-        number = len({one.symbol for one in own if one.architecture == architectures[0]})
-        cells = "".join(f" {_cell([one for one in own if one.architecture == a])} |" for a in architectures)
-        lines.append(f"| `{name}`, `{source}` | {number} | {max(one.shared for one in own)} |{cells}")
+    for source, name in sorted({(item.source, item.kernel) for item in kernels}):
+        own = [item for item in kernels if (item.source, item.kernel) == (source, name)]
+        number = len({item.symbol for item in own if item.architecture == architectures[0]})
+        cells = "".join(f" {_cell([item for item in own if item.architecture == a])} |" for a in architectures)
+        lines.append(f"| `{name}`, `{source}` | {number} | {max(item.shared for item in own)} |{cells}")
     return "\n".join(lines)
 
 
 def _cell(kernels: Sequence[Taken]) -> str:
-    registers = sorted({one.registers for one in kernels})
+    registers = sorted({kernel.registers for kernel in kernels})
     span = f"{registers[0]} to {registers[-1]}" if len(registers) > 1 else f"{registers[0]}"
-    warps = min(occupancy(one)[0] for one in kernels)
+    warps = min(occupancy(kernel)[0] for kernel in kernels)
     return f"{span}: {warps} of {MULTIPROCESSORS[kernels[0].architecture].warps}"
 
 

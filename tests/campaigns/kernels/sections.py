@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The sections of cases by name, and which of them a build runs."""
+"""The sections of cases by name, and those that a build runs."""
 
 from collections.abc import Callable
 

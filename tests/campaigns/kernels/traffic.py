@@ -8,7 +8,7 @@ As multiples of the minimum, at which each byte of an input is read once, and ea
 
 bytes: bytes read and written. Bytes that the lanes of a warp read together count once.
 to L1: sectors that accesses of warps touch. Above the bytes are accesses that use parts of sectors.
-to L2: of these, the sectors that pass an L1 that keeps what a thread block reads, and passes on all that it writes.
+to L2: of these, the sectors that pass an L1 that caches the reads of a thread block, and writes through.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,36 +40,38 @@ class Case(NamedTuple):
     @property
     def placed(self) -> list[Placed]:
         """The tensors among the arguments, once each."""
-        return list({id(one): one for one in self.arguments if isinstance(one, Placed)}.values())
+        return list({id(argument): argument for argument in self.arguments if isinstance(argument, Placed)}.values())
 
     def least(self, unit: int) -> int:
-        """The least to move, in units of so many bytes."""
-        uses = [(one, bool(one.use & Use.READ) + bool(one.use & Use.WRITE)) for one in self.placed]
-        return sum(times * -(-one.view.nbytes // unit) for one, times in uses)
+        """Return the minimum traffic, in units of this number of bytes."""
+        uses = [(item, bool(item.use & Use.READ) + bool(item.use & Use.WRITE)) for item in self.placed]
+        return sum(times * -(-item.view.nbytes // unit) for item, times in uses)
 
 
 class Moved(NamedTuple):
-    """What a case moves, as multiples of the least."""
+    """Traffic of a case, as multiples of the minimum."""
 
     bytes: float
     to_l1: float  # sectors
     to_l2: float
 
 
-def moved(emulator: Emulator, case: Case) -> Moved:
-    """Run a case in the checked build, and return what it moves.
+def measure_traffic(emulator: Emulator, case: Case) -> Moved:
+    """Run a case in the checked build, and return its traffic.
 
     Args:
-        emulator: of the checked build.
+        emulator: emulator of the checked build.
         case: its outputs are overwritten.
     """
     emulator.set()
     before = emulator.counts()
-    for one in case.placed:
-        one.allow(emulator)
+    for item in case.placed:
+        item.allow(emulator)
     try:
         with emulator.counted_traffic():
-            emulator.kernels[case.operator](*(one.view if isinstance(one, Placed) else one for one in case.arguments))
+            emulator.kernels[case.operator](
+                *(item.view if isinstance(item, Placed) else item for item in case.arguments)
+            )
     finally:
         emulator.forget()
     now = emulator.counts()
@@ -97,11 +99,11 @@ def _gradients(dtype: torch.dtype) -> Iterator[Case]:
         wire = _output(packing.empty(1, WIDTH, gradient))
         sent = (Placed(gradient, Use.READ), wire)
         yield Case("loco_compress", f"{_name(dtype)} to {bits} bits", (*sent, None, None, *settings))
-        for kept in (torch.uint8, torch.float32) if bits == 4 else ():
-            size = Packing(8, BLOCK).row_bytes(WIDTH) if kept == torch.uint8 else WIDTH
-            error = Placed(torch.zeros(1, size, dtype=kept), _BOTH)
-            what = f"{_name(dtype)} to {bits} bits, error in {_name(kept)}"
-            yield Case("loco_compress", what, (*sent, error, error, *settings))
+        for retained in (torch.uint8, torch.float32) if bits == 4 else ():
+            size = Packing(8, BLOCK).row_bytes(WIDTH) if retained == torch.uint8 else WIDTH
+            error = Placed(torch.zeros(1, size, dtype=retained), _BOTH)
+            case = f"{_name(dtype)} to {bits} bits, error in {_name(retained)}"
+            yield Case("loco_compress", case, (*sent, error, error, *settings))
         pieces = packing.empty(4, WIDTH, gradient)
         reference.compress(gradient.repeat(4, 1), pieces, None, None, bits, BLOCK, 0.0, 1.0, True)
         out = _output(torch.zeros(WIDTH, dtype=dtype))
@@ -110,31 +112,34 @@ def _gradients(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def _differences(dtype: torch.dtype) -> Iterator[Case]:
-    held = torch.randn(1, WIDTH).to(dtype)
-    updated = (held.float() * 1.01).to(dtype)
+    retained = torch.randn(1, WIDTH).to(dtype)
+    updated = (retained.float() * 1.01).to(dtype)
     for bits in (4, 8):
         packing = Packing(bits, BLOCK)
-        wire = packing.empty(1, WIDTH, held)
-        reference.difference(updated, held, wire, bits, BLOCK)
-        sent = (Placed(updated, Use.READ), Placed(held, Use.READ), _output(wire), bits, BLOCK)
+        wire = packing.empty(1, WIDTH, retained)
+        reference.difference(updated, retained, wire, bits, BLOCK)
+        sent = (Placed(updated, Use.READ), Placed(retained, Use.READ), _output(wire), bits, BLOCK)
         yield Case("loco_difference", f"{_name(dtype)} to {bits} bits", sent)
-        arrived = (Placed(wire, Use.READ), Placed(held, _BOTH), bits, BLOCK)
+        arrived = (Placed(wire, Use.READ), Placed(retained, _BOTH), bits, BLOCK)
         yield Case("loco_apply", f"{bits} bits to {_name(dtype)}", arrived)
 
 
 def _lossless(draw: Drawing, kind: str) -> Iterator[Case]:
-    updated, held = draw.parameters(kind, WIDTH, torch.bfloat16)
+    updated, retained = draw.parameters(kind, WIDTH, torch.bfloat16)
     tiles = torch.zeros(lossless.tiles_of(WIDTH), dtype=torch.int32)
-    lossless.measure(updated, held, tiles)
+    lossless.measure(updated, retained, tiles)
     header, size = ops.header_of(tiles)
     wire = torch.zeros(1, int(size), dtype=torch.uint8)
-    lossless.pack(updated, held, header, wire)
-    known = Use(0) if kind == "any" else Use.READ  # parameters that change too much cross as they are
-    sent, what = (Placed(updated, Use.READ), Placed(held, known)), f"{8 * int(size) / WIDTH:.1f} bits an element"
+    lossless.pack(updated, retained, header, wire)
+    registered = Use(0) if kind == "any" else Use.READ  # parameters that change too much cross as they are
+    sent, case = (
+        (Placed(updated, Use.READ), Placed(retained, registered)),
+        f"{8 * int(size) / WIDTH:.1f} bits an element",
+    )
     if kind == "few":
         yield Case("lossless_measure", "bfloat16", (*sent, _output(tiles)))
-    yield Case("lossless_pack", what, (*sent, Placed(header, Use.READ), _output(wire)))
-    yield Case("lossless_apply", what, (Placed(wire, Use.READ), Placed(held, known | Use.WRITE)))
+    yield Case("lossless_pack", case, (*sent, Placed(header, Use.READ), _output(wire)))
+    yield Case("lossless_apply", case, (Placed(wire, Use.READ), Placed(retained, registered | Use.WRITE)))
 
 
 def _output(values: torch.Tensor) -> Placed:
@@ -149,11 +154,11 @@ def table(emulator: Emulator) -> str:
     """Return the table, in Markdown."""
     lines = ["| operator | case | bytes | sectors to L1 | to L2 |", "|---|---|---|---|---|"]
     for case in cases(Drawing(0)):
-        found = moved(emulator, case)
-        figures = " | ".join(f"{figure:.2f}" for figure in found)
+        results = measure_traffic(emulator, case)
+        figures = " | ".join(f"{figure:.2f}" for figure in results)
         lines.append(f"| `{case.operator}` | {case.what} | {figures} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table(Emulator(building.built(source_folder(), building.LIBRARIES, "checked"))))
+    print(table(Emulator(building.build_library(source_folder(), building.LIBRARIES, "checked"))))

@@ -1,6 +1,7 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Changes the package at random, in one place at a time, and counts what the tests of that place, or the fuzzer, find.
+"""Changes the package at random, in one place at a time, and counts the changes that tests of that code, or the
+fuzzer, find.
 
     python -m tests.campaigns.mutants --number 240               after scripts/test record, which runs if it has not
     python -m tests.campaigns.mutants --number 40 --fuzz 10      minutes of the fuzzer, in rooms that training uses
@@ -8,7 +9,7 @@
 A change swaps a comparison, an operator or a constant, or drops a statement, within a function of the package or of a
 kernel for the CPU. Each is made in a copy of the repository, where the tests then run that ran its line when they were
 recorded, those of the same room and the quickest first, until one fails. Some changes make no difference to any
-caller, so look at what survives. Rows are appended to a file, and what has a row there is not tried again unless
+caller, so review the survivors. Rows are appended to a file, and changes with a row are not tried again unless
 ``--again``.
 """
 
@@ -29,7 +30,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from scripts import ROOT
-from tests.campaigns.mutants.changes import Mutant, drawn
+from tests.campaigns.mutants.changes import Mutant, draw_changes
 from tests.harness import recordings
 
 TRAINED = ("checkpoint", "comm", "config", "leaf", "loco", "model_bytes.py", "pipeline", "strategy.py", "zero")
@@ -45,7 +46,7 @@ Command = Callable[[Mutant], Sequence[str]]  # arguments of Python; none if noth
 
 
 class Outcome(NamedTuple):
-    """What became of a change: "killed", "survived", "hangs", or "no code" if it does not compile."""
+    """The outcome of a change: "killed", "survived", "hangs", or "no code" if it does not compile."""
 
     kind: str
     by: str  # the test, or the problem
@@ -53,15 +54,15 @@ class Outcome(NamedTuple):
 
 
 def tests_of(recording: recordings.Recording, most: float) -> Command:
-    """Return what runs the tests of a change, as many as fit into so many seconds as recorded."""
+    """Return the command that runs the tests of a change, as many as fit into the recorded seconds."""
     status, printed = _run(ROOT, [*_TESTS, "-m", "not deep", "--collect-only"], 300.0)
     if status:
         raise RuntimeError("\n".join(printed[-20:]))
-    known = {line for line in printed if "::" in line and not line.startswith(_NO_TESTS)}
+    registered = {line for line in printed if "::" in line and not line.startswith(_NO_TESTS)}
 
     def command(mutant: Mutant) -> Sequence[str]:
         file = mutant.path.as_posix()
-        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & known, [file], most)
+        chosen = recording.fitting(recording.concerned(file, [mutant.line]) & registered, [file], most)
         return [*_TESTS, *chosen] if chosen else []
 
     return command
@@ -86,7 +87,7 @@ def outcome_of(mutant: Mutant, copy: Path, command: Sequence[str], limit: float)
 
 
 def _run(copy: Path, command: Sequence[str], limit: float) -> tuple[int | None, list[str]]:
-    """Return the exit status of Python, None if it was ended, and what it printed."""
+    """Return the exit status of Python, None if it was killed, and its output."""
     environment = os.environ | {"PYTHONPATH": str(copy), "TORCH_EXTENSIONS_DIR": str(copy / ".extensions")}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change within a second, of the same length, would not be seen
     with tempfile.TemporaryFile("w+") as output:
@@ -117,8 +118,10 @@ def _copied() -> Iterator[Path]:
         yield Path(shutil.copytree(ROOT, Path(folder, "copy"), ignore=_LEFT_OUT, symlinks=True))
 
 
-def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int) -> Iterator[tuple[Mutant, Outcome]]:
-    """Try changes, each in one of several copies of the repository, and yield what became of each, in their order."""
+def try_changes(
+    chosen: Sequence[Mutant], command: Command, limit: float, at_once: int
+) -> Iterator[tuple[Mutant, Outcome]]:
+    """Try changes, each in one of several copies of the repository, and yield the outcome of each, in their order."""
     free: SimpleQueue[Path] = SimpleQueue()
 
     def one(mutant: Mutant) -> Outcome:
@@ -138,16 +141,16 @@ def tried(chosen: Sequence[Mutant], command: Command, limit: float, at_once: int
 
 def table(rows: Sequence[tuple[Mutant, Outcome]]) -> str:
     """How many changes of each room were found, and each that was not."""
-    found: defaultdict[str, Counter[bool]] = defaultdict(Counter)
+    results: defaultdict[str, Counter[bool]] = defaultdict(Counter)
     for mutant, outcome in rows:
         for room in (mutant.room, "all") if outcome.kind != "no code" else ():
-            found[room][outcome.kind in ("killed", "hangs")] += 1
-    lines = [f"{room:<20}{counts[True]:>8}{counts.total():>6}" for room, counts in sorted(found.items())]
+            results[room][outcome.kind in ("killed", "hangs")] += 1
+    lines = [f"{room:<20}{counts[True]:>8}{counts.total():>6}" for room, counts in sorted(results.items())]
     survived = [f"SURVIVED {mutant}" for mutant, outcome in rows if outcome.kind == "survived"]
     return "\n".join([f"{'room':<20}{'killed':>8}{'of':>6}", *lines, *survived])
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=240, help="of changes, of all rooms together")
     parser.add_argument("--seed", type=int, default=0, help="of their choice")
@@ -162,7 +165,7 @@ def parsed() -> argparse.Namespace:
 
 
 def main() -> None:
-    arguments = parsed()
+    arguments = parse_arguments()
     if arguments.fuzz:
         command, limit = (lambda mutant: [*_FUZZER, str(arguments.fuzz)]), 60 * arguments.fuzz + 300
     else:
@@ -173,14 +176,16 @@ def main() -> None:
             recording = recordings.load()
         assert recording is not None
         command, limit = tests_of(recording, arguments.most), 2 * arguments.most + 200
-    chosen = drawn(arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ()))
+    chosen = draw_changes(
+        arguments.number, arguments.seed, tuple(arguments.rooms) or (TRAINED if arguments.fuzz else ())
+    )
     arguments.rows.parent.mkdir(parents=True, exist_ok=True)
     arguments.rows.touch()
-    known = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
-    before = {row["change"]: Outcome(*row["outcome"]) for row in known}
+    registered = map(json.loads, arguments.rows.read_text(encoding="utf-8").splitlines())
+    before = {row["change"]: Outcome(*row["outcome"]) for row in registered}
     over = {change for change, outcome in before.items() if not (arguments.again and outcome.kind == "survived")}
     end, new = time.monotonic() + 60 * arguments.minutes, [mutant for mutant in chosen if str(mutant) not in over]
-    for mutant, outcome in tried(new, command, limit, arguments.at_once):
+    for mutant, outcome in try_changes(new, command, limit, arguments.at_once):
         with arguments.rows.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"change": str(mutant), "outcome": outcome}) + "\n")
         print(f"{outcome.kind:<9}{outcome.seconds:5.0f} s  {mutant}  {outcome.by}", flush=True)

@@ -37,7 +37,7 @@ class Mutant(NamedTuple):
 
     def __str__(self) -> str:
         text = (ROOT / self.path).read_bytes()
-        old, new = (one.splitlines()[self.line - 1].strip().decode() for one in (text, self.applied(text)))
+        old, new = (item.splitlines()[self.line - 1].strip().decode() for item in (text, self.applied(text)))
         return f"{self.path}:{self.line}: {old}  ->  {new}"
 
     @property
@@ -70,11 +70,11 @@ class _Python(ast.NodeVisitor):
         self.visit(ast.parse(self.text))
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        inside = [one for statement in node.body for one in ast.walk(statement)]
+        inside = [item for statement in node.body for item in ast.walk(statement)]
         # zip's strict guards what never happens.
-        without = {id(one.value) for one in inside if isinstance(one, ast.keyword) and one.arg == "strict"}
-        for one in inside:
-            self.found += self._of(one) if id(one) not in without else ()
+        without = {id(item.value) for item in inside if isinstance(item, ast.keyword) and item.arg == "strict"}
+        for item in inside:
+            self.found += self._of(item) if id(item) not in without else ()
 
     def _of(self, node: ast.AST) -> Iterator[Mutant]:
         if isinstance(node, ast.Compare):
@@ -121,10 +121,10 @@ def _cpp(path: Path) -> Iterator[Mutant]:
     for number, line in enumerate((ROOT / path).read_text(encoding="utf-8").splitlines(keepends=True), 1):
         code = line.partition("//")[0].rstrip()
         if code.startswith("  ") and not _LEFT_OUT.search(code):
-            found = [(one.start(), one.end(), _CPP[one[0]]) for one in _OPERATOR.finditer(code)]
-            found += [(one.start(), one.end(), str(int(one[0]) + 1)) for one in _INTEGER.finditer(code)]
-            found += [(one.start(1), one.end(1), ";") for one in [_CALL.match(code)] if one]
-            for first, last, new in found:
+            results = [(item.start(), item.end(), _CPP[item[0]]) for item in _OPERATOR.finditer(code)]
+            results += [(item.start(), item.end(), str(int(item[0]) + 1)) for item in _INTEGER.finditer(code)]
+            results += [(item.start(1), item.end(1), ";") for item in [_CALL.match(code)] if item]
+            for first, last, new in results:
                 yield Mutant(path, number, start + first, start + last, new)
         start += len(line.encode())
 
@@ -137,12 +137,12 @@ def changes(path: Path) -> list[Mutant]:
     return _Python(path).found if path.suffix == ".py" else list(_cpp(path))
 
 
-def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
+def draw_changes(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
     """Choose changes, of all rooms in turn: whoever stops early has seen each.
 
     Args:
         number: of all rooms together; each room gets its share by its lines, but at least ``LEAST``.
-        seed: of the choice.
+        seed: seed of the choice.
         rooms: only these, if any.
     """
     paths = [*sorted((ROOT / "deepspeed_ext").rglob("*.py")), *(ROOT / "csrc" / "loco" / name for name in CPU_KERNELS)]
@@ -151,9 +151,9 @@ def drawn(number: int, seed: int, rooms: tuple[str, ...] = ()) -> list[Mutant]:
         lines[room_of(path)] += len((ROOT / path).read_bytes().splitlines())
         if not rooms or room_of(path) in rooms:
             of_room.setdefault(room_of(path), []).extend(changes(path))
-    found = []
+    results = []
     for room, of_this in sorted(of_room.items()):
         share = max(LEAST, round(number * lines[room] / lines.total()))
-        found += random.Random(f"{seed} {room}").sample(of_this, min(share, len(of_this)))
-    random.Random(seed).shuffle(found)
-    return found
+        results += random.Random(f"{seed} {room}").sample(of_this, min(share, len(of_this)))
+    random.Random(seed).shuffle(results)
+    return results

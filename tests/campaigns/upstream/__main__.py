@@ -1,10 +1,10 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's own unit tests with our optimizers in the place of DeepSpeed's.
+"""DeepSpeed's own unit tests with our optimizers instead of DeepSpeed's.
 
-Runs tests of a checkout of DeepSpeed twice, with the DeepSpeed that is installed: as it is, and with every
-configuration of ZeRO-1, 2 and 3 given the strategy that stands for its stage. Prints what passes on stock and not with
-ours. A configuration that is refused by a documented refusal counts as refused, not as failed.
+Runs tests of a checkout of DeepSpeed twice, with the DeepSpeed that is installed: unchanged, and with every
+configuration of ZeRO-1, 2 and 3 given the strategy that corresponds to its stage. Prints the tests that pass on stock
+and not with ours. A configuration that is refused by a documented refusal counts as refused, not as failed.
 
 Needs a checkout near the installed version (git clone https://github.com/deepspeedai/DeepSpeed), this package with its
 development dependencies (pip install -e .[test]), and a C++ compiler for the tests that offload. Tests
@@ -43,17 +43,19 @@ def summarize(side: Side, stock: dict[str, Outcome], ours: dict[str, Outcome]) -
     """Print how a side differs from stock; return whether every difference is known. Refusals are documented."""
     print(f"\n{side.name}" + (f", groups of {side.group_size}" if side.group_size else ""))
     print(f"  stock: {counts(stock.values())} of {len(stock)} tests")
-    made = sum(outcome.made > 0 for outcome in ours.values())
-    print(f"  ours: {counts(ours.values())} of the {len(ours)} that pass on stock; {made} made an optimizer of ours")
-    known, unknown = Counter[str](), []
+    created = sum(outcome.made > 0 for outcome in ours.values())
+    print(
+        f"  ours: {counts(ours.values())} of the {len(ours)} that pass on stock; {created} made an optimizer of ours"
+    )
+    registered, unknown = Counter[str](), []
     for test, outcome in sorted(ours.items()):
         if outcome.kind == REFUSED:
-            known[f"refused: {outcome.text}"] += 1
+            registered[f"refused: {outcome.text}"] += 1
         elif outcome.kind != PASSED:
             reason = next((row.reason for row in KNOWN if row.explains(test, outcome, side.name)), None)
-            known.update([f"known: {reason}"] if reason else [])
+            registered.update([f"known: {reason}"] if reason else [])
             unknown += [] if reason else [f"  NOT KNOWN: {outcome.kind} {test}: {outcome.cause}"]
-    print(*(f"  {number} {reason}" for reason, number in known.most_common()), *unknown, sep="\n")
+    print(*(f"  {number} {reason}" for reason, number in registered.most_common()), *unknown, sep="\n")
     print(f"  {len(unknown)} differences that are not known")
     return not unknown
 

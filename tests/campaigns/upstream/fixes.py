@@ -66,15 +66,17 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a git clone of DeepSpeed")
     parser.add_argument("numbers", nargs="*", type=int, metavar="N", help="of fixes; default: all")
     args = parser.parse_args()
-    known = {int(mail.path.name[:4]): mail for mail in fixes()}
-    if unknown := set(args.numbers) - set(known):
-        parser.error(f"expected numbers of fixes ({', '.join(map(str, known))}), got {', '.join(map(str, unknown))}")
+    registered = {int(mail.path.name[:4]): mail for mail in fixes()}
+    if unknown := set(args.numbers) - set(registered):
+        parser.error(
+            f"expected numbers of fixes ({', '.join(map(str, registered))}), got {', '.join(map(str, unknown))}"
+        )
     try:
-        shown = [check(known[number], args.checkout) for number in args.numbers or known]
+        printed = [check(registered[number], args.checkout) for number in args.numbers or registered]
     except Failed as failed:
         print(failed, file=sys.stderr)
         return 2
-    return int(not all(shown))
+    return int(not all(printed))
 
 
 if __name__ == "__main__":

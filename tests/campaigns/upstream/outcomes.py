@@ -38,10 +38,10 @@ class Outcome(NamedTuple):
     def of(cls, record: Mapping[str, Any]) -> "Outcome":
         """Return the outcome of a record; a failure that is a documented refusal of ours is called that."""
         outcome = cls(*(record[name] for name in cls._fields))
-        shown = [found for pattern in _REFUSALS if (found := pattern.search(outcome.text))]
-        if outcome.kind not in (FAILED, ERROR) or not shown:
+        printed = [results for pattern in _REFUSALS if (results := pattern.search(outcome.text))]
+        if outcome.kind not in (FAILED, ERROR) or not printed:
             return outcome
-        return outcome._replace(kind=REFUSED, text="".join(shown[0].groups()))
+        return outcome._replace(kind=REFUSED, text="".join(printed[0].groups()))
 
     @property
     def cause(self) -> str:

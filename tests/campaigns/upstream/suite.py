@@ -59,7 +59,7 @@ class Side:
     """One of the two that are compared: stock, or strategies by stage.
 
     Attributes:
-        strategies: of the stages 1, 2 and 3; none for stock.
+        strategies: strategies of the stages 1, 2 and 3; none for stock.
         group_size: see ``upstream_forced.with_strategy``.
     """
 
@@ -79,7 +79,7 @@ class Suite:
     Attributes:
         tests: a copy of the folder ``tests``, with nothing beside it: upstream's tests put the folder above it on the
             search path, and would find the checkout's DeepSpeed there.
-        work: where everything is written.
+        work: the folder for all files.
         limit: seconds that a test may take.
         ranks: how many take part in the tests that upstream runs with two; None for two.
         jobs: processes of pytest at a time.
@@ -146,26 +146,26 @@ class Suite:
         Raises:
             Failed: pytest could not run, or found another DeepSpeed than the installed one.
         """
-        there = [path for path in paths if (self.tests / file_of(path)).exists()]
-        if not there:
+        node = [path for path in paths if (self.tests / file_of(path)).exists()]
+        if not node:
             raise Failed(f"none of these is in {self.tests}: {', '.join(paths)}")
         job = self._job(Side(), None)
-        command = ["--collect-only", "--continue-on-collection-errors", *there]
+        command = ["--collect-only", "--continue-on-collection-errors", *node]
         with open(job.log, "wb") as log:
             process = self._start(job, command, log, 0)
             process.wait()
         lines = _lines(job.record)
-        found = [line for line in lines if "collected" in line]
-        if not found:
+        results = [line for line in lines if "collected" in line]
+        if not results:
             raise Failed(f"pytest collected nothing:\n{_tail(job.log)}")
-        place = found[0]["deepspeed"]
-        if place is None or Path(place).is_relative_to(self.tests.parent):
-            raise Failed(f"expected an installed DeepSpeed, got {place}")
-        return found[0]["collected"], {line["uncollected"]: line["text"] for line in lines if "uncollected" in line}
+        location = results[0]["deepspeed"]
+        if location is None or Path(location).is_relative_to(self.tests.parent):
+            raise Failed(f"expected an installed DeepSpeed, got {location}")
+        return results[0]["collected"], {line["uncollected"]: line["text"] for line in lines if "uncollected" in line}
 
     def run(self, tests: Sequence[str], side: Side) -> dict[str, Outcome]:
         """Run tests, ``_TOGETHER`` in a process while it lives, and return their outcomes."""
-        ordered, begin, found = sorted(tests), time.monotonic(), dict[str, Outcome]()
+        ordered, begin, results = sorted(tests), time.monotonic(), dict[str, Outcome]()
         slots: SimpleQueue[int] = SimpleQueue()
         for slot in range(self.jobs):
             slots.put(slot)
@@ -174,10 +174,10 @@ class Suite:
             slot = slots.get()
             outcomes = self._run_some(ordered[first : first + _TOGETHER], side, slot)
             slots.put(slot)
-            found.update(outcomes)
+            results.update(outcomes)
             spent = time.monotonic() - begin
             print(
-                f"{side.name} {len(found)}/{len(tests)} after {spent:.0f} s: {counts(outcomes.values())}", flush=True
+                f"{side.name} {len(results)}/{len(tests)} after {spent:.0f} s: {counts(outcomes.values())}", flush=True
             )
 
         with ThreadPoolExecutor(self.jobs) as pool:
@@ -189,13 +189,13 @@ class Suite:
                 for process in list(self._running):
                     _kill(process)
                 raise
-        return found
+        return results
 
     def _run_some(self, tests: list[str], side: Side, slot: int) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
-        while not self._stopped and (left := [test for test in tests if test not in outcomes]):
-            job = self._job(side, left)
-            files = list(dict.fromkeys(map(file_of, left)))
+        while not self._stopped and (remaining := [test for test in tests if test not in outcomes]):
+            job = self._job(side, remaining)
+            files = list(dict.fromkeys(map(file_of, remaining)))
             with open(job.log, "wb") as log:
                 process = self._start(job, ["--continue-on-collection-errors", *files], log, slot)
                 self._running.add(process)
@@ -208,12 +208,12 @@ class Suite:
                 outcomes[begun] = Outcome(HUNG, f"{why}\n{_tail(job.log)}", self.limit)
             elif not ended:  # nothing will run in another process either
                 text = "\n".join(line["text"] for line in _lines(job.record) if "uncollected" in line)
-                outcomes |= {test: Outcome(ERROR, text or f"not run: {why}\n{_tail(job.log)}") for test in left}
+                outcomes |= {test: Outcome(ERROR, text or f"not run: {why}\n{_tail(job.log)}") for test in remaining}
         return outcomes
 
     def _wait(self, process: subprocess.Popen[bytes], job: "_PytestRun") -> str:
         """Wait until pytest has ended, or a test takes too long; how that was."""
-        seen, since = -1, time.monotonic()
+        observed, since = -1, time.monotonic()
         while True:
             try:
                 status = process.wait(timeout=0.5)
@@ -223,8 +223,8 @@ class Suite:
                 _kill(process)  # ranks that a test has left running
                 return f"pytest ended with status {status} in the middle of it"
             size = job.record.stat().st_size if job.record.is_file() else 0
-            if size != seen:
-                seen, since = size, time.monotonic()
+            if size != observed:
+                observed, since = size, time.monotonic()
             limit = self.limit if _outcomes(job.record)[1] is not None else max(self.limit, _START)
             if time.monotonic() - since > limit:
                 _kill(process)
@@ -279,8 +279,8 @@ class Suite:
             defaults["LOCAL_SIZE"] = "8"  # what a process that is no rank takes for the number of devices
         # A folder of ours on the search path would bring the package to stock's side as well.
         hidden = ("PYTHONPATH", "DEEPSPEED_EXT_DISABLE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "WORLD_SIZE")
-        kept: Mapping[str, str] = {key: value for key, value in os.environ.items() if key not in hidden}
-        return {**defaults, **kept, **added, "PYTHONPATH": os.pathsep.join(map(str, path))}
+        retained: Mapping[str, str] = {key: value for key, value in os.environ.items() if key not in hidden}
+        return {**defaults, **retained, **added, "PYTHONPATH": os.pathsep.join(map(str, path))}
 
 
 class _PytestRun:
@@ -296,8 +296,8 @@ def _lines(record: Path) -> list[dict[str, Any]]:
     """Return what a recorder has written; the last line may be a part of one."""
     if not record.is_file():
         return []
-    whole = record.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in whole]
+    full = record.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in full]
 
 
 def _outcomes(record: Path) -> tuple[dict[str, Outcome], str | None]:

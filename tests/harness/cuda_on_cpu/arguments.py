@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of operators in memory of their own, with a record of what kernels may do with it."""
+"""Arguments of operators in memory of their own, with a record of the accesses that kernels may make."""
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class Placed:
 
         Args:
             before: the whole buffer.
-            expected: of the view's shape.
+            expected: expected values of the view's shape.
 
         Raises:
             AssertionError: it is not; says where.

@@ -66,11 +66,11 @@ def cuda_headers() -> Path | None:
     wheels = importlib.util.find_spec("nvidia")
     for folder in (wheels.submodule_search_locations or []) if wheels else []:
         places += sorted(Path(folder).glob("*/include"))
-    return next((place for place in places if (place / "cuda_fp16.h").is_file()), None)
+    return next((location for location in places if (location / "cuda_fp16.h").is_file()), None)
 
 
 def missing() -> str:
-    """Return what lacks to build them; nothing if nothing does."""
+    """Return the tools that are missing for a build; empty if there are none."""
     if os.uname().machine != "x86_64":
         return "x86-64, whose registers the fibers know"
     if shutil.which(COMPILER) is None:
@@ -80,13 +80,13 @@ def missing() -> str:
     return ""
 
 
-def built(sources: Path, folder: Path, name: str) -> Path:
+def build_library(sources: Path, folder: Path, name: str) -> Path:
     """Build the kernels in a folder of sources, and return the library.
 
     Args:
         sources: ``csrc/loco`` of a checkout.
-        folder: where objects and libraries of all builds are kept, by what they were made of.
-        name: of the build.
+        folder: the folder of objects and libraries of all builds, by a hash of their sources.
+        name: name of the build.
 
     Raises:
         ValueError: a source has something that is not rewritten.
@@ -104,8 +104,8 @@ def program(sources: Path, folder: Path) -> Path:
 
 def _built(sources: Path, folder: Path, name: str, files: Sequence[str], flags: Sequence[str]) -> Path:
     texts = {file: rewritten(file, (sources / file).read_text(encoding="utf-8")) for file in SOURCES + HEADERS}
-    if others := {path.name for path in sources.glob("*cuda*")} - texts.keys():
-        raise ValueError(f"expected the CUDA sources {sorted(texts)}, got also {sorted(others)}")
+    if other_ranks := {path.name for path in sources.glob("*cuda*")} - texts.keys():
+        raise ValueError(f"expected the CUDA sources {sorted(texts)}, got also {sorted(other_ranks)}")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -123,25 +123,25 @@ def _object(folder: Path, name: str, file: str, texts: Mapping[str, str]) -> Pat
         own |= {header: texts[header] for header in HEADERS}
         flags += ["-x", "c++", "-include", str(HERE / "shim.h")]
     text = texts[file] if file in texts else (HERE / file).read_text(encoding="utf-8")
-    place = folder / _key(*flags, text, *own.values())
-    made = place / f"{Path(file).stem}.o"
-    if not made.exists():
-        place.mkdir(exist_ok=True)
+    location = folder / _key(*flags, text, *own.values())
+    created = location / f"{Path(file).stem}.o"
+    if not created.exists():
+        location.mkdir(exist_ok=True)
         for header, content in {**own, file: text}.items():
-            (place / header).write_text(content, encoding="utf-8")
-        run(COMPILER, *flags, "-c", str(place / file), "-o", f"{made}.new")
-        Path(f"{made}.new").rename(made)
-    return made
+            (location / header).write_text(content, encoding="utf-8")
+        run(COMPILER, *flags, "-c", str(location / file), "-o", f"{created}.new")
+        Path(f"{created}.new").rename(created)
+    return created
 
 
 def _linked(folder: Path, name: str, objects: Sequence[Path], flags: Sequence[str]) -> Path:
-    made = folder / f"{name}-{_key(*map(str, objects), *flags)}{'.so' if '-shared' in flags else ''}"
-    if not made.exists():
+    created = folder / f"{name}-{_key(*map(str, objects), *flags)}{'.so' if '-shared' in flags else ''}"
+    if not created.exists():
         torch_libraries = Path(torch.__file__).parent / "lib"
         link = [COMPILER, *flags, *map(str, objects), f"-L{torch_libraries}", "-ltorch_cpu", "-lc10"]
-        run(*link, f"-Wl,-rpath,{torch_libraries}", "-o", f"{made}.new")
-        Path(f"{made}.new").rename(made)
-    return made
+        run(*link, f"-Wl,-rpath,{torch_libraries}", "-o", f"{created}.new")
+        Path(f"{created}.new").rename(created)
+    return created
 
 
 def _includes() -> list[str]:
@@ -169,8 +169,8 @@ def _library_of_compiler(name: str) -> str:
 
 
 def line_of(library: Path, offset: int) -> str:
-    """Return the lines of the kernels that an address in a library stands for, the innermost first."""
+    """Return the lines of the kernels at an address in a library, the innermost first."""
     command = ["addr2line", "-i", "-e", str(library), hex(offset)]
     lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
     places = [re.sub(r" \(.*\)$", "", line).rpartition("/")[2] for line in lines]
-    return " in ".join(place for place in places if not place.startswith(("?", "shim.h", *_EMULATOR)))
+    return " in ".join(location for location in places if not location.startswith(("?", "shim.h", *_EMULATOR)))

@@ -58,24 +58,24 @@ class Comparison:
         Args:
             name: name of the operator.
             arguments: ``Placed`` ones are restored before each run, and left as the last run wrote them.
-            what: says which case it is.
+            what: description of the case.
             variants: the variants that the emulated kernel runs in.
             oracle: replaces the reference if that has no answer.
         """
         self.cases[name] += 1
         who = "the reference"
-        placed = list({id(one): one for one in arguments if isinstance(one, Placed)}.values())
-        before = [one.buffer.clone() for one in placed]
-        plain = [one.view if isinstance(one, Placed) else one for one in arguments]
+        placed = list({id(item): item for item in arguments if isinstance(item, Placed)}.values())
+        before = [item.buffer.clone() for item in placed]
+        plain = [item.view if isinstance(item, Placed) else item for item in arguments]
         try:
             (oracle or REFERENCE[name])(*plain)
-            expected = [one.view.clone() for one in placed]
+            expected = [item.view.clone() for item in placed]
             for who, run in self._runs(name, variants, placed):  # noqa: B007  told if it fails
-                for one, old in zip(placed, before, strict=True):
-                    one.buffer.copy_(old)
+                for item, old in zip(placed, before, strict=True):
+                    item.buffer.copy_(old)
                 run(*plain)
-                for one, old, new in zip(placed, before, expected, strict=True):
-                    one.compare(old, new)
+                for item, old, new in zip(placed, before, expected, strict=True):
+                    item.compare(old, new)
         except (AssertionError, RuntimeError) as error:
             self._fail(f"{name} {what}, {who}: {self.emulator.explained(str(error))[:700]}")
             return False
@@ -88,7 +88,7 @@ class Comparison:
             self._fail(what)
 
     def same(self, found: Tensor, expected: Tensor, what: str) -> None:
-        """Compare two tensors bit by bit; all NaNs are alike."""
+        """Compare two tensors bit by bit; all NaNs are equal."""
         different = (bits_of(found) != bits_of(expected)).sum()
         self.check(not different, f"{what}: {int(different)} of {found.numel()} differ")
 
@@ -101,8 +101,8 @@ class Comparison:
     def _emulated(self, name: str, variant: Variant, placed: Sequence[Placed], arguments: Sequence[Any]) -> None:
         self.runs += 1
         self.emulator.set(variant)
-        for one in placed if self._checked else ():
-            one.allow(self.emulator)
+        for item in placed if self._checked else ():
+            item.allow(self.emulator)
         try:
             self.emulator.kernels[name](*arguments)
         finally:

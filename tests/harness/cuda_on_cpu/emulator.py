@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The library of emulated kernels, loaded: its operators, what tests set, what it has counted."""
+"""The library of emulated kernels, loaded: its operators, settings, and counters."""
 
 import ctypes
 import enum
@@ -34,7 +34,7 @@ class Order(enum.IntEnum):
 
 
 class Variant(NamedTuple):
-    """What CUDA leaves open: orders, and the last bits of ``rcp.approx``."""
+    """Choices that CUDA leaves open: orders, and the last bits of ``rcp.approx``."""
 
     blocks: Order = Order.IN_ORDER
     threads: Order = Order.IN_ORDER
@@ -42,7 +42,7 @@ class Variant(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What a library has done since it was loaded."""
+    """Counters of a library since it was loaded."""
 
     launches: int
     blocks: int
@@ -59,7 +59,7 @@ class Counts(NamedTuple):
 
 
 class Use(enum.IntFlag):
-    """What kernels may do with memory."""
+    """Accesses to memory that kernels may make."""
 
     READ = 1
     WRITE = 2
@@ -120,7 +120,7 @@ class Emulator:
         self._library.cuda_on_cpu_allow(begin, nbytes, int(use))
 
     def forget(self) -> None:
-        """Let go of all memory that was allowed, and of what is known of it."""
+        """Release all memory that was allowed, and its records."""
         self._library.cuda_on_cpu_forget()
 
     @contextmanager
@@ -133,10 +133,10 @@ class Emulator:
             self._library.cuda_on_cpu_count_traffic(0)
 
     def counts(self) -> Counts:
-        """What the library has done so far."""
-        found = (ctypes.c_int64 * len(Counts._fields))()
-        self._library.cuda_on_cpu_counts(found)
-        return Counts(*found)
+        """Return the counters of the library."""
+        results = (ctypes.c_int64 * len(Counts._fields))()
+        self._library.cuda_on_cpu_counts(results)
+        return Counts(*results)
 
     def current_device(self) -> int:
         """The device that is current between operators: 0, if they put it back."""

@@ -37,22 +37,22 @@ class OnDevice(Emulator):
         def moved(argument: Any) -> Any:
             if not isinstance(argument, Tensor):
                 return argument
-            whole = _whole(argument)
-            there = storages.setdefault(whole.data_ptr(), whole.to(self._device, copy=True))
+            full = _whole(argument)
+            node = storages.setdefault(full.data_ptr(), full.to(self._device, copy=True))
             offset = argument.storage_offset()
-            return there.view(argument.dtype).as_strided(argument.shape, argument.stride(), offset)
+            return node.view(argument.dtype).as_strided(argument.shape, argument.stride(), offset)
 
         getattr(torch.ops.deepspeed_paro, name).default(*map(moved, arguments))
         for argument in arguments:
             if isinstance(argument, Tensor):
-                whole = _whole(argument)
-                whole.copy_(storages[whole.data_ptr()])  # waits for the kernel, and raises what it did wrong
+                full = _whole(argument)
+                full.copy_(storages[full.data_ptr()])  # waits for the kernel, and raises what it did wrong
 
     def set(self, variant: Variant = Variant()) -> None:  # noqa: B008  a tuple
         """Choose nothing: a device does."""
 
     def allow(self, begin: int, nbytes: int, use: Use) -> None:
-        """Allow nothing: nobody knows of accesses."""
+        """Allow nothing, because accesses are not recorded."""
 
     def forget(self) -> None:
         """Keep nothing."""
@@ -66,7 +66,7 @@ class OnDevice(Emulator):
         return torch.cuda.current_device() if self._device == "cuda" else 0
 
     def explained(self, message: str) -> str:
-        """The message as it is."""
+        """Return the message unchanged."""
         return message
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Rewrites what only nvcc knows in the sources of the kernels: launches, assembly, shared memory, their registration.
+"""Rewrites syntax of nvcc in the sources of the kernels: launches, assembly, shared memory, their registration.
 
 Each rewrite says how often it must match in each file, so that a kernel that has changed beyond them fails here, and
 not by a result.
@@ -64,16 +64,18 @@ def rewritten(name: str, text: str) -> str:
     """Return a source or header of the kernels as C++ that includes ``shim.h``.
 
     Raises:
-        ValueError: it has something that is not rewritten, or other than so many of what is.
+        ValueError: it has syntax that is not rewritten, or another number of matches than expected.
     """
-    others = set(_BOUNDS.findall(text)) - {"kThreads"}
-    if others:
-        raise ValueError(f"{name}: expected all kernels to be bounded by and launched with kThreads, got {others}")
+    other_ranks = set(_BOUNDS.findall(text)) - {"kThreads"}
+    if other_ranks:
+        raise ValueError(
+            f"{name}: expected all kernels to be bounded by and launched with kThreads, got {other_ranks}"
+        )
     for rewrite in _REWRITES:
         text, count = re.subn(rewrite.pattern, rewrite.by, text)
         expected = rewrite.counts.get(name, 0)
         if count != expected:
             raise ValueError(f"{name}: expected {expected} of {rewrite.pattern}, got {count}")
-    if left := _UNKNOWN.findall(text):
-        raise ValueError(f"{name}: expected nothing that only nvcc knows to be left, got {left}")
+    if remaining := _UNKNOWN.findall(text):
+        raise ValueError(f"{name}: expected nothing that only nvcc knows to be left, got {remaining}")
     return text

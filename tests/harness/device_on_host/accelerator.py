@@ -17,11 +17,12 @@ _COPIES = ("copy_", "_to_copy")
 
 
 class DeviceOrder(Order):
-    """The order of a device beside a host: each runs what has its own tensors, and copies are on the current stream.
+    """The order of a device and a host: each runs the operations on its own tensors, and copies are on the current
+    stream.
 
     The host waits for copies, unless they are told not to block and its memory is pinned. Pinned memory that is freed
-    is not given out before copies are over, as torch does it. What has gaps, or another dtype than its target, the
-    host reads when the copy is asked for, whatever writes it on a stream.
+    is not reused before its copies have ended, as in torch. If a source has gaps, or another dtype than its target,
+    the host reads it as soon as the copy is called, even while a stream still writes it.
     """
 
     knows_host = True
@@ -48,7 +49,7 @@ class DeviceOrder(Order):
 
 
 def _made_ready(source: Tensor, targets: tuple[Tensor, ...]) -> bool:
-    """Whether the host reads what is copied to a device, at once: it packs what has gaps, and converts dtypes."""
+    """Return whether the host reads the source of a copy to a device at once, to pack it or to convert its dtype."""
     alike = all(target.dtype == source.dtype for target in targets)
     return source.device.type == "cpu" and not (source.is_contiguous() and alike)
 
@@ -102,7 +103,7 @@ def device_on_host(library: str) -> Iterator[Order]:
     Afterwards, the process cannot run other cases, since torch cannot forget the device.
 
     Args:
-        library: what ``building.built`` returns.
+        library: from ``building.built``.
     """
     register(library)
     with groups_of_device(), device_with_streams(DeviceOrder(), DeviceAccelerator) as order:

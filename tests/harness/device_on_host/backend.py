@@ -84,14 +84,14 @@ def groups_of_device() -> Iterator[None]:
 
 
 class _Work:
-    """A collective on its way, whose tensors live until somebody has waited for it, and not longer.
+    """A collective in flight, whose tensors are alive until code has waited for it.
 
-    Gloo's threads let go of what they were given when it is their turn, some time after ``wait``. So they are given
-    tensors that keep no memory alive: what is held on the device does not depend on how fast these threads are.
+    Gloo's threads release their tensors some time after ``wait``. So they receive tensors that keep no memory alive,
+    and the memory of the device does not depend on the speed of these threads.
 
     Args:
         work: gloo's.
-        args: of the collective, with tensors of the device.
+        args: arguments of the collective, with tensors of the device.
     """
 
     _under_way: ClassVar[set["_Work"]] = set()
@@ -99,7 +99,7 @@ class _Work:
     def __init__(self, work: Any, args: Any) -> None:
         self._work, self._args = work, args
         # Those that nobody waits for.
-        self._under_way.difference_update([one for one in list(self._under_way) if one.is_completed()])
+        self._under_way.difference_update([item for item in list(self._under_way) if item.is_completed()])
         self._under_way.add(self)
 
     def wait(self, *args: Any) -> Any:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the simulated device into a library, once for what it is made of. This imports no torch."""
+"""Compiles the simulated device into a library, once for each version of its sources. This imports no torch."""
 
 import fcntl
 import hashlib
@@ -21,11 +21,11 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragma
 
 
 def missing() -> str:
-    """Return what lacks to build it; nothing if nothing does."""
+    """Return the tools that are missing for a build; empty if there are none."""
     return "" if shutil.which(COMPILER) else COMPILER
 
 
-def built(folder: Path = LIBRARIES) -> Path:
+def build_library(folder: Path = LIBRARIES) -> Path:
     """Build the device, unless the same sources were built for the same torch, and return the library.
 
     Raises:
@@ -48,13 +48,13 @@ def built(folder: Path = LIBRARIES) -> Path:
 
 
 def _object(folder: Path, file: str) -> str:
-    made = folder / f"{Path(file).stem}.o"
+    created = folder / f"{Path(file).stem}.o"
     includes = [f"-isystem{_torch() / 'include' / name}" for name in ("", "torch/csrc/api/include")]
-    run(COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(made))
-    return str(made)
+    run(COMPILER, *_FLAGS, *includes, "-c", str(HERE / file), "-o", str(created))
+    return str(created)
 
 
 def _torch() -> Path:
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    results = importlib.util.find_spec("torch")
+    assert results is not None and results.origin is not None
+    return Path(results.origin).parent

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on the simulated device, beside the same on the host; all of this runs inside rank processes."""
+"""Runs on the simulated device, compared with the same runs on the host; all of this runs inside rank processes."""
 
 import contextlib
 import threading
@@ -35,10 +35,10 @@ _JOB = Job(zero=SMALL, empty=False, accumulation=2, groups=2, optimizer="Adam")
 
 @dataclass(frozen=True)
 class Options:
-    """What is trained on both.
+    """Options of a training on both.
 
     Attributes:
-        strategies: that have a case.
+        strategies: the strategies with a case.
         zero: further keys of zero_optimization.
         job: without these keys.
         stock: the stage of DeepSpeed's that trains on the device as well; none where gradients are rounded.
@@ -72,13 +72,13 @@ OPTIONS = {
 
 
 class Beside(NamedTuple):
-    """How a run on the device compares.
+    """The comparison of a run on the device.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         as_on_host: whether losses, norms, decisions and weights are those of the same run on the host, to the bit.
         from_stock: of weights, how far they are from those of stock DeepSpeed on the device, relative to the largest.
-        places: of parameters, and of what the optimizer steps with: the types of devices.
+        places: device types of parameters, and of the optimizer's weights and states.
     """
 
     strategy: str
@@ -88,29 +88,30 @@ class Beside(NamedTuple):
 
 
 def beside(library: str, options: str, names: Sequence[str]) -> list[Beside]:
-    """Train strategies with a set of options on the device, on the host, and what stock DeepSpeed does of it."""
+    """Train strategies with a set of options on the device and on the host, and with stock DeepSpeed if it supports
+    them."""
     register(library)
-    given = OPTIONS[options]
+    provided = OPTIONS[options]
     rows = []
     for name in names:
-        zero = placed(name, **given.zero)
+        zero = placed(name, **provided.zero)
         places: list[tuple[str, str]] = []
         with device_with_streams():  # with buckets as on NCCL
-            host = training.train(given.job, zero)
+            host = training.train(provided.job, zero)
         with device_on_host(library):
-            ours = training.train(given.job, zero, look=partial(look, places))
+            ours = training.train(provided.job, zero, look=partial(look, places))
             stock = ours
-            if given.stock:
-                stock = training.train(given.job, {"stage": 2 if name[0] == "N" else 3, **given.zero})
-        same = torch.equal(ours.weights.cpu(), host.weights)
-        same &= ours._replace(weights=None) == host._replace(weights=None)
+            if provided.stock:
+                stock = training.train(provided.job, {"stage": 2 if name[0] == "N" else 3, **provided.zero})
+        is_same = torch.equal(ours.weights.cpu(), host.weights)
+        is_same &= ours._replace(weights=None) == host._replace(weights=None)
         apart = (ours.weights - stock.weights).abs().max() / stock.weights.abs().max()
-        rows.append(Beside(name, same, apart.item(), places[0]))
+        rows.append(Beside(name, is_same, apart.item(), places[0]))
     return rows
 
 
 def look(places: list[tuple[str, str]], engine: Any) -> None:
-    """Note where parameters are, and what the optimizer steps with."""
+    """Record the devices of parameters, and of the optimizer's weights and states."""
     places.append(_places(engine))
 
 
@@ -124,24 +125,25 @@ def _only(values: set[str]) -> str:
 
 
 def watched(library: str, options: str, names: Sequence[str], folder: str) -> dict[str, list[str]]:
-    """Train strategies with a set of ``stream_cases``; of each, what has no order between streams and the host."""
+    """Train strategies with a set of ``stream_cases``; return, for each, accesses without an order between streams and
+    the host."""
     register(library)
-    found = {}
+    results = {}
     for name in names:
         with device_on_host(library) as order:
             stream_cases.run_case(order, name, options, folder)
         assert order.accesses > 800 and order.pairs > 60, (name, order.accesses, order.pairs)
-        found[name] = [str(finding) for finding in order.findings]
-    return found
+        results[name] = [str(finding) for finding in order.findings]
+    return results
 
 
 class Resumed(NamedTuple):
-    """What differs from the run that was saved.
+    """Differences from the saved run.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         loaded, resumed: after a load, and after going on: on the device, to the bit.
-        elsewhere: after a load on the host of what the device has saved, or the other way round.
+        elsewhere: after a load on the host of a save of the device, or vice versa.
     """
 
     strategy: str
@@ -156,31 +158,31 @@ def resume(
     """Save on the device or on the host; load on both, and continue from there."""
     register(library)
     places: list[Callable[[], Any]] = [lambda: device_on_host(library), device_with_streams]
-    here, there = places if from_device else reversed(places)
+    directory, node = places if from_device else reversed(places)
     job = snapshots.job_of("bf16", zero, optimizer)
-    return [resumed(job, f"{folder}/{name}", name, here, there) for name in names]
+    return [resumed(job, f"{folder}/{name}", name, directory, node) for name in names]
 
 
 def resumed(job: Job, folder: str, name: str, here: Callable[[], Any], there: Callable[[], Any]) -> Resumed:
-    """Save in one context; load in it and in another one, and go on where it was saved."""
+    """Save in one context; load in it and in another one, and continue."""
     with here(), _engine(job, name) as (engine, model):
         snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
         engine.save_checkpoint(folder)
         saved = _seen(engine, model, job)
         snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-        whole = _seen(engine, model, job)
+        full = _seen(engine, model, job)
     with here(), _engine(job, name) as (engine, model):
         snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=7))  # something to be overwritten
         engine.load_checkpoint(folder)
         loaded = snapshots.difference(saved, _seen(engine, model, job))
         snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-        resumed = snapshots.difference(whole, _seen(engine, model, job))
+        resumed = snapshots.difference(full, _seen(engine, model, job))
     with there(), _engine(job, name) as (engine, model):
         engine.load_checkpoint(folder)
         elsewhere = snapshots.difference(saved, _seen(engine, model, job))
         snapshots.run(engine, job, snapshots.steps_of(job, 2, skip=2))
-        elsewhere |= snapshots.difference(whole, _seen(engine, model, job))
+        elsewhere |= snapshots.difference(full, _seen(engine, model, job))
     return Resumed(name, loaded, resumed, elsewhere)
 
 
@@ -200,8 +202,8 @@ def exported(folder: str, name: str, **how: Any) -> list[str]:
     """Return which weights of an export of a strategy are not those of the model when it was called.
 
     Args:
-        folder: of the export.
-        name: of the strategy.
+        folder: folder of the export.
+        name: name of the strategy.
         how: arguments of ``export_weights``.
     """
     from safetensors.torch import load_file
@@ -221,13 +223,13 @@ def exported(folder: str, name: str, **how: Any) -> list[str]:
 
 
 def twins(library: str, folder: str, rows: Sequence[tuple[str, str, dict[str, Any], str]]) -> list[saves.Twins]:
-    """Of each row of ``saves.job_of_row``, files of saves at once, and of saves beside the training, on the device."""
+    """Of each row of ``saves.job_of_row``, compare the files of synchronous and asynchronous saves on the device."""
     register(library)
-    found = []
+    results = []
     for number, (name, *row) in enumerate(rows):
         with device_on_host(library):
-            found.append(saves.twins_case(f"{folder}/{number}", name, saves.job_of_row(*row)))
-    return found
+            results.append(saves.twins_case(f"{folder}/{number}", name, saves.job_of_row(*row)))
+    return results
 
 
 @contextlib.contextmanager
@@ -244,10 +246,10 @@ def _seen(engine: Any, model: Any, job: Job) -> dict[str, Tensor]:
 
 
 class Offloaded(NamedTuple):
-    """What became of states that were offloaded and reloaded after each backward.
+    """The states of a run that offloads and reloads them after each backward.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         same: whether the weights are those of a run without.
         away: devices of states in between; whether those that are held for long were pinned.
         back: devices afterwards.
@@ -281,40 +283,40 @@ def offloaded(name: str, optimizer: str, pinned: bool, zero: dict[str, Any]) -> 
         for number, batch in zip(range(4), training.batches(job), strict=False):
             training.micro_step(engine, job, number, *batch)
             engine.offload_states(pin_memory=pinned)
-            held = _held(engine)
-            away |= {tensor.device.type for tensor in held}
-            pins &= all(tensor.is_pinned() == pinned for tensor in held if tensor.device.type == "cpu")
+            retained = _held(engine)
+            away |= {tensor.device.type for tensor in retained}
+            pins &= all(tensor.is_pinned() == pinned for tensor in retained if tensor.device.type == "cpu")
             engine.reload_states()
             back |= {tensor.device.type for tensor in _held(engine)}
             engine.step()
-        same = torch.equal(plain, training.whole_weights(model))
-    return Offloaded(name, same, (_only(away), pins), _only(back))
+        is_same = torch.equal(plain, training.whole_weights(model))
+    return Offloaded(name, is_same, (_only(away), pins), _only(back))
 
 
 def _weights(engine: Any) -> list[Tensor]:
-    """Return what the optimizer steps with."""
+    """Return the weights and states of the optimizer."""
     optimizer = engine.optimizer
     flat = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # of stage 3: its groups are filled in a step
-    held = flat or [p for group in optimizer.optimizer.param_groups for p in group["params"]]
-    return [p.data for p in held if p.numel()]
+    retained = flat or [p for group in optimizer.optimizer.param_groups for p in group["params"]]
+    return [p.data for p in retained if p.numel()]
 
 
 def _held(engine: Any) -> list[Tensor]:
     """Return weights and states of the optimizer, but step counts, and those of an outer one."""
-    states = [one for state in engine.optimizer.optimizer.state.values() for one in state.values()]
+    states = [item for state in engine.optimizer.optimizer.state.values() for item in state.values()]
     fragments = getattr(engine.optimizer.outer, "fragments", ())
-    outer = [tensor for one in fragments for tensor in (one.anchor, one.weights, one.momentum)]
-    return [*_weights(engine), *(one for one in states if torch.is_tensor(one) and one.dim()), *outer]
+    outer = [tensor for item in fragments for tensor in (item.anchor, item.weights, item.momentum)]
+    return [*_weights(engine), *(item for item in states if torch.is_tensor(item) and item.dim()), *outer]
 
 
 class Held(NamedTuple):
-    """What is held of the parameters of a model, in bytes.
+    """Memory of the parameters of a model, in bytes.
 
     Attributes:
-        strategy: which.
+        strategy: the name of the strategy.
         places: devices of slices, and whether they are pinned.
-        host, cached: of slices, and of those that are on the device as well.
-        on_host: of all memory of the host that has the parameters' dtype.
+        host, cached: bytes of slices, and of slices that are on the device as well.
+        on_host: bytes of all memory of the host that has the parameters' dtype.
         peak: the most that memory of the device with the parameters' dtype was in a step.
     """
 
@@ -327,36 +329,36 @@ class Held(NamedTuple):
 
 
 def slices_held(library: str, names: Sequence[str], job: Job, zero: dict[str, Any]) -> tuple[int, list[Held]]:
-    """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and what is held.
+    """Train with parameters on the host, in a dtype that nothing else has for long: bytes of all, and of their memory.
 
-    Here each transfer is over when it is started, so of those that are on their way one is seen.
+    Here each transfer ends when it is started, so at most one transfer in flight is counted.
     """
     register(library)
-    rows, whole = [], 0
+    rows, full = [], 0
     for name in names:
         with device_on_host(library), LiveBytes(DTYPES[job.dtype]) as live:
             engine, model = training.make_engine(job, placed(name, **HOST, **zero))
-            whole = sum(p.ds_numel * p.ds_tensor.element_size() for p in model.parameters())
+            full = sum(p.ds_numel * p.ds_tensor.element_size() for p in model.parameters())
             live.most = 0
             for number, batch in zip(range(job.steps * job.accumulation), training.batches(job), strict=False):
                 training.micro_step(engine, job, number, *batch)
                 engine.step()
             engine.optimizer.drain_parameters()
             slices = engine.optimizer.slices["dense"]
-            held = [slices.shard_of(param) for param in slices.params]
-            places = {(one.device.type, one.is_pinned()) for one in held}
-            cached = sum(one.nbytes for one in slices.rows.cache._rows.values())
-            row = places, sum(one.nbytes for one in held), cached, live.of("cpu"), live.most
+            retained = [slices.shard_of(param) for param in slices.params]
+            places = {(item.device.type, item.is_pinned()) for item in retained}
+            cached = sum(item.nbytes for item in slices.rows.cache._rows.values())
+            row = places, sum(item.nbytes for item in retained), cached, live.of("cpu"), live.most
             rows.append(Held(name, *row))
             engine.destroy()
-    return whole, rows
+    return full, rows
 
 
 class LiveBytes(TorchDispatchMode):
     """Counts the memory that torch's operators have made, or used, in this context.
 
     Args:
-        dtype: of the tensors that are counted.
+        dtype: dtype of the tensors that are counted.
 
     Attributes:
         most: the most bytes of the device that there were after an operator.
@@ -371,12 +373,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        found = [one for one in pytree.tree_leaves((args, kwargs, outputs)) if isinstance(one, Tensor)]
+        results = [item for item in pytree.tree_leaves((args, kwargs, outputs)) if isinstance(item, Tensor)]
         with self._lock:
-            for one in found:
-                if one.dtype == self._dtype:
-                    storage = one.untyped_storage()
-                    self._known[storage._cdata] = StorageWeakRef(storage), one.device.type, storage.nbytes()
+            for item in results:
+                if item.dtype == self._dtype:
+                    storage = item.untyped_storage()
+                    self._known[storage._cdata] = StorageWeakRef(storage), item.device.type, storage.nbytes()
             self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
             self.most = max(self.most, self._sum(NAME))
         return outputs

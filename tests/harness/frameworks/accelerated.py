@@ -37,7 +37,8 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
     """Train, with a checkpoint after half of the steps, or on from it.
 
     Returns:
-        What the run has left, the weights before it, and whether the state dict for saving has the weights at the end.
+        The final state of the run, the weights before it, and whether the state dict for saving has the weights at the
+        end.
     """
     model = tiny.make_model()
     start = training.whole_weights(model)
@@ -58,9 +59,9 @@ def train(accelerator: Accelerator, folder: str, resume: bool = False) -> tuple[
         if not resume and step + 1 == HALF:
             accelerator.save_state(folder)
     saved = accelerator.get_state_dict(engine)
-    run = tiny.ended(engine, losses)
-    whole = saved and torch.cat([saved[name].float().flatten() for name, _ in model.named_parameters()])
-    return run, start, not saved or torch.equal(whole, run.weights)
+    run = tiny.final_state(engine, losses)
+    full = saved and torch.cat([saved[name].float().flatten() for name, _ in model.named_parameters()])
+    return run, start, not saved or torch.equal(full, run.weights)
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> Row:
@@ -75,7 +76,7 @@ def compare(stock: dict[str, Any], ours: dict[str, Any] | None, folder: str) -> 
         if not saved:
             raise ValueError(f"the state dict of run {number} differs from its weights")
         runs.append(run)
-    return tiny.compared(start, *runs)
+    return tiny.compare_runs(start, *runs)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""How a run under a framework is compared with stock DeepSpeed's.
+"""Compares a run under a framework with stock DeepSpeed's.
 
 This module imports neither torch nor a framework: it serves the process that runs pytest, too.
 """
@@ -12,7 +12,7 @@ import pytest
 
 
 class Row(NamedTuple):
-    """How far a run under a framework is from stock DeepSpeed's under the same framework."""
+    """The distance of a run under a framework from stock DeepSpeed's under the same framework."""
 
     strategy: str  # that ran
     losses: float  # largest difference, relative to stock's largest loss
@@ -33,7 +33,7 @@ def check(
 ) -> None:
     """Check that all ranks ran the strategy and ended where stock did.
 
-    The bounds are far above fp32 rounding, and far below what an error in any gradient makes.
+    The bounds are far above fp32 rounding, and far below the effect of an error in any gradient.
     """
     for row in rows:
         assert row.strategy == strategy and row.resumed is resumed, row

@@ -13,7 +13,7 @@ ACCUMULATION = 2
 
 
 def stock(strategy: str) -> dict[str, Any]:
-    """``zero_optimization`` of what a strategy is compared with: several buckets, and nothing stays gathered."""
+    """``zero_optimization`` of the stock run for comparison: several buckets, and nothing stays gathered."""
     small = {"reduce_bucket_size": 2000, "stage3_param_persistence_threshold": 0}
     return {"stage": STRATEGIES[strategy].stage, **small, "stage3_gather_16bit_weights_on_model_save": True}
 
@@ -31,7 +31,7 @@ def plain(zero: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def for_trainer(zero: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that leaves to transformers' Trainer what it can fill in."""
+    """A configuration in which transformers' Trainer fills in all values that it can."""
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     adam = {**dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto"), "torch_adam": True}
     return {
@@ -43,7 +43,7 @@ def for_trainer(zero: dict[str, Any]) -> dict[str, Any]:
 
 
 def for_accelerate(zero: dict[str, Any]) -> dict[str, Any]:
-    """A configuration that leaves to Accelerate what it can fill in."""
+    """A configuration in which Accelerate fills in all values that it can."""
     batch = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
     adam = {"type": "AdamW", "params": {**ADAM["params"], "lr": "auto", "weight_decay": "auto"}}
     return plain(zero, **batch, optimizer=adam)

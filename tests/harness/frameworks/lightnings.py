@@ -54,7 +54,7 @@ def numbered(devices: int) -> list[torch.device]:
 
 
 def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny.Run, Tensor]:
-    """Train, from the checkpoint after half of the steps if asked for; what the run has left, and the weights before.
+    """Train, from the checkpoint after half of the steps if requested; return its final state, and the weights before.
 
     Lightning validates before the first micro-batch, and after each: in inference mode, as ``Trainer.validate`` does
     on backends other than gloo. The two lines that make ``fit`` do so are the tests' own.
@@ -94,4 +94,4 @@ def train(zero: dict[str, Any], folder: str, resume: bool = False) -> tuple[tiny
         trainer.fit(module, batches, batches, ckpt_path=checkpoint)
     if module.cut != (zero["stage"] == 3):
         raise ValueError(f"expected zero.Init at stage 3 only, got {module.cut} at stage {zero['stage']}")
-    return tiny.ended(trainer.strategy.model, module.losses), module.start
+    return tiny.final_state(trainer.strategy.model, module.losses), module.start

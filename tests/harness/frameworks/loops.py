@@ -19,7 +19,7 @@ Look = Callable[[Any], Any]
 
 
 def loss_of(engine: Any, batch: dict[str, Tensor]) -> Tensor:
-    """What the model makes of a micro-batch."""
+    """Return the loss of a micro-batch."""
     loss: Tensor = engine(**batch).loss
     return loss
 
@@ -32,18 +32,18 @@ def train(
     loss_of: Callable[[Any, dict[str, Tensor]], Tensor] = loss_of,
     parts: int | None = None,
 ) -> tuple[tiny.Run, Tensor]:
-    """Train; what the run has left, and the weights before it.
+    """Train; return the final state of the run, and the weights before it.
 
     Args:
         config: configuration.
         make: makes arguments of deepspeed.initialize; a model, if not the tiny one.
         prepare, finish: see the engine before and after training.
         loss_of: forward.
-        parts: of the data, each for as many ranks; by default every rank has its own.
+        parts: parts of the data, each for as many ranks; by default every rank has its own.
     """
-    given = make()
-    given.setdefault("model", tiny.make_model())
-    engine, *_ = deepspeed.initialize(config=config, **given)
+    provided = make()
+    provided.setdefault("model", tiny.make_model())
+    engine, *_ = deepspeed.initialize(config=config, **provided)
     start = training.whole_weights(engine.module)
     prepare(engine)
     parts = parts or dist.get_world_size()
@@ -56,7 +56,7 @@ def train(
         engine.step()
         losses.append(loss.item())
     finish(engine)
-    return tiny.ended(engine, losses), start
+    return tiny.final_state(engine, losses), start
 
 
 def compare(
@@ -68,5 +68,5 @@ def compare(
 ) -> Row:
     """Train with two configurations, of which the same weights are held by all ranks or those of a group."""
     expected, start = train(stock, make, **options)
-    found = train(ours, make, **options)[0]
-    return tiny.compared(start, expected, found, group=group())
+    results = train(ours, make, **options)[0]
+    return tiny.compare_runs(start, expected, results, group=group())

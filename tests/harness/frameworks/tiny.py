@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models and data that are made here, and what is looked at after a run; all of it runs inside rank processes."""
+"""Tiny models and data and the state of a run that tests compare; all of it runs inside rank processes."""
 
 import threading
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def make_model(**more: Any) -> LlamaForCausalLM:
 
 
 def make_network() -> nn.Module:
-    """A network of few modules, from tokens to what each next one may be."""
+    """A network of few modules, from tokens to logits of the next token."""
     torch.manual_seed(11)
     return nn.Sequential(nn.Embedding(VOCABULARY, 24), nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, VOCABULARY))
 
@@ -51,7 +51,7 @@ def network_loss(network: Any, tokens: Tensor) -> Tensor:
 
 
 def sequences(rows: int, length: int = 9) -> list[dict[str, list[int]]]:
-    """Token sequences, the same on every rank, with what is to be predicted."""
+    """Token sequences, the same on every rank, with the tokens to predict."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(2, VOCABULARY, (rows, length), generator=generator).tolist()
     return [{"input_ids": row, "labels": row} for row in tokens]
@@ -70,7 +70,7 @@ def forget() -> None:
 
 
 class Run(NamedTuple):
-    """What a run leaves on a rank."""
+    """The final state of a run on a rank."""
 
     losses: list[float]  # of each micro-step
     weights: Tensor  # 1D, all parameters in fp32
@@ -78,8 +78,8 @@ class Run(NamedTuple):
     stage: int
 
 
-def ended(engine: Any, losses: Sequence[float]) -> Run:
-    """What a run has left; destroys the engine, and forgets what the run has left in globals.
+def final_state(engine: Any, losses: Sequence[float]) -> Run:
+    """Return the final state of a run, destroy its engine, and reset globals.
 
     Raises:
         TypeError: the framework has trained without DeepSpeed, as Accelerate does where it finds no accelerator.
@@ -94,7 +94,7 @@ def ended(engine: Any, losses: Sequence[float]) -> Run:
     return run
 
 
-def compared(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
+def compare_runs(start: Tensor, stock: Run, ours: Run, resumed: Run | None = None, group: Any = None) -> Row:
     """Compare a run to stock's.
 
     Args:

@@ -41,15 +41,15 @@ def arguments(arguments_class: type, zero: dict[str, Any], folder: str, **more: 
 
 
 def train(make: MakeTrainer, zero: dict[str, Any], checkpoint: str | None = None) -> tuple[tiny.Run, Tensor]:
-    """Train, from a checkpoint if one is given; what the run has left, and the weights before it."""
+    """Train, from a checkpoint if one is given; return the final state of the run, and the weights before it."""
     trainer = make(zero)
     start = training.whole_weights(trainer.model)
     trainer.train(resume_from_checkpoint=checkpoint)
-    return tiny.ended(trainer.deepspeed, trainer.micro_losses), start
+    return tiny.final_state(trainer.deepspeed, trainer.micro_losses), start
 
 
 def compare(make: MakeTrainer, stock: dict[str, Any], ours: dict[str, Any], checkpoint: str | None = None) -> Row:
     """Train with a section of stock DeepSpeed's and with ours, and from a checkpoint that the latter has left."""
     expected, start = train(make, stock)
     run, _ = train(make, ours)
-    return tiny.compared(start, expected, run, train(make, ours, checkpoint)[0] if checkpoint else None)
+    return tiny.compare_runs(start, expected, run, train(make, ours, checkpoint)[0] if checkpoint else None)

@@ -4,9 +4,9 @@
 
 Blocks sleep instead of computing, so that two cores do not determine the duration of a step. A turn of an asynchronous
 save consists of undisturbed steps, the save, and steps until it is committed. It stops training for
-``save_checkpoint`` on the last rank, and while later steps wait in ``AsyncSaves.at_step``. Each save is written to the
-real disk, and to an emulated slow one, where a file takes the time of its bytes at a rate. DeepSpeed's saves return
-while their bytes are in the page cache; ours have flushed them to the disk.
+``save_checkpoint`` on the last rank, and while later steps wait in ``AsyncSaves.before_step``. Each save is written to the
+real disk, and to an emulated slow one, where a file takes the time of its bytes at a rate. DeepSpeed's saves
+return while their bytes are in the page cache; ours have flushed them to the disk.
 """
 
 import contextlib
@@ -230,9 +230,9 @@ class _Saver:
     def __init__(self, ranks: SavesMeasurement, trained: Engine, section: dict[str, Any]) -> None:
         self._ranks, self._trained, self._waited = ranks, trained, 0.0
         configure(trained.engine, dict(section))
-        self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "aside", None)
+        self._aside: AsyncSaves | None = getattr(trained.engine.checkpoint_engine, "async_saves", None)
         if self._aside is not None:
-            vars(self._aside)["at_step"] = self._timed(self._aside.at_step)
+            vars(self._aside)["before_step"] = self._timed(self._aside.before_step)
 
     def _timed(self, wait: Any) -> Any:
         @functools.wraps(wait)
@@ -291,7 +291,7 @@ class _Saver:
         """Give the host buffers back, and end the process groups of the writer."""
         engine = self._trained.engine
         if self._aside is not None:
-            vars(self._aside).pop("at_step")
+            vars(self._aside).pop("before_step")
             engine.optimizer.context.readers.clear()
         configure(engine, {})
         give_back_memory()

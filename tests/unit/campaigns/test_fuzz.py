@@ -118,7 +118,7 @@ IN_DEEP = [what for what in FOUND if what.startswith(LATER)]
 
 @pytest.mark.parametrize("what", [*(what for what in FOUND if what not in IN_DEEP), *deep(*IN_DEEP)])
 def test_found_faults_stay_fixed(ranks: Any, kernels: bool, what: str) -> None:
-    assert campaign.problems_of(ranks, FOUND[what]) == []
+    assert campaign.run_case(ranks, FOUND[what]) == []
 
 
 BROKEN = {

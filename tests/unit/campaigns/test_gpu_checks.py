@@ -94,7 +94,7 @@ def test_only_a_whole_run_of_a_commit_is_written(
 
 
 def experiment_case(name: str, report: str) -> None:
-    gpu_runs.run_here(name, gpu_runs.Place("cpu", True, gpu_runs.Report(Path(report))))
+    gpu_runs.run_here(name, gpu_runs.Setup("cpu", True, gpu_runs.Report(Path(report))))
 
 
 @pytest.mark.parametrize("name", ["T1", *deep("T0", "T3", "T4", "T5", "T7", "T9")])

@@ -71,7 +71,7 @@ def figures_of(text: str) -> dict[tuple[str, str], list[float]]:
 @pytest.mark.deep
 @pytest.mark.parametrize("number", range(len(FAULTS)))
 def test_a_fault_is_found(number: int) -> None:
-    assert mutants.found(FAULTS[number], building.LIBRARIES)
+    assert mutants.find_fault(FAULTS[number], building.LIBRARIES)
 
 
 @pytest.mark.quick

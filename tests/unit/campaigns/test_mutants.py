@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts import ROOT
-from tests.campaigns.mutants.changes import changes, drawn
+from tests.campaigns.mutants.changes import changes, draw_changes
 
 pytestmark = pytest.mark.quick
 
@@ -49,8 +49,8 @@ def test_code_is_changed_within_functions(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.deep
 def test_changes_are_drawn_from_all_rooms_and_parse() -> None:
-    found = drawn(240, seed=1)
-    of_cli = [drawn(240, seed, ("tools",)) for seed in (1, 1, 2)]
+    found = draw_changes(240, seed=1)
+    of_cli = [draw_changes(240, seed, ("tools",)) for seed in (1, 1, 2)]
     assert len(found) >= 240 and set(of_cli[0]) <= set(found) and of_cli[0] == of_cli[1] != of_cli[2]
     assert {one.room for one in found} >= {"zero", "csrc", "tools", "strategy.py"}
     for one in found[:80]:

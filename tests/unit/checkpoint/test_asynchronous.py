@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Asynchronous saves hold what synchronous ones hold; if one fails, all ranks raise and the training can go on."""
+"""Asynchronous saves write the files of synchronous saves; if one fails, all ranks raise, and training continues."""
 
 import dataclasses
 import gc
@@ -53,9 +53,9 @@ DEEP += [("IIG", "pipeline", "bf16", {}, "Adam"), ("NIG", "pipeline of experts",
 
 
 @pytest.mark.parametrize("row", [*ROWS, *deep(*((row,) for row in DEEP))], ids=str)
-def test_files_are_those_of_synchronous_saves(ranks: Any, tmp_path: Path, row: tuple[Any, ...]) -> None:
-    for found in ranks(4).run(twins_case, str(tmp_path), *row):
-        assert found.different == [] and found.files >= 28 and found.same, tuple(found)
+def test_files_match_synchronous_saves(ranks: Any, tmp_path: Path, row: tuple[Any, ...]) -> None:
+    for results in ranks(4).run(twins_case, str(tmp_path), *row):
+        assert results.different == [] and results.files >= 28 and results.same, tuple(results)
 
 
 def twins_case(folder: str, name: str, model: str, dtype: str, zero: dict[str, Any], optimizer: str) -> Any:
@@ -73,12 +73,15 @@ def twins_case(folder: str, name: str, model: str, dtype: str, zero: dict[str, A
 @pytest.mark.parametrize("names", [("NII", "IIG"), *deep((ALL,))])
 def test_snapshots_reuse_host_memory(ranks: Any, names: tuple[str, ...]) -> None:
     for rank, rows in enumerate(ranks(4).run(memory_case, names)):
-        for name, held, written, addresses, more in rows:
+        for name, retained, written, addresses, more in rows:
             wrote = {"N": 1, "I": 2, "G": 4}[name[2]] > rank  # others have replicas
-            assert held[0] <= written <= 1.02 * held[0] + 30_000 * wrote and (held[0] > 0) == wrote, (name, held)
-            assert held == [held[0]] * 3 and addresses == 1, (name, held, addresses)
-            given = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
-            assert more == [held[0] + given, held[0]], (name, held, more)
+            assert retained[0] <= written <= 1.02 * retained[0] + 30_000 * wrote and (retained[0] > 0) == wrote, (
+                name,
+                retained,
+            )
+            assert retained == [retained[0]] * 3 and addresses == 1, (name, retained, addresses)
+            provided = 4000 * (wrote and (rank == 0 or name[0] != "N"))  # in the file of weights, which not all have
+            assert more == [retained[0] + provided, retained[0]], (name, retained, more)
 
 
 def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, list[int]]]:
@@ -90,76 +93,76 @@ def memory_case(names: tuple[str, ...]) -> list[tuple[str, list[int], int, int, 
         engine, _ = training.make_engine(job, placed(name))
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         files = engine.checkpoint_engine
-        buffers, write, paths = files.aside.buffers, files.write, set[str]()
+        buffers, write, paths = files.async_saves.buffers, files.write, set[str]()
         files.write = lambda *args, write=write, paths=paths: paths.add(args[2]) or write(*args)
         with tempfile.TemporaryDirectory() as own:
             shared = [own]
             dist.broadcast_object_list(shared, 0)
-            folder, held, addresses = Path(shared[0]), [], set()
+            folder, retained, addresses = Path(shared[0]), [], set()
             for extra in ({}, {}, {}, {"more": torch.zeros(1000)}, {}):  # the last frees what the larger one had
                 engine.save_checkpoint(folder, "tag", extra)
                 files.finish()
-                held.append(buffers.nbytes)
-                if len(held) == 3:
+                retained.append(buffers.nbytes)
+                if len(retained) == 3:
                     written = sum((folder / "tag" / Path(path).name).stat().st_size for path in paths)
-                if len(held) <= 3:
-                    addresses.add(tuple(sorted(one.data_ptr() for many in buffers._free.values() for one in many)))
+                if len(retained) <= 3:
+                    addresses.add(tuple(sorted(item.data_ptr() for group in buffers._free.values() for item in group)))
             dist.barrier()
-        rows.append((name, held[:3], written, len(addresses), held[3:]))
+        rows.append((name, retained[:3], written, len(addresses), retained[3:]))
         engine.destroy()
     return rows
 
 
-def test_a_snapshot_holds_what_each_file_was_given(ranks: Any) -> None:
+def test_a_snapshot_copies_the_content_of_each_file(ranks: Any) -> None:
     """Memory of one file may be reused when the next one is copied; storages stay shared."""
     assert ranks(1).run(taken_case) == [(list(range(5)), True, [1.0, 7.0])]
 
 
 def taken_case() -> tuple[list[int], bool, list[float]]:
-    """First elements of tensors that live in one place one after the other; whether two that share a storage do so in
-    what was taken; one that only steps change, before and after it is completed."""
-    late, memory, taken = torch.ones(1000), bytearray(4000), []
+    """Return the first elements of the copies of tensors that use the same memory one after the other; whether copies
+    of two tensors with one storage share a storage; and a tensor that only steps change, before and after its copy."""
+    late, memory, copies = torch.ones(1000), bytearray(4000), []
     snapshot = Snapshot(HostBuffers(), [late])
     for number in range(5):
-        taken.append(snapshot.take({"it": torch.frombuffer(memory, dtype=torch.float32).fill_(number)})["it"])
-    two = snapshot.take([late, late[3:].view(-1), late.new_zeros(3)])
-    snapshot.seal()
+        copies.append(snapshot.copy_content({"it": torch.frombuffer(memory, dtype=torch.float32).fill_(number)})["it"])
+    two = snapshot.copy_content([late, late[3:].view(-1), late.new_zeros(3)])
+    snapshot.start_device_copies()
     before = float(late[0])
     late.fill_(7.0)  # as a step would that does not wait
-    snapshot.complete()
+    snapshot.complete_copies()
     shared = two[0].untyped_storage().data_ptr() == two[1].untyped_storage().data_ptr()
-    return [int(one[0]) for one in taken], shared, [before, float(two[0][0])]
+    return [int(item[0]) for item in copies], shared, [before, float(two[0][0])]
 
 
 FAULTS = {  # what fails, on which rank, how, and what the error says
     "a full disk": ("save", 2, OSError(28, "No space left on device"), "No space left on device"),
-    "no memory": ("complete", 1, MemoryError(), "MemoryError"),
+    "no memory": ("complete_copies", 1, MemoryError(), "MemoryError"),
     "a writer that dies as it commits": ("publish", 0, SystemExit(7), "SystemExit"),
     "a read-only folder": ("publish", 0, PermissionError(13, "Permission denied"), "Permission denied"),
-    "a file latest that cannot be written": ("point", 0, OSError(5, "Input/output error"), "Input/output error"),
+    "a file latest that cannot be written": ("latest", 0, OSError(5, "Input/output error"), "Input/output error"),
     "a writer that dies": ("save", 3, SystemExit(7), "SystemExit"),
 }
 
 
 def rank_of(fault: str, name: str) -> int:
     """On which rank of a strategy it happens: some have replicas that write nothing."""
-    what, rank, *_ = FAULTS[fault]
-    return rank if name[2] == "G" or what != "save" else 0
+    case, rank, *_ = FAULTS[fault]
+    return rank if name[2] == "G" or case != "save" else 0
 
 
 @contextmanager
 def failing(fault: str, rank: int) -> Iterator[None]:
     """Let the next save fail so, half-way, on this rank, in this context."""
-    what, _, error, _ = FAULTS[fault]
-    owner: Any = {"save": torch, "publish": CheckpointFolder, "point": folders, "complete": Snapshot}[what]
-    name = "replace_text" if what == "point" else what
+    case, _, error, _ = FAULTS[fault]
+    owner: Any = {"save": torch, "publish": CheckpointFolder, "latest": folders, "complete_copies": Snapshot}[case]
+    name = "replace_text" if case == "latest" else case
     original = getattr(owner, name)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         if dist.get_rank() != rank:
             return original(*args, **kwargs)
-        if what in ("save", "publish"):
-            original(*({"a": "part"}, *args[1:]) if what == "save" else args, **kwargs)
+        if case in ("save", "publish"):
+            original(*({"a": "part"}, *args[1:]) if case == "save" else args, **kwargs)
         raise error
 
     with mock.patch.object(owner, name, fail):
@@ -167,13 +170,13 @@ def failing(fault: str, rank: int) -> Iterator[None]:
 
 
 def host_groups() -> int:
-    """How many process groups on the host there are, for saves beside the training."""
-    channels = [one for one in gc.get_objects() if isinstance(one, HostChannel)]
+    """Return the number of host process groups of asynchronous saves."""
+    channels = [channel for channel in gc.get_objects() if isinstance(channel, HostChannel)]
     return sum(group.gloo is not None for channel in channels for group in channel._groups)
 
 
 class Failure(NamedTuple):
-    """A save that failed, what raised its error, type and text, and whether the folder is as it was before."""
+    """A failed save, the call that raised its error, type and text, and whether the folder is unchanged."""
 
     fault: str
     at: str
@@ -189,25 +192,28 @@ class Failure(NamedTuple):
         *deep(*((*run, list(FAULTS)) for run in (("III", "step"), ("NNN", "user"), ("GGG", "coalesce")))),
     ],
 )
-def test_a_failed_save_is_raised_on_all_ranks(
+def test_a_failed_save_raises_on_all_ranks(
     ranks: Any, tmp_path: Path, name: str, boundary: str, faults: list[str]
 ) -> None:
     answers = ranks(4).run(faults_case, str(tmp_path), name, boundary, faults, timeout=120.0)
     for failures, losses, undisturbed, changed, groups in answers:
         assert failures == answers[0][0], "the same on all ranks"
-        assert {one.at for one in failures} == {"step", "save", "load", "destroy"}
-        for one in failures:
-            rank, says = rank_of(one.fault, name), FAULTS[one.fault][-1]
-            assert one.message.startswith("SaveFailed: the checkpoint ") and one.untouched, one
-            assert f"rank {rank}: " in one.message and says in one.message, one
+        assert {failure.at for failure in failures} == {"step", "save", "load", "destroy"}
+        for failure in failures:
+            rank, expected_text = rank_of(failure.fault, name), FAULTS[failure.fault][-1]
+            assert (
+                failure.message.startswith("SaveFailed: the asynchronous save of the checkpoint ")
+                and failure.untouched
+            ), failure
+            assert f"rank {rank}: " in failure.message and expected_text in failure.message, failure
         assert losses == undisturbed and changed == {} and groups == 0, (losses, undisturbed, changed, groups)
 
 
 def faults_case(
     folder: str, name: str, boundary: str, faults: list[str]
 ) -> tuple[list[Failure], list[float], list[float], dict[str, float], int]:
-    """Return the failures; losses of that run, and of an undisturbed one; what a load of the next save does not
-    restore; how many process groups on the host are left."""
+    """Return the failures; losses of that run and of an undisturbed one; differences after a load of the next save;
+    and the number of remaining host process groups."""
     job = snapshots.job_of("bf16", **saves.ASIDE, wall_clock_breakdown=True, steps_per_print=10**6)
     job = dataclasses.replace(job, boundary=boundary, accumulation=2)
     runs = []
@@ -238,11 +244,11 @@ def faults_case(
         undisturbed.step()
     losses = list(run.losses)
     run.save("last")
-    seen = snapshots.snapshot(run.engine, run.model, job)
+    observed = snapshots.snapshot(run.engine, run.model, job)
     run.step()
     fail(faults[1], "load", lambda: run.engine.load_checkpoint(folder, "last"))
     run.engine.load_checkpoint(folder, "last")
-    changed = snapshots.difference(seen, snapshots.snapshot(run.engine, run.model, job))
+    changed = snapshots.difference(observed, snapshots.snapshot(run.engine, run.model, job))
     fail(faults[2], "destroy", run.engine.destroy)
     undisturbed.engine.destroy()
     return failures, losses, undisturbed.losses, changed, host_groups()
@@ -256,8 +262,11 @@ def test_two_engines_save_at_the_same_time(ranks: Any, tmp_path: Path) -> None:
 
 
 def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], str, list[int]]:
-    """What two engines load that have saved at the same time, each twice, one on a rank without threads, the other on
-    disks of nodes; what saves raise that cannot be; what ``latest`` names; process groups left as they are destroyed.
+    """Save with two engines at the same time, each twice: one on a rank without threads, the other on disks of nodes.
+
+    Returns:
+        Differences after a load; errors of saves with unsupported content; the tag in ``latest``; the remaining
+        process groups as the engines are destroyed.
     """
     runs = []
     for number, (name, keys) in enumerate((("NIG", {}), ("IIG", {"use_node_local_storage": True}))):
@@ -265,20 +274,20 @@ def two_engines_case(folder: str) -> tuple[list[dict[str, float]], list[str], st
         engine, model = training.make_engine(job, placed(name))
         runs.append(saves.Run(engine, model, job, f"{folder}/{number}"))
     if dist.get_rank() == 2:
-        runs[0].engine.checkpoint_engine.aside._background.add = no_thread
+        runs[0].engine.checkpoint_engine.async_saves._background.add = no_thread
     for tag in range(2):
         for run in runs:
             run.step()
-        seen = [snapshots.snapshot(run.engine, run.model, run.job) for run in runs]
+        observed = [snapshots.snapshot(run.engine, run.model, run.job) for run in runs]
         with saves.late_copies():
             for run in runs:
                 run.save(str(tag))
     loaded, unsaved = [], ({"bad": lambda: 0}, {"bad": Uncopyable()})
     messages = [snapshots.error_of(runs[0].engine.save_checkpoint, f"{folder}/0", "1", bad) for bad in unsaved]
-    for run, wanted in zip(runs, seen, strict=True):
+    for run, expected in zip(runs, observed, strict=True):
         run.step()
         run.engine.load_checkpoint(run.folder)
-        loaded.append(snapshots.difference(wanted, snapshots.snapshot(run.engine, run.model, run.job)))
+        loaded.append(snapshots.difference(expected, snapshots.snapshot(run.engine, run.model, run.job)))
     latest = Path(folder, "0", "latest").read_text()
     groups = []
     for run in runs:
@@ -300,12 +309,12 @@ class Uncopyable:
         raise MemoryError
 
 
-def test_a_save_may_outlive_the_process_groups(ranks: Any, tmp_path: Path) -> None:
+def test_a_save_outlives_the_process_groups(ranks: Any, tmp_path: Path) -> None:
     assert ranks(1).run(outliving_case, str(tmp_path)) == ["1"]
 
 
 def outliving_case(folder: str) -> str:
-    """What ``latest`` names after that, and after the end of what has saved."""
+    """Return the tag in ``latest`` after a save whose process groups were destroyed."""
     engine, _ = training.make_engine(snapshots.job_of(**saves.ASIDE), placed("NIG", 1))
     engine.save_checkpoint(folder, "1")
     deepspeed.comm.destroy_process_group()
@@ -316,19 +325,19 @@ def outliving_case(folder: str) -> str:
 
 
 @pytest.mark.parametrize("seconds", [0.0, *deep(4.0)])
-def test_saves_go_on_after_slow_disks_and_lost_connections(ranks: Any, tmp_path: Path, seconds: float) -> None:
-    for slow, lost, after, left in ranks(2).run(connections_case, str(tmp_path), seconds):
+def test_saves_work_after_slow_disks_and_lost_connections(ranks: Any, tmp_path: Path, seconds: float) -> None:
+    for slow, lost, after, remaining in ranks(2).run(connections_case, str(tmp_path), seconds):
         assert slow == ["", "slow"]
         for message in lost:
             assert message.startswith(("SaveFailed: rank ", "RuntimeError: in the middle")), message
         assert all("connection" in message for message in lost[:3]), lost
-        assert after == ["", "", "after"] and left == [], (after, left)
+        assert after == ["", "", "after"] and remaining == [], (after, remaining)
 
 
 def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Return errors and outcomes: of a save slower by so many seconds than the timeout of process groups; of saves to
-    disk (in a vote, in the exchange of states) and to memory in which a rank loses its connections, and of one that an
-    exception ends; of saves after that; and the hidden names that are left."""
+    """Return errors and outcomes of a save that is ``seconds`` slower; of saves to disk (in a vote, in the exchange of
+    states) and to memory in which a rank loses its connections, and of a save that an exception ends; of saves after
+    that; and the remaining hidden names."""
     section = {"async_save": True, "memory_folder": folder}
     job = training.Job(empty=False, zero=training.SMALL, config={"checkpoint": section})
     brief = timedelta(seconds=2.5)
@@ -336,7 +345,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     with patched:
         engine, _ = training.make_engine(job, placed("NIG", 1))
     files, saved = engine.checkpoint_engine, f"{folder}/saved"
-    complete = Snapshot.complete
+    complete = Snapshot.complete_copies
 
     def slowly(self: Snapshot) -> None:
         time.sleep(seconds * dist.get_rank())
@@ -364,7 +373,7 @@ def connections_case(folder: str, seconds: float) -> tuple[list[str], list[str],
     files.finish()
     before = timeout_of(None)
     distributed_c10d._set_pg_timeout(brief, dist.get_world_group())
-    with patched, mock.patch.object(Snapshot, "complete", slowly):
+    with patched, mock.patch.object(Snapshot, "complete_copies", slowly):
         slow = [snapshots.error_of(save, "slow"), Path(saved, "latest").read_text()]
     distributed_c10d._set_pg_timeout(before, dist.get_world_group())
     lost = []

@@ -14,7 +14,7 @@ import pytest
 import torch
 from deepspeed import comm as dist
 
-from deepspeed_ext.checkpoint import converting, owned
+from deepspeed_ext.checkpoint import conversion, owned_folder
 from tests.harness import snapshots, training
 from tests.harness.snapshots import convert, error_of
 from tests.harness.tiers import deep
@@ -28,10 +28,10 @@ RUNS = [
 
 
 def names_in(folder: str) -> list[str]:
-    """Return names of checkpoints in a folder, and of what a load has left there. Collective."""
-    found = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
+    """Return the names of checkpoints, and of files that a load has left, in a folder. Collective."""
+    results = sorted(path.name for path in Path(folder).iterdir() if path.suffix != ".py")
     dist.barrier()
-    return found
+    return results
 
 
 def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
@@ -45,18 +45,20 @@ def begin(name: str, group_size: int = 2) -> tuple[Any, Any, Any]:
 
 
 def save_case(folder: str, name: str) -> None:
-    """Take three steps, save, and keep what is in the checkpoint beside it."""
+    """Take three steps, save, and store a snapshot of the states next to the checkpoint."""
     job, engine, model = begin(name)
     snapshots.run(engine, job, snapshots.steps_of(job, 3))
     engine.save_checkpoint(folder)
-    seen = snapshots.snapshot(engine, model, job)
+    observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
-        torch.save(seen, f"{folder}.pt")
+        torch.save(observed, f"{folder}.pt")
     engine.destroy()
 
 
 @pytest.mark.parametrize("saved, loaded, group_size", RUNS, ids=str)
-def test_a_smaller_run_goes_on(ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int) -> None:
+def test_a_smaller_run_continues_from_a_checkpoint(
+    ranks: Any, tmp_path: Path, saved: str, loaded: str, group_size: int
+) -> None:
     ranks(4).run(save_case, str(tmp_path), saved)
     ranks(2).run(load_case, str(tmp_path), loaded, group_size)
 
@@ -70,13 +72,13 @@ def load_case(folder: str, name: str, group_size: int) -> None:
         with snapshots.converting_here():
             engine.load_checkpoint(folder)
         times.add(Path(folder, "global_step3_converted", "converted_from.json").stat().st_mtime)
-    found = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
+    differences = snapshots.difference(torch.load(f"{folder}.pt"), snapshots.snapshot(engine, model, job))
     engine.destroy()
-    assert found.keys() <= {"counters"}, found  # samples of a step
+    assert differences.keys() <= {"counters"}, differences  # samples of a step
     assert len(times) == 1 and names_in(folder) == ["global_step3", "global_step3_converted", "latest"]
 
 
-def test_a_fitting_save_is_not_converted_a_newer_one_is_again(ranks: Any, tmp_path: Path) -> None:
+def test_only_saves_that_do_not_fit_are_converted(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "IIG")
     ranks(4).run(again_case, str(tmp_path))
 
@@ -90,33 +92,33 @@ def again_case(folder: str) -> None:
         if number:
             snapshots.run(engine, job, snapshots.steps_of(job, 1))
             engine.save_checkpoint(folder, tag="global_step3")
-        wanted = snapshots.snapshot(engine, model, job)
+        expected = snapshots.snapshot(engine, model, job)
         _, other, copy = begin("NIG")
         with snapshots.converting_here():
             other.load_checkpoint(folder, tag="global_step3")
-        found = snapshots.difference(wanted, snapshots.snapshot(other, copy, job))
-        assert found == {}, found
+        results = snapshots.difference(expected, snapshots.snapshot(other, copy, job))
+        assert results == {}, results
         other.destroy()
     engine.destroy()
 
 
-def test_a_failed_conversion_is_raised_and_leaves_nothing(ranks: Any, tmp_path: Path) -> None:
+def test_a_failed_conversion_raises_and_leaves_no_files(ranks: Any, tmp_path: Path) -> None:
     """The converter runs in the current folder, and imports nothing from there."""
-    here = tmp_path / "here"
-    here.mkdir()
+    directory = tmp_path / "here"
+    directory.mkdir()
     for name in ("statistics", "queue", "argparse"):
-        (here / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+        (directory / f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
     ranks(4).run(save_case, str(tmp_path), "IIG")
     next(tmp_path.glob("global_step3/*_optim_states.pt")).write_bytes(b"no checkpoint")
     for message, changed, names in ranks(2).run(failing_case, str(tmp_path)):
         assert message.startswith("CheckpointError: rank 0: ") and not changed
-        assert "cannot be loaded as it is" in message and "has failed" in message, message
+        assert "cannot be loaded without conversion" in message and " failed: " in message, message
         assert f"python -m deepspeed_ext convert --input_folder {tmp_path}/global_step3 " in message, message
         assert names == ["global_step3", "here", "latest"]
 
 
 def failing_case(folder: str) -> tuple[str, bool, list[str]]:
-    """Return the error, whether a weight or state has changed, and what is in the folder."""
+    """Return the error, whether a weight or state has changed, and the names in the folder."""
     job, engine, model = begin("NIG")
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     before = snapshots.snapshot(engine, model, job)
@@ -131,17 +133,18 @@ def failing_case(folder: str) -> tuple[str, bool, list[str]]:
     return message, changed, names_in(folder)
 
 
-def test_a_conversion_is_whole_or_absent(ranks: Any, tmp_path: Path) -> None:
+def test_a_killed_conversion_leaves_no_output(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(save_case, str(tmp_path), "NIG + Muon")
-    ((message, taken, found),) = ranks(1).run(interrupted_case, str(tmp_path))
-    assert message == "OSError: killed" and "is there, and is no universal checkpoint" in taken
-    saved, made = ["global_step3", "latest"], ["global_step3_universal", "latest_universal"]
-    assert found == [saved, sorted((*saved, *made)), ["global_step3_universal"]]
+    ((message, refused, results),) = ranks(1).run(interrupted_case, str(tmp_path))
+    assert message == "OSError: killed" and "exists, and is not a universal checkpoint" in refused
+    saved, created = ["global_step3", "latest"], ["global_step3_universal", "latest_universal"]
+    assert results == [saved, sorted((*saved, *created)), ["global_step3_universal"]]
 
 
 def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
-    """The errors of a conversion that ends while momentum is renamed, and of one over something else; what is in the
-    folder then, and after another, which replaces a universal checkpoint; what is the latest."""
+    """Return the errors of a conversion that is interrupted while it renames momentum, and of a conversion over
+    another folder; the names in the folder before and after a third conversion, which replaces a universal checkpoint;
+    and the latest universal tag."""
     target = Path(folder, "global_step3_universal")
     rename = Path.rename
 
@@ -152,52 +155,52 @@ def interrupted_case(folder: str) -> tuple[str, str, list[list[str]]]:
 
     with mock.patch.object(Path, "rename", stop):
         message = error_of(convert, folder, ours=True)
-    found = [names_in(folder)]
+    results = [names_in(folder)]
     (target / "something else").mkdir(parents=True)
-    taken = error_of(convert, folder, ours=True)
+    refused = error_of(convert, folder, ours=True)
     (target / "something else").rename(target / "zero")  # as if another conversion had been there
     convert(folder, ours=True)
     assert any(target.glob("zero/*/momentum_buffer.pt"))
-    found += [names_in(folder), Path(folder, "latest_universal").read_text().split()]
-    return message, taken, found
+    results += [names_in(folder), Path(folder, "latest_universal").read_text().split()]
+    return message, refused, results
 
 
-def test_other_ranks_end_whatever_the_first_rank_does(ranks: Any, tmp_path: Path) -> None:
-    place = tmp_path / "one"
-    place.mkdir()
-    (place / "file").write_text("")
+def test_no_rank_hangs_if_the_first_rank_fails(ranks: Any, tmp_path: Path) -> None:
+    location = tmp_path / "one"
+    location.mkdir()
+    (location / "file").write_text("")
     (tmp_path / "two").mkdir()
     (tmp_path / "two_converted").mkdir()
     hidden = r"\.one_converted\.[0-9a-f]{8}\.saving"
-    failed = rf"CheckpointError: rank 0: {place} cannot be loaded as it is \(another strategy\), and it cannot be "
-    failed += "converted: "
+    failed = rf"CheckpointError: rank 0: {location} cannot be loaded without conversion \(another strategy\), and its "
+    failed += "conversion failed: "
     given_up = (
-        rf"CheckpointError: {place} was not converted: for 1 s the first rank, which converts it, has not written to "
-        rf"{tmp_path}/{hidden}/at_work, so it has died or cannot write\."
+        rf"CheckpointError: {location} was not converted: the first rank, which converts it, has not updated "
+        rf"{tmp_path}/{hidden}/at_work for 1 s, so it has died or cannot write\."
     )
     apart = (
-        rf"CheckpointError: rank 1: {tmp_path}/1/{hidden}/at_work, which the first rank has made, is not there on "
-        r"rank 1: to be converted, a checkpoint must be in a folder that all nodes share\."
+        rf"CheckpointError: rank 1: {tmp_path}/1/{hidden}/at_work, which the first rank has created, is not visible "
+        r"to rank 1: a conversion requires a checkpoint folder that all nodes share\."
     )
     expected = {
-        "late": rf"{failed}python -m deepspeed_ext convert .* has failed: so",
+        "late": rf"{failed}python -m deepspeed_ext convert .* failed: so",
         "broken": rf"{failed}ValueError: no text",
         "full": rf"CheckpointError: rank 0: .*/{hidden} cannot be written: OSError: .*No space left on device",
-        "taken": rf"CheckpointError: rank 0: {tmp_path}/two_converted is there, and no load has made it.*",
+        "taken": rf"CheckpointError: rank 0: {tmp_path}/two_converted exists, and was not created by a load.*",
         "apart": apart,
     }
-    for rank, found in enumerate(ranks(2).run(ends_case, str(tmp_path))):
-        unwritable = rf"CheckpointError: {place} was not converted: ValueError: no text"
-        wanted = {**expected, "gone": given_up if rank else "gone", "unwritable": given_up if rank else unwritable}
-        for what, message in found.items():
-            assert re.fullmatch(wanted.pop(what), message), (what, message)
-        assert not wanted
+    for rank, results in enumerate(ranks(2).run(ends_case, str(tmp_path))):
+        unwritable = rf"CheckpointError: {location} was not converted: ValueError: no text"
+        requested = {**expected, "gone": given_up if rank else "gone", "unwritable": given_up if rank else unwritable}
+        for case, message in results.items():
+            assert re.fullmatch(requested.pop(case), message), (case, message)
+        assert not requested
     assert list((tmp_path / "two_converted").iterdir()) == []
 
 
 def ends_case(folder: str) -> dict[str, str]:
-    """The errors of a converter that fails late, of one that raises, of a full disk, of a name that is taken, of a
-    first rank that is gone, of one that can write nothing more, and where each rank has a folder of its own."""
+    """Return the errors of a converter that fails late or raises, a full disk, an existing name, a first rank that has
+    died or can no longer write, and ranks with separate folders."""
 
     class Gone(BaseException):
         """As if the process were no more."""
@@ -207,7 +210,7 @@ def ends_case(folder: str) -> dict[str, str]:
         return subprocess.CompletedProcess([], 1, "so")
 
     def error(tag: str = "one", inside: str = folder) -> str:
-        return error_of(converting.converted, inside, tag, "another strategy")
+        return error_of(conversion.convert_for_load, inside, tag, "another strategy")
 
     def failing(name: str) -> Any:
         act = getattr(Path, name)
@@ -219,44 +222,48 @@ def ends_case(folder: str) -> dict[str, str]:
 
         return mock.patch.object(Path, name, fail)
 
-    found = {}
-    with mock.patch.multiple(converting, _SILENT=1.0, _BEAT=0.05, _LOOKS=0.05):
+    results = {}
+    with mock.patch.multiple(conversion, _DEAD_SECONDS=1.0, _BEAT_SECONDS=0.05, _POLL_SECONDS=0.05):
         with mock.patch.object(subprocess, "run", side_effect=fail_late):
-            found["late"] = error()
+            results["late"] = error()
         with mock.patch.object(subprocess, "run", side_effect=ValueError("no text")):
-            found["broken"] = error()
+            results["broken"] = error()
             with failing("touch"):
-                found["full"] = error()
-            found["taken"] = error("two")
+                results["full"] = error()
+            results["taken"] = error("two")
             with failing("unlink"):
-                found["unwritable"] = error()
+                results["unwritable"] = error()
         with mock.patch.object(subprocess, "run", side_effect=Gone()):
             try:
-                found["gone"] = error()
+                results["gone"] = error()
             except Gone:
-                found["gone"] = "gone"
+                results["gone"] = "gone"
     own = Path(folder, str(dist.get_rank()))
     (own / "one").mkdir(parents=True)
-    with mock.patch.multiple(converting, _VISIBLE=0.1, _LOOKS=0.05):
-        found["apart"] = error(inside=str(own))
-    return found
+    with mock.patch.multiple(conversion, _VISIBLE_SECONDS=0.1, _POLL_SECONDS=0.05):
+        results["apart"] = error(inside=str(own))
+    return results
 
 
-def test_two_jobs_may_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
+def test_two_jobs_convert_one_checkpoint(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "file").write_text("")
     for name in ("older_converted", "foreign_converted", "used_converted"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "converted_from.json").write_text("[]")
-    for first, second, found, left in ranks(2).run(jobs_case, str(tmp_path)):
-        assert first == second == "one_converted" and found == ["by job 2"]
-        assert left == ["foreign_converted", "one", "one_converted", "used_converted"]
+    for first, second, results, remaining in ranks(2).run(jobs_case, str(tmp_path)):
+        assert first == second == "one_converted" and results == ["by job 2"]
+        assert remaining == ["foreign_converted", "one", "one_converted", "used_converted"]
 
 
 def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
-    """What two jobs load, of which the second begins and ends while the first converts; what is in it and beside it.
+    """Convert in two jobs; the second starts and ends while the first converts.
 
-    Of earlier conversions one is left by a dead process, one has no marker, and another job loads one."""
+    Three earlier conversions belong to a dead process, have no marker, or are loaded by another job.
+
+    Returns:
+        The tags that the jobs load, the files in the conversion, and the names next to it.
+    """
     first = dist.get_rank() == 0
     second: list[str] = []
     jobs = iter((1, 2))
@@ -264,32 +271,32 @@ def jobs_case(folder: str) -> tuple[str, str, list[str], list[str]]:
     def convert(command: list[str], **_: Any) -> Any:
         job = next(jobs)
         if job == 1:
-            second.append(converting.converted(folder, "one", "another strategy")[0])
-        made = Path(command[-1])
-        made.mkdir()
-        (made / f"by job {job}").touch()
+            second.append(conversion.convert_for_load(folder, "one", "another strategy")[0])
+        created = Path(command[-1])
+        created.mkdir()
+        (created / f"by job {job}").touch()
         return subprocess.CompletedProcess([], 0, "")
 
-    wait = converting._wait
+    wait = conversion._wait_for_conversion
 
     def wait_for_both(source: Path, at_work: Path) -> None:
         if not second:
             second.append("")
-            second[0] = converting.converted(folder, "one", "another strategy")[0]
+            second[0] = conversion.convert_for_load(folder, "one", "another strategy")[0]
         wait(source, at_work)
 
     if first:
-        owned.claim(Path(folder, "older_converted"), shared=True).close()
-        used = owned.claim(Path(folder, "used_converted"), shared=True)
+        owned_folder.create_marker(Path(folder, "older_converted"), shared=True).close()
+        used = owned_folder.create_marker(Path(folder, "used_converted"), shared=True)
     with (
         mock.patch.object(subprocess, "run", side_effect=convert),
-        mock.patch.object(converting, "_wait", wait_for_both),
+        mock.patch.object(conversion, "_wait_for_conversion", wait_for_both),
     ):
-        tag, lease = converting.converted(folder, "one", "another strategy")
+        tag, lease = conversion.convert_for_load(folder, "one", "another strategy")
     dist.barrier()
     names = names_in(folder)
-    found = [path.name for path in Path(folder, tag).glob("by*")]
+    results = [path.name for path in Path(folder, tag).glob("by*")]
     if first and lease is not None:
         lease.close()
         used.close()
-    return tag, second[0], found, names
+    return tag, second[0], results, names

@@ -38,20 +38,18 @@ HOST_BYTES = 992  # in two buffers, less than most tensors have
     ],
     ids=by_strategies,
 )
-def test_exported_weights_are_those_of_the_model(
-    ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]
-) -> None:
+def test_exported_weights_match_the_model(ranks: Any, tmp_path: Path, dtype: str, names: tuple[str, ...]) -> None:
     for rank, rows in enumerate(ranks(4).run(parity_case, str(tmp_path), dtype, names)):
         for name, differing, tied, trained, most in rows:
             assert differing == [] and tied == ["layers.2.weight"] and trained, (name, differing, tied, trained)
-            live, largest, held = most
-            assert live <= largest and held <= HOST_BYTES * (rank < 3), (name, most)
+            live, largest, retained = most
+            assert live <= largest and retained <= HOST_BYTES * (rank < 3), (name, most)
     for name in names:
-        found = {path.name: path for path in (tmp_path / name).iterdir()}
-        index = json.loads(found.pop("model.safetensors.index.json").read_text())
-        assert found.pop("config.json").read_text() == "kept" and len(found) > 3
-        assert set(index["weight_map"].values()) == found.keys()
-        headers = {file: header(path) for file, path in found.items()}
+        results = {path.name: path for path in (tmp_path / name).iterdir()}
+        index = json.loads(results.pop("model.safetensors.index.json").read_text())
+        assert results.pop("config.json").read_text() == "kept" and len(results) > 3
+        assert set(index["weight_map"].values()) == results.keys()
+        headers = {file: header(path) for file, path in results.items()}
         assert index["weight_map"] == {key: file for file, named in headers.items() for key in named}
         ends = [max(end for _, end in named.values()) for named in headers.values()]
         assert index["metadata"]["total_size"] == sum(ends)
@@ -61,16 +59,17 @@ def header(path: Path) -> dict[str, tuple[int, int]]:
     """Where each tensor is in a file, by its name."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    found = json.loads(content[8 : 8 + length])
-    assert found.pop("__metadata__") == {"format": "pt"} and length % 8 == 0
-    where = {name: tuple(one["data_offsets"]) for name, one in found.items()}
+    results = json.loads(content[8 : 8 + length])
+    assert results.pop("__metadata__") == {"format": "pt"} and length % 8 == 0
+    where = {name: tuple(item["data_offsets"]) for name, item in results.items()}
     assert max(end for _, end in where.values()) == len(content) - 8 - length
     return where
 
 
 def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
-    """Of each: what differs from DeepSpeed's whole state dict; what is missing; whether training goes on as without an
-    export; elements live at once, of the largest module, and bytes of buffers on the host."""
+    """Return, for each strategy, differences from DeepSpeed's full state dict; missing names; whether training
+    continues as without an export; elements live at once and those of the largest module; and bytes of host
+    buffers."""
     more = {**GATHER, "paro_overlap_updates": True}
     tied = "layers.1.weight", "layers.2.weight"
     job = training.Job(
@@ -91,8 +90,8 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
             engine(data[0][0])  # and no backward, for which parameters are prefetched
             engine.train()
         gathers = list(getattr(engine.optimizer, "gathers", {}).values())
-        for one in gathers:
-            one.live.peak = 0
+        for gather in gathers:
+            gather.live.peak = 0
         export = deepspeed_ext.export_weights(
             engine, f"{folder}/{name}", max_shard_bytes=500, writers=3, host_bytes=HOST_BYTES
         )
@@ -102,20 +101,20 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
         saved: dict[str, torch.Tensor] = {}
         for path in Path(folder, name).glob("*.safetensors"):
             saved.update(load_file(path))
-        whole = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
-        whole = saved | {tied[1]: saved[tied[0]]} if whole is None or dist.get_rank() else whole  # of the first rank
-        differing = [k for k in saved if k not in whole or not torch.equal(saved[k], whole[k])]
-        differing += [k for k in saved if k in whole and saved[k].dtype != whole[k].dtype]
+        full = engine._zero3_consolidated_16bit_state_dict() if name[0] in "IG3" else model.state_dict()
+        full = saved | {tied[1]: saved[tied[0]]} if full is None or dist.get_rank() else full  # of the first rank
+        differing = [k for k in saved if k not in full or not torch.equal(saved[k], full[k])]
+        differing += [k for k in saved if k in full and saved[k].dtype != full[k].dtype]
         deepspeed_ext.export_weights(engine, f"{folder}/some", dtype=torch.float16, exclude_frozen_parameters=True)
-        live = max((one.live.peak for one in gathers), default=0)
-        some = load_file(f"{folder}/some/model.safetensors")
-        wanted = {k: v.half() if v.is_floating_point() else v for k, v in saved.items() if k not in FROZEN}
-        differing += [k for k in wanted | some if not torch.equal(some[k], wanted[k])]
+        live = max((gather.live.peak for gather in gathers), default=0)
+        subset = load_file(f"{folder}/some/model.safetensors")
+        expected = {k: v.half() if v.is_floating_point() else v for k, v in saved.items() if k not in FROZEN}
+        differing += [k for k in expected | subset if not torch.equal(subset[k], expected[k])]
         snapshots.run(engine, job, data[2:], first=2)
         trained = torch.equal(training.whole_weights(model), undisturbed)
         engine.destroy()
-        missing = sorted(whole.keys() - saved.keys())
-        rows.append((name, differing, missing, trained, (live, largest, export._writer.held)))
+        missing = sorted(full.keys() - saved.keys())
+        rows.append((name, differing, missing, trained, (live, largest, export._writer.allocated_bytes)))
     return rows
 
 
@@ -128,7 +127,7 @@ def parity_case(folder: str, dtype: str, names: tuple[str, ...]) -> list[Any]:
     ],
     ids=by_strategies,
 )
-def test_experts_have_the_names_of_a_whole_model(
+def test_exported_experts_have_the_names_of_a_full_model(
     ranks: Any, tmp_path: Path, kind: str, names: tuple[str, ...]
 ) -> None:
     for rows in ranks(4).run(experts_case, str(tmp_path), kind, names):
@@ -147,30 +146,30 @@ def experts_case(folder: str, kind: str, names: tuple[str, ...]) -> list[tuple[s
         engine, _ = training.make_engine(job, training.placed(name, **training.SEVERAL_BUCKETS))
         deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}")
         torch.manual_seed(7)
-        whole = (networks.Routed if kind == "MoE" else network)(sizes, None, False)
-        given = whole.state_dict()
+        full = (networks.Routed if kind == "MoE" else network)(sizes, None, False)
+        provided = full.state_dict()
         saved = load_file(f"{folder}/{kind}{name}/model.safetensors")
-        alike = given.keys() == saved.keys() and all(given[k].shape == saved[k].shape for k in saved)
+        alike = provided.keys() == saved.keys() and all(provided[k].shape == saved[k].shape for k in saved)
         # Experts of ``Routed`` begin otherwise than those of ``RoutedOverTwo``.
-        alike &= all(torch.equal(given[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
+        alike &= all(torch.equal(provided[k], saved[k]) for k in saved if kind == "AutoEP" or "experts" not in k)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
         deepspeed_ext.export_weights(engine, f"{folder}/{kind}{name}", writers=2, max_shard_bytes=3000)
         saved = {}
         for path in Path(folder, f"{kind}{name}").glob("*.safetensors"):
             saved.update(load_file(path))
-        whole.load_state_dict(saved)
+        full.load_state_dict(saved)
         inputs = training.batches(job)
         x, _ = next(inputs)
         engine.eval()
         with torch.no_grad():
-            apart = (engine(x) - whole.eval()(x)).abs().max().item()
+            apart = (engine(x) - full.eval()(x)).abs().max().item()
         engine.destroy()
         rows.append((name, alike, apart))
     return rows
 
 
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
-def test_training_goes_on_while_weights_are_written(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_training_continues_while_weights_are_written(ranks: Any, tmp_path: Path, name: str) -> None:
     ranks(2).run(asynchronous_case, tmp_path / "weights", name)
     assert {path.name for path in (tmp_path / "weights").iterdir()} == {"model.safetensors", "notes"}
 
@@ -197,17 +196,17 @@ def asynchronous_case(folder: Path, name: str) -> None:
     engine.destroy()
 
 
-def test_a_failed_export_leaves_the_folder_as_it_was(ranks: Any, tmp_path: Path) -> None:
-    for at_once, later, names, same, again in ranks(2).run(full_disk_case, str(tmp_path)):
+def test_a_failed_export_does_not_change_the_folder(ranks: Any, tmp_path: Path) -> None:
+    for at_once, later, names, is_same, again in ranks(2).run(full_disk_case, str(tmp_path)):
         for message in (at_once, later):
             assert message.startswith("CheckpointError: rank 1: ") and "model-00002-of-" in message, message
             assert "could not be written" in message and "No space left on device" in message, message
-        assert names == ["weights"] and same and again == ""
+        assert names == ["weights"] and is_same and again == ""
 
 
 def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
-    """Errors: of an export, and of the one after an asynchronous one. What is in the folder around then, whether it is
-    as it was, and the error of an export when there is space."""
+    """Return the errors of an export, and of the export after an asynchronous one; the names in the parent folder
+    then, whether the folder is unchanged, and the error of an export when there is space."""
 
     def contents() -> dict[str, bytes]:
         return {path.name: path.read_bytes() for path in Path(folder, "weights").iterdir()}
@@ -231,27 +230,28 @@ def full_disk_case(folder: str) -> tuple[str, str, list[str], bool, str]:
         failed._writer.join()
     later = snapshots.error_of(export)
     dist.barrier()
-    names, same = sorted(path.name for path in Path(folder).iterdir()), contents() == before
+    names, is_same = sorted(path.name for path in Path(folder).iterdir()), contents() == before
     dist.barrier()
     again = snapshots.error_of(export)
     again += "" if contents() != before else "nothing was exported"
     engine.destroy()
-    return at_once, later, names, same, again
+    return at_once, later, names, is_same, again
 
 
 def test_exports_and_asynchronous_saves_wait_for_each_other(ranks: Any, tmp_path: Path) -> None:
     """One goes into the folder of the other: it would be moved while it is written, or set aside."""
     tag, export = ["prepare tag", "publish tag"], ["prepare weights", "publish weights"]
-    for rank, (turns, told, again) in enumerate(ranks(2).run(turns_case, str(tmp_path))):
+    for rank, (turns, messages, again) in enumerate(ranks(2).run(turns_case, str(tmp_path))):
         assert turns == ([] if rank else [*tag, *export, *export, *tag])
-        assert told.startswith("SaveFailed: ") and "no space" in told and again == ""
+        assert messages.startswith("SaveFailed: ") and "no space" in messages and again == ""
     assert [path.name for path in (tmp_path / "tag" / "weights").iterdir()] == ["model.safetensors"]
     assert not list(tmp_path.rglob(".*"))
 
 
 def turns_case(folder: str) -> tuple[list[str], str, str]:
-    """What has been done with folders: for a save, an export right after it, one that is asynchronous, a save right
-    after that. What an export raises after a save that fails on one rank, and what is raised once more."""
+    """Return the order of operations on folders in a save, an export right after it, an asynchronous export, and a
+    save right after that; the error that an export raises after a save that failed on one rank; and any later
+    error."""
     turns: list[str] = []
 
     def noted(what: str) -> Any:
@@ -278,27 +278,27 @@ def turns_case(folder: str) -> tuple[list[str], str, str]:
     full = {"return_value": CheckpointError("no space")} if dist.get_rank() == 1 else {"side_effect": files.write}
     with mock.patch.object(files, "write", **full):
         engine.save_checkpoint(folder, "tag")
-    told, again = (snapshots.error_of(act) for act in (export, files.finish))
+    messages, again = (snapshots.error_of(act) for act in (export, files.finish))
     engine.destroy()
-    return turns, told, again
+    return turns, messages, again
 
 
 REFUSED = {
     "writers": r"ValueError: expected 1 to 2 writers.*",
     "dtype": r"ValueError: .*float8_e8m0fnu.*",
-    "ranks": r"CheckpointError: rank 1: what an export is asked for.*",
+    "ranks": r"CheckpointError: rank 1: the arguments of an export.*",
     "file": r"CheckpointError: rank 0: .* must be a folder.*",
-    "offloaded": r"RuntimeError: Parameters are offloaded.*",
+    "offloaded": r"RuntimeError: Offloaded parameters.*",
     "pipeline": r"NotImplementedError: Weights of a pipeline.*",
-    "tensor parallel": r"NotImplementedError: Weights that 2 tensor-parallel ranks.*",
+    "tensor parallel": r"NotImplementedError: Weights that are split over 2 tensor-parallel ranks.*",
 }
 
 
 def test_impossible_exports_are_refused(ranks: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for messages in ranks(2).run(refused_case, str(tmp_path)):
-        for (what, pattern), message in zip(REFUSED.items(), messages, strict=True):
-            assert re.fullmatch(pattern, message, re.DOTALL), (what, message)
+        for (case, pattern), message in zip(REFUSED.items(), messages, strict=True):
+            assert re.fullmatch(pattern, message, re.DOTALL), (case, message)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -309,7 +309,7 @@ def refused_case(folder: str) -> list[str]:
     def error(name: str = "new", **more: Any) -> str:
         return snapshots.error_of(deepspeed_ext.export_weights, engine, f"{folder}/{name}", **more)
 
-    found = [error(writers=3), error(dtype=torch.float8_e8m0fnu), error(f"rank{dist.get_rank()}"), error("file")]
+    results = [error(writers=3), error(dtype=torch.float8_e8m0fnu), error(f"rank{dist.get_rank()}"), error("file")]
     offloaded = {OffloadStateTypeEnum.lp_params}
     for owner, name, value in (
         (engine.optimizer, "offloaded_states", offloaded),
@@ -317,9 +317,9 @@ def refused_case(folder: str) -> list[str]:
         (engine, "mp_world_size", 2),
     ):
         with mock.patch.object(owner, name, value):
-            found.append(error())
+            results.append(error())
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("names", [("NIG", "IIG"), *deep((REPLICATED,), (PARTITIONED,))], ids=by_strategies)
@@ -329,7 +329,7 @@ def test_save_16bit_model_writes_all_weights_or_nothing(ranks: Any, tmp_path: Pa
 
 
 def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, list[str], list[str]]]:
-    """Of each: whether it has saved, what differs from the model, and the files after a save that fails."""
+    """Return, for each strategy, whether it saved, differences from the model, and the files after a failed save."""
 
     def fail(state: Any, path: str, **kwargs: Any) -> None:
         Path(path).write_bytes(b"a part")
@@ -342,12 +342,12 @@ def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, lis
         engine, model = training.make_engine(job, zero)
         snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        said = engine.save_16bit_model(f"{folder}/{name}")
+        answer = engine.save_16bit_model(f"{folder}/{name}")
         dist.barrier()
         saved = torch.load(f"{folder}/{name}/pytorch_model.bin")
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-            differing = [key for key in wanted if key not in saved or not torch.equal(wanted[key], saved[key])]
+            expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            differing = [key for key in expected if key not in saved or not torch.equal(expected[key], saved[key])]
         before = Path(folder, name, "pytorch_model.bin").read_bytes()
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=2))  # parameters are sharded again
         with mock.patch.object(torch, "save", fail):
@@ -356,6 +356,6 @@ def bit16_case(folder: str, names: tuple[str, ...]) -> list[tuple[str, bool, lis
         dist.barrier()
         differing += ["the file"] * (Path(folder, name, "pytorch_model.bin").read_bytes() != before)
         engine.destroy()
-        left = sorted(path.name for path in Path(folder, name).iterdir())
-        rows.append((name, bool(said), differing + sorted(saved.keys() - wanted.keys()), left))
+        remaining = sorted(path.name for path in Path(folder, name).iterdir())
+        rows.append((name, bool(answer), differing + sorted(saved.keys() - expected.keys()), remaining))
     return rows

@@ -52,7 +52,7 @@ def spoil(path: Path, fault: str) -> None:
 
 
 def files_of(name: str, universal: bool) -> Iterator[tuple[str, str, dict[str, bool]]]:
-    """Yield a file, what is done to it, and which part is loaded."""
+    """Yield a file, its fault, and the arguments of the load."""
     if universal:
         states = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt")
         for file in (*(f"layers.2.weight/{state}" for state in states), "optimizer_state.pt"):
@@ -75,12 +75,12 @@ def test_a_damaged_file_is_named_before_a_load_changes_anything(
         assert messages == answers[0][0] and (changed, again) == ({}, {})
         for (file, fault, _), message in zip(files_of(name, universal), messages, strict=True):
             assert message.startswith("CheckpointError: rank ") and file in message, (fault, message)
-            reason = {"missing": "is missing", "of another save": "of another save"}.get(fault, "cannot be read")
+            reason = {"missing": "is missing", "of another save": "to another save"}.get(fault, "cannot be read")
             assert reason in message, (fault, message)
 
 
 def damaged_case(folder: str, name: str, universal: bool) -> tuple[list[str], dict[str, float], dict[str, float]]:
-    """Return the error of each load, what these have changed, and what a load of whole files does not restore."""
+    """Return the error of each load, the changes that loads made, and differences after a load of intact files."""
     config = {"checkpoint": {"load_universal": universal}}
     job = training.Job(optimizer="Adam", empty=False, frozen=(1,), network=snapshots.Buffered, config=config)
     engine, model = after_a_step(job, name)
@@ -160,7 +160,7 @@ def test_another_model_is_refused(ranks: Any, tmp_path: Path) -> None:
         for name, sizes, message, changed in rows:
             assert message.startswith("CheckpointError: rank 0: ") and not changed, (name, message)
             names = {(13, 37, 31, 7): (6, 3), (13, 38, 7): (4, 3)}[sizes]
-            assert f"does not fit the model: of {names[0]} names {names[1]} are missing" in message, (name, message)
+            assert f"does not fit the model: of {names[0]} names, {names[1]} are missing" in message, (name, message)
             assert "the first is 'layers.2.bias'" in message or "the first is 'layers.0.bias'" in message
 
 
@@ -187,15 +187,15 @@ def another_model_case(folder: str) -> list[tuple[str, tuple[int, ...], str, boo
 )
 def test_parameters_of_one_shape_are_matched_by_name(ranks: Any, tmp_path: Path, saved: str, loaded: str) -> None:
     for rows in ranks(2).run(order_case, str(tmp_path), saved, loaded):
-        for what in ("reversed", "reversed, other frozen"):
-            message, _ = rows.pop(what)
-            assert message.startswith("CheckpointError: rank 0: ") and "in another order" in message, (what, message)
+        for case in ("reversed", "reversed, other frozen"):
+            message, _ = rows.pop(case)
+            assert message.startswith("CheckpointError: rank 0: ") and "have another order" in message, (case, message)
             assert "'layers.0.weight' (8, 8)" in message and "'layers.2.weight' (8, 8)" in message, message
         assert rows == dict.fromkeys(("reversed, universal", "renamed", "no names"), ("", 0.0))
 
 
 def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, float]]:
-    """For several models and checkpoints, what a load raises and how far the weights are from the saved ones."""
+    """Return, for several models and checkpoints, the error of a load and the largest difference of weights."""
 
     class Reversed(training.Network):
         """The same names, with the parameters in reverse order of layers, and so of the same shapes."""
@@ -242,39 +242,39 @@ def order_case(folder: str, saved: str, loaded: str) -> dict[str, tuple[str, flo
         engine.destroy()
     snapshots.convert(f"{folder}/0", ours=True)
     rows = {}
-    for what, network, frozen in (
+    for case, network, frozen in (
         ("reversed", Reversed, ()),
         ("reversed, other frozen", Reversed, (2,)),
         ("reversed, universal", Reversed, ()),
         ("renamed", Renamed, ()),
         ("no names", None, ()),
     ):
-        if what == "no names" and dist.get_rank() == 0:
+        if case == "no names" and dist.get_rank() == 0:
             for path in Path(folder, "0", "good").glob("*.pt"):
                 forget_names(path)
         dist.barrier()
-        universal = "universal" in what
+        universal = "universal" in case
         _, engine, model = make(loaded, network, frozen, universal)
         load = partial(engine.load_checkpoint, f"{folder}/{len(frozen)}", "good_universal" if universal else "good")
         if network is Renamed:
             load = partial(load, custom_load_fn=load_renamed)
         message = error_of(load)
         pairs = zip(trained[len(frozen)], weights_of(model), strict=True)
-        rows[what] = message, max((one - other).abs().max().item() for one, other in pairs)
+        rows[case] = message, max((item - other).abs().max().item() for item, other in pairs)
         engine.destroy()
     return rows
 
 
 @pytest.mark.parametrize("tag", ["same", *deep("new")])
 def test_a_save_that_one_rank_cannot_write_changes_nothing(ranks: Any, tmp_path: Path, tag: str) -> None:
-    for message, found in ranks(4).run(full_disk_case, str(tmp_path), tag):
+    for message, results in ranks(4).run(full_disk_case, str(tmp_path), tag):
         assert message.startswith("CheckpointError: rank 2: ") and "could not be written" in message, message
         assert "No space left on device" in message and SHARD.replace("_1_", "_2_") in message
-        assert found == {}
+        assert results == {}
 
 
 def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
-    """Return the error, and what a load of the previous checkpoint does not restore."""
+    """Return the error, and differences after a load of the previous checkpoint."""
     job = training.Job(optimizer="Adam", empty=False)
     engine, model = after_a_step(job, "IIG")
     engine.save_checkpoint(folder, tag="same")
@@ -291,9 +291,9 @@ def full_disk_case(folder: str, tag: str) -> tuple[str, dict[str, float]]:
         message = error_of(engine.save_checkpoint, folder, tag=tag)
     assert Path(folder, "latest").read_text() == latest
     engine.load_checkpoint(folder)
-    found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+    differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
     engine.destroy()
-    return message, found
+    return message, differences
 
 
 def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Path) -> None:
@@ -303,11 +303,11 @@ def test_tags_that_differ_or_cannot_be_used_are_refused(ranks: Any, tmp_path: Pa
         for message in differing:
             assert message.startswith("CheckpointError: rank 1: the tag of a checkpoint must be the same"), message
         assert missing == f"CheckpointError: rank 0: there is no checkpoint {tmp_path}/some_tag."
-        assert in_the_way.startswith(f"CheckpointError: rank 0: {tmp_path}/file must be a folder, or not be there, ")
+        assert in_the_way.startswith(f"CheckpointError: rank 0: {tmp_path}/file must be a folder, or must not exist; ")
 
 
 def tags_case(folder: str) -> tuple[Any, list[str], str, str]:
-    """Return what a load without a file latest returns; errors of a save and of a load with another tag on each rank,
+    """Return the result of a load without a file latest; errors of a save and of a load with another tag on each rank,
     of a load of a tag that does not exist, and of a save to the name of a file."""
     engine, _ = after_a_step(training.Job(empty=False), "NIG")
     nothing, own = engine.load_checkpoint(folder), f"of rank {dist.get_rank()}"
@@ -325,7 +325,7 @@ KILLS = [
     *deep(
         (Kill("NII", True, 0, all=True, call="replace", after=True), 1),
         (Kill("IIG", True, 0, call="replace", aside=False), 1),
-        (Kill("NIG", True, 2, call="Snapshot.complete"), 0),
+        (Kill("NIG", True, 2, call="Snapshot.complete_copies"), 0),
         (Kill("NIG", True, 1, call="HostChannel.exchange", number=1), 0),
         (Kill("IIG", True, 0, call="torch.save", number=1, aside=False), 0),
         (Kill("IIG", True, 0, call="exchange", aside=False), 0),
@@ -335,7 +335,7 @@ KILLS = [
 
 
 @pytest.mark.parametrize("kill, loaded", KILLS, ids=str)
-def test_a_rank_killed_in_a_save_leaves_one_whole_save(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
+def test_a_rank_killed_in_a_save_leaves_a_complete_save(ranks: Any, tmp_path: Path, kill: Kill, loaded: int) -> None:
     assert run_kill(ranks, str(tmp_path / "it"), kill) == (loaded, "")
 
 
@@ -358,15 +358,18 @@ def node_dir(folder: str) -> str:
 
 @pytest.mark.parametrize("name, tag", [("NGG", "same"), ("IIG", "new"), *deep(("NGG", "new"), ("IIG", "same"))])
 def test_a_save_that_fails_on_one_node_changes_no_disk(ranks: Any, tmp_path: Path, name: str, tag: str) -> None:
-    for message, before, left in ranks(4).run(node_local_case, str(tmp_path), name, tag):
+    for message, before, remaining in ranks(4).run(node_local_case, str(tmp_path), name, tag):
         assert message.startswith("CheckpointError: rank 2: the checkpoint could not be saved"), message
         assert "no space for names" in message and before == {}, (message, before)
-        assert left == sorted({"same", tag, "latest"}), left
+        assert remaining == sorted({"same", tag, "latest"}), remaining
 
 
 def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[str]]:
-    """Let a publication fail on the second node only, and disks be slow when the save is taken back; return the error,
-    what a load of the save before does not restore, and what is on the disk after another save."""
+    """Make ``latest`` fail on the second node only, and disks slow while the save is undone.
+
+    Returns:
+        The error, differences after a load of the previous save, and the names on the disk after another save.
+    """
     job = training.Job(optimizer="Adam", empty=False, config=LOCAL)
     engine, model = make_on_nodes(job, name)
     disk = node_dir(folder)
@@ -396,25 +399,27 @@ def node_local_case(folder: str, name: str, tag: str) -> tuple[str, Any, list[st
     return message, before, sorted(path.name for path in Path(disk).iterdir() if path.suffix != ".py")
 
 
-def test_disks_that_are_not_shared_are_noticed(ranks: Any, tmp_path: Path) -> None:
-    for message, left in ranks(4).run(not_shared_case, str(tmp_path)):
-        assert message.startswith("CheckpointError: rank 0: of 5 files that all ranks have written rank 0 sees 3 in ")
-        assert "checkpoint.use_node_local_storage must be true" in message and "global_step1" not in left, left
+def test_unshared_disks_raise_an_error(ranks: Any, tmp_path: Path) -> None:
+    for message, remaining in ranks(4).run(not_shared_case, str(tmp_path)):
+        assert message.startswith("CheckpointError: rank 0: rank 0 sees 3 files in ") and "expected 5" in message
+        assert "set checkpoint.use_node_local_storage to true" in message and "global_step1" not in remaining, (
+            remaining
+        )
 
 
 def not_shared_case(folder: str) -> tuple[str, list[str]]:
-    """The error where each node has its own disk and nobody has said so, and what is left on the first one."""
+    """Return the error if each node has its own disk without the key for it, and the names on the first disk."""
     engine, _ = make_on_nodes(training.Job(empty=False))
     disk = node_dir(folder)
     (Path(disk) / ".global_step1.saving").mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    with mock.patch.object(commit, "_LOOKS", 1):
+    with mock.patch.object(commit, "_POLLS", 1):
         message = error_of(engine.save_checkpoint, disk)
     engine.destroy()
     return message, sorted(path.name for path in Path(folder, "node0").iterdir())
 
 
-def test_another_checkpoint_writer_is_left_alone(ranks: Any) -> None:
+def test_other_checkpoint_writers_are_not_replaced(ranks: Any) -> None:
     assert ranks(1).run(writer_case) == [(True, False, True)]
 
 
@@ -433,7 +438,8 @@ def test_stock_loads_files_that_are_no_zip_archives(ranks: Any, tmp_path: Path, 
 
 
 def stock_case(folder: str, stage: int) -> float:
-    """Stock DeepSpeed's universal checkpoint, loaded by it, with our package beside it: largest difference."""
+    """Return the largest difference after stock DeepSpeed loads its universal checkpoint with this package
+    installed."""
     job = training.Job(optimizer="Adam", empty=False, config={"checkpoint": {"checkpoint_serialization": False}})
     weights = []
     for universal in (False, True):

@@ -12,26 +12,26 @@ from unittest import mock
 import pytest
 
 from deepspeed_ext.checkpoint import folder as module
-from deepspeed_ext.checkpoint import owned
+from deepspeed_ext.checkpoint import owned_folder
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from tests.harness.tiers import deep
 
 
 class Killed(BaseException):
-    """As if the process were gone."""
+    """Stands in for the end of the process."""
 
 
 def write(folder: Any, text: str) -> None:
     """One save of two files."""
     folder.prepare()
     for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        Path(folder.staged(str(folder.path / name))).write_text(text)
+        Path(folder.staging_path(str(folder.path / name))).write_text(text)
 
 
 def publish(folder: Any) -> None:
     """The end of a save."""
     folder.publish()
-    folder.point()
+    folder.update_latest()
     folder.clear()
 
 
@@ -42,22 +42,22 @@ def save(folder: Any, text: str) -> None:
 
 
 def read(folder: Any) -> set[str]:
-    """What the checkpoint says, as a load sees it."""
-    return {path.read_text() for path in (folder.save_dir / folder.present_tag()).glob("*_states.pt")}
+    """Return the contents of the checkpoint that a load finds."""
+    return {path.read_text() for path in (folder.save_dir / folder.actual_tag()).glob("*_states.pt")}
 
 
 @pytest.fixture(params=["exchanged", "renamed"])
 def _rename(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a file system that exchanges names."""
     if request.param == "renamed":
-        monkeypatch.setattr(owned, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(owned_folder, "_exchange", lambda one, other: False)
 
 
 pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("_rename")]
 
 
 @pytest.mark.parametrize("tag", ["global_step10", "a/b", ".hidden", "a b.c"])
-def test_a_checkpoint_is_where_deepspeed_puts_it(tmp_path: Path, tag: str) -> None:
+def test_checkpoints_have_deepspeeds_paths(tmp_path: Path, tag: str) -> None:
     folder = CheckpointFolder(tmp_path, tag)
     write(folder, "one")
     assert not (tmp_path / tag).exists() and not (tmp_path / "latest").exists()
@@ -68,11 +68,11 @@ def test_a_checkpoint_is_where_deepspeed_puts_it(tmp_path: Path, tag: str) -> No
     ] == []
 
 
-def test_files_beside_the_folder_are_not_staged(tmp_path: Path) -> None:
+def test_files_outside_of_the_folder_are_not_staged(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "one")
-    assert folder.staged(str(tmp_path / "zero_to_fp32.py")) == str(tmp_path / "zero_to_fp32.py")
-    assert folder.staged(str(tmp_path / "one_more" / "file")) == str(tmp_path / "one_more" / "file")
-    assert folder.staged(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
+    assert folder.staging_path(str(tmp_path / "zero_to_fp32.py")) == str(tmp_path / "zero_to_fp32.py")
+    assert folder.staging_path(str(tmp_path / "one_more" / "file")) == str(tmp_path / "one_more" / "file")
+    assert folder.staging_path(str(tmp_path / "one" / "sub" / "file")) == str(folder.staging / "sub" / "file")
 
 
 def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +91,9 @@ def test_errors_of_cleanup_fail_no_committed_save(tmp_path: Path, monkeypatch: p
     assert read(folder) == {"third"} and names_in(tmp_path) == ["latest", "one"]
 
 
-def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
-    mine = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
-    for name in mine:  # also those of versions without a marker
+def test_only_folders_of_killed_saves_are_removed(tmp_path: Path) -> None:
+    own = [".notes.replaced", ".photos.saving", ".three.0123abcd.saving", ".three.replaced", ".three.saving"]
+    for name in own:  # also those of versions without a marker
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
         os.utime(tmp_path / name, (0, 0))
@@ -104,58 +104,58 @@ def test_only_leftovers_of_killed_saves_are_removed(tmp_path: Path) -> None:
     del folder, killed  # its lease ends with the process
     folder = CheckpointFolder(tmp_path, "three")
     save(folder, "done")
-    left = [running.staging.parent.name, *mine, "latest", "notes", "three"]
-    assert names_in(tmp_path) == sorted(left)
-    assert all(names_in(tmp_path / name) == ["file"] for name in mine)
+    remaining = [running.staging.parent.name, *own, "latest", "notes", "three"]
+    assert names_in(tmp_path) == sorted(remaining)
+    assert all(names_in(tmp_path / name) == ["file"] for name in own)
     publish(running)
-    assert read(running) == {"one"} and names_in(tmp_path) == sorted([*left[1:], "one"])
+    assert read(running) == {"one"} and names_in(tmp_path) == sorted([*remaining[1:], "one"])
 
 
-def test_a_failed_save_leaves_latest_of_another_engine_alone(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_latest_of_another_engine(tmp_path: Path) -> None:
     actor, critic = CheckpointFolder(tmp_path, "actor"), CheckpointFolder(tmp_path, "critic")
     for folder in (actor, critic):
         write(folder, "new")
         folder.publish()
-        folder.point()
+        folder.update_latest()
     actor.revert()
     assert (tmp_path / "latest").read_text() == "critic"
 
 
 @pytest.mark.parametrize("host, days", [("this", 0), ("another", 0), ("another", 2)])
-def test_what_another_host_has_left_is_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
-    left = owned.OwnedFolder(tmp_path / "one")
-    left.create()
-    marker = left.path / "owner.json"
+def test_folders_of_another_host_are_removed_after_a_day(tmp_path: Path, host: str, days: int) -> None:
+    remaining = owned_folder.OwnedFolder(tmp_path / "one")
+    remaining.create()
+    marker = remaining.path / "owner.json"
     if host == "another":
         marker.write_text('{"host": "another"}')
     os.utime(marker, (time.time() - days * 86400,) * 2)
-    path = left.path
-    owned.OwnedFolder(tmp_path / "two").create()
+    path = remaining.path
+    owned_folder.OwnedFolder(tmp_path / "two").create()
     assert path.exists(), "it is in use"
-    del left
-    owned.OwnedFolder(tmp_path / "two").create()
+    del remaining
+    owned_folder.OwnedFolder(tmp_path / "two").create()
     assert path.exists() == (host == "another" and not days)
 
 
-def test_a_folder_that_an_older_version_set_aside_is_found(tmp_path: Path) -> None:
+def test_folders_replaced_by_older_versions_are_found(tmp_path: Path) -> None:
     folder = CheckpointFolder(tmp_path, "one")
     save(folder, "first")
     folder.path.rename(tmp_path / ".one.replaced")
-    assert read(folder) == {"first"} and folder.present_tag() == ".one.replaced"
+    assert read(folder) == {"first"} and folder.actual_tag() == ".one.replaced"
     folder = CheckpointFolder(tmp_path, "one")
     folder.prepare()
-    assert folder.present_tag() == "one"
+    assert folder.actual_tag() == "one"
     folder.revert()
     assert read(folder) == {"first"}
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", "../other", "/absolute", "a/../.."])
-def test_a_tag_names_a_folder_inside(tmp_path: Path, tag: str) -> None:
+def test_tags_outside_of_the_save_dir_are_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(CheckpointError, match="must name a folder in"):
         CheckpointFolder(tmp_path, tag)
 
 
-def test_tags_may_nest(tmp_path: Path) -> None:
+def test_nested_tags_keep_each_other(tmp_path: Path) -> None:
     outer, inner = CheckpointFolder(tmp_path, "run"), CheckpointFolder(tmp_path, "run/step5")
     for folder, text in ((outer, "one"), (inner, "two"), (outer, "three")):
         save(folder, text)
@@ -165,11 +165,11 @@ def test_tags_may_nest(tmp_path: Path) -> None:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What is in a folder, by name."""
+    """Return the sorted names in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
+def test_saves_follow_links_and_keep_them(tmp_path: Path) -> None:
     saves, disk = tmp_path / "saves", tmp_path / "disk"
     (disk / "target").mkdir(parents=True)
     saves.mkdir()
@@ -189,7 +189,7 @@ def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
         assert names_in(saves) == ["last", "latest"] and names_in(disk) == ["latest", "target", "via"]
     write(folder, "third")
     folder.publish()
-    folder.point()
+    folder.update_latest()
     folder.revert()
     assert read(folder) == {"second"} and names_in(disk) == ["latest", "target", "via"]
 
@@ -197,14 +197,17 @@ def test_a_link_stays_one_and_is_written_through(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "found, message",
     [
-        ("file", "/tag must be a folder, or not be there, to be saved to; it is a file. Remove it, or"),
+        ("file", "/tag must be a folder, or must not exist; it is a file. Remove it, or"),
         ("link to a file", r"/tag \(a link to .*/other\) must be a folder, .*; it is a file. Remove it"),
-        ("dangling link", r"/tag \(a link to .*/nowhere\) must be a folder, .*; it is nothing. Remove it"),
-        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is nothing. Remove it"),
-        ("mount point", r"/tag \(a link to /proc\) is a mount point, which cannot be replaced as a whole"),
+        (
+            "dangling link",
+            r"/tag \(a link to .*/nowhere\) must be a folder, .*; it is a link without a target. Remove it",
+        ),
+        ("loop", r"/tag \(a link to .*/tag\) must be a folder, .*; it is a link without a target. Remove it"),
+        ("mount point", r"/tag \(a link to /proc\) is a mount point, which a rename cannot replace"),
     ],
 )
-def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, message: str) -> None:
+def test_paths_that_are_no_folder_are_refused(tmp_path: Path, found: str, message: str) -> None:
     tag, other = tmp_path / "tag", tmp_path / "other"
     other.write_text("mine")
     if found == "file":
@@ -219,24 +222,48 @@ def test_what_is_no_folder_is_refused_and_stays(tmp_path: Path, found: str, mess
 
 
 @pytest.mark.parametrize("tag", ["one", "two"])
-def test_a_save_that_fails_elsewhere_is_taken_back(tmp_path: Path, tag: str) -> None:
+def test_a_save_that_fails_on_another_rank_is_undone(tmp_path: Path, tag: str) -> None:
     for latest in (None, "one"):
         if latest:
-            one = CheckpointFolder(tmp_path, "one")
-            save(one, "first")
+            item = CheckpointFolder(tmp_path, "one")
+            save(item, "first")
         for done in range(3):
             folder = CheckpointFolder(tmp_path, tag)
             write(folder, "second")
-            for act in (folder.publish, folder.point)[:done]:
+            for act in (folder.publish, folder.update_latest)[:done]:
                 act()
             folder.revert()
-            left = {path.name for path in tmp_path.iterdir()}
-            assert left == ({"one", "latest"} if latest else set())
-            assert not latest or (read(one) == {"first"} and (tmp_path / "latest").read_text() == "one")
+            remaining = {path.name for path in tmp_path.iterdir()}
+            assert remaining == ({"one", "latest"} if latest else set())
+            assert not latest or (read(item) == {"first"} and (tmp_path / "latest").read_text() == "one")
+
+
+@pytest.mark.parametrize("tag", ["one", "two"])
+def test_a_rename_is_undone_if_its_flush_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str) -> None:
+    previous = CheckpointFolder(tmp_path, "one")
+    save(previous, "first")
+    folder = CheckpointFolder(tmp_path, tag)
+    write(folder, "second")
+    flush = owned_folder.sync
+
+    def fail_on_parent(path: Path) -> None:
+        if Path(path) == tmp_path:
+            raise OSError("Input/output error")
+        flush(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owned_folder, "sync", fail_on_parent)
+        with pytest.raises(OSError, match="Input/output error"):
+            folder.publish()
+    folder.revert()
+    assert read(previous) == {"first"} and previous.actual_tag() == "one"
+    assert names_in(tmp_path) == ["latest", "one"] and (tmp_path / "latest").read_text() == "one"
 
 
 @pytest.mark.parametrize("tag, disk", [("two", False), ("one", True), *deep(("one", False))])
-def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool) -> None:
+def test_a_save_killed_at_any_call_leaves_one_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, disk: bool
+) -> None:
     """Killed before its n-th call that changes the file system, for every n: the next load finds all of one save.
 
     The tag may be a link to another disk.
@@ -251,9 +278,9 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
         if folder is None:
             break
         latest = (folder.save_dir / "latest").read_text()
-        found = read(type(folder)(folder.save_dir, latest))
-        assert found in ({"first"}, {"second"}), (calls, latest, found)
-        assert (folder.path / "tokenizer.json").exists() or tag == "two" or found == {"first"}
+        results = read(type(folder)(folder.save_dir, latest))
+        assert results in ({"first"}, {"second"}), (calls, latest, results)
+        assert (folder.path / "tokenizer.json").exists() or tag == "two" or results == {"first"}
         calls += 1
         # The next save works, too, and leaves no extra files, but for a folder that was not marked as ours yet.
         folder = type(folder)(folder.save_dir, tag)
@@ -265,7 +292,7 @@ def test_killed_at_any_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag
 
 
 def left_in(folder: Path) -> list[str]:
-    """What is in a folder, but for empty hidden folders."""
+    """Return the names in a folder, except empty hidden folders."""
     return [name for name in names_in(folder) if name[0] != "." or any((folder / name).iterdir())]
 
 
@@ -292,7 +319,13 @@ def kill_at(path: Path, number: int, monkeypatch: pytest.MonkeyPatch, tag: str) 
     with monkeypatch.context() as patch:
         paths = ((Path, name) for name in ("mkdir", "rename", "replace", "write_text"))
         calls = ((os, name) for name in ("link", "unlink", "rmdir"))
-        for owner, name in (*paths, *calls, (shutil, "copystat"), (owned, "_exchange"), (owned, "claim")):
+        for owner, name in (
+            *paths,
+            *calls,
+            (shutil, "copystat"),
+            (owned_folder, "_exchange"),
+            (owned_folder, "create_marker"),
+        ):
             patch.setattr(owner, name, guarded(getattr(owner, name)))
         try:
             save(folder, "second")
@@ -310,7 +343,7 @@ OF_A_LARGER_RUN = (
 )
 
 
-def test_what_others_keep_in_the_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_in_the_folder_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = CheckpointFolder(tmp_path, "one")
     (tmp_path / "one" / "tokenizer").mkdir(parents=True)
     (tmp_path / "one" / "tokenizer" / "vocabulary.json").write_text("mine")

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Saves into memory of nodes: what is left of them after one has died is what the run goes on from.
+"""In-memory saves: after the loss of a node, the run continues from the copies on the other nodes.
 
 A node is a group of two ranks with a folder of its own.
 """
@@ -45,73 +45,75 @@ MORE = deep(
 
 
 @pytest.mark.parametrize("name, node", [*LOST, *MORE])
-def test_a_lost_node_s_files_come_from_the_others(ranks: Any, tmp_path: Path, name: str, node: int) -> None:
+def test_files_of_a_lost_node_are_read_from_other_nodes(ranks: Any, tmp_path: Path, name: str, node: int) -> None:
     experts = name.endswith("experts")
     crossing = (*CROSSING, "mp_rank_00_model") if experts else CROSSING
     cut = {"N": 1, "I": 2, "G": 4}[name[2]]
     answers = ranks(4).run(memory_saves.lost_case, str(tmp_path), name, node)
-    for held, writers, sent, changed, same, latest, again in answers:
-        for files in held:  # each node has all states, each file once
+    for retained, writers, sent, changed, is_same, latest, again in answers:
+        for files in retained:  # each node has all states, each file once
             assert set(files.values()) == {1}
             assert sum("optim_states" in name for name in files) == cut and any("model" in name for name in files)
-        assert set(held[0]) == set(held[1])
-        for there, files in enumerate(writers):
-            own = [one for one in files if cut < 4 or (one.startswith("mp_rank") and "model" in one)]
-            assert all(files[one] // 2 == there for one in own if not any(kind in one for kind in crossing)), files
+        assert set(retained[0]) == set(retained[1])
+        for present, files in enumerate(writers):
+            own = [item for item in files if cut < 4 or (item.startswith("mp_rank") and "model" in item)]
+            assert all(files[item] // 2 == present for item in own if not any(kind in item for kind in crossing)), (
+                files
+            )
         if not experts:
             assert (sent > 100) == (cut == 4), "only states that no other group has cross"
-        assert changed == {} and same and latest == "global_step1" and not again
+        assert changed == {} and is_same and latest == "global_step1" and not again
 
 
-def test_half_of_the_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
+def test_half_of_the_ranks_continue_from_memory(ranks: Any, tmp_path: Path) -> None:
     ranks(4).run(four_ranks_case, str(tmp_path))
     for differences, names in ranks(2).run(two_ranks_case, str(tmp_path)):
         assert differences == {} and names == ["deepspeed_ext_run", "global_step1", "global_step1_converted", "latest"]
 
 
 def four_ranks_case(base: str) -> None:
-    """A step, a save in memory; a file has what was saved."""
+    """Take a step, save in memory, and store a snapshot of the states in a file."""
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, model = training.make_engine(job, training.placed("IIG"))
     snapshots.run(engine, job, snapshots.steps_of(job, 1))
     deepspeed_ext.save_in_memory(engine, f"{base}/saved")
-    seen = snapshots.snapshot(engine, model, job)
+    observed = snapshots.snapshot(engine, model, job)
     if dist.get_rank() == 0:
-        torch.save(seen, f"{base}/seen.pt")
+        torch.save(observed, f"{base}/seen.pt")
     engine.destroy()
     memory_saves.lose(base, 1)
 
 
 def two_ranks_case(base: str) -> tuple[dict[str, float], list[str]]:
-    """What a load by two ranks does not restore, and the names in the folder. It saves in memory, alone."""
+    """Return differences after a load by two ranks, and the names in the folder; then save in memory."""
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base, load_universal=True))
     engine, model = training.make_engine(job, training.placed("NIG", 2))
     assert engine.load_checkpoint(f"{base}/nothing") == (None, None), "not even a universal checkpoint"
     engine.load_checkpoint(f"{base}/saved")
-    found = snapshots.difference(torch.load(f"{base}/seen.pt"), snapshots.snapshot(engine, model, job))
-    found.pop("counters", None)  # samples of a step
+    differences = snapshots.difference(torch.load(f"{base}/seen.pt"), snapshots.snapshot(engine, model, job))
+    differences.pop("counters", None)  # samples of a step
     names = sorted(path.name for path in Path(base, "saved").glob("[!.]*") if path.suffix != ".py")
     deepspeed_ext.save_in_memory(engine, f"{base}/saved", tag="alone")
     engine.destroy()
     dist.barrier()
     assert len(memory_saves.held_by(base, 0)) == 3 and {1} == set(memory_saves.held_by(base, 0).values())
-    return found, names
+    return differences, names
 
 
 # What happens to the last of three saves, to disk and twice in memory; which one is loaded, and what is said of it.
 CASES = {
-    "": ("3", "", "3 is resumed from a save in memory, of step 3, "),
-    "torn": ("2", "", "of 3 4 of 8 files are missing"),
-    "failed": ("2", "no room here", "2 is resumed from a save in memory"),
-    "run": ("", "", "saves in memory of another run in "),  # which stay
-    "full": ("1", "Saves of other runs take room there, too: ", ""),
+    "": ("3", "", "resuming 3 from a save in memory of step 3, "),
+    "torn": ("2", "", "of 3 lacks 4 of 8 files"),
+    "failed": ("2", "no room here", "resuming 2 from a save in memory"),
+    "run": ("", "", "ignoring the saves in memory of another run in "),  # which stay
+    "full": ("1", "Saves of other runs also use it: ", ""),
     "old": ("3 from disk", "", ""),
-    "missing": ("1", "", "the last one on disk is of step"),
-    "edited": ("0", "", "when it was made, latest named 1, and now 0"),
-    "damaged": ("1", "", "saves in memory of another run in "),
+    "missing": ("1", "", "the last checkpoint on disk is of step"),
+    "edited": ("0", "", "latest named 1 at the time of the save, and names 0 now"),
+    "damaged": ("1", "", "ignoring the saves in memory of another run in "),
     "version": ("1", "", ""),
-    "model": ("", "", "of another model"),
-    "others": ("1", "only this user", "are left alone"),
+    "model": ("", "", "to another model"),
+    "others": ("1", "only this user", "ignoring the saves in memory in "),
 }
 
 
@@ -121,45 +123,45 @@ def open_to_others(self: Any, *args: Any, publish: Callable[..., None] = MemoryF
 
 
 CHANGED: dict[str, tuple[str, Any]] = {  # what of the folder in memory is replaced during the saves
-    "torn": ("keep_only", lambda self, number: None),
-    "old": ("forget", lambda self: None),
-    "full": ("free", 1000),
+    "torn": ("remove_others", lambda self, number: None),
+    "old": ("remove", lambda self: None),
+    "full": ("free_bytes", 1000),
     "others": ("publish", open_to_others),
 }
 
 
 @pytest.mark.quick
-def test_the_newest_whole_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(4).run(newest_case, str(tmp_path)):
-        for what, (loaded, error, warning) in CASES.items():
-            assert found[what][0] == loaded, (what, found[what])
-            assert error in found[what][1] and bool(error) == bool(found[what][1]), (what, found[what])
-            assert warning in found[what][2] and bool(warning) == bool(found[what][2]), (what, found[what])
+def test_the_newest_complete_save_is_loaded(ranks: Any, tmp_path: Path) -> None:
+    for results in ranks(4).run(newest_case, str(tmp_path)):
+        for case, (loaded, error, warning) in CASES.items():
+            assert results[case][0] == loaded, (case, results[case])
+            assert error in results[case][1] and bool(error) == bool(results[case][1]), (case, results[case])
+            assert warning in results[case][2] and bool(warning) == bool(results[case][2]), (case, results[case])
 
 
 def newest_case(base: str) -> dict[str, tuple[str, str, str]]:
-    """What is loaded, the error of a save, and warnings of a load, for each of the cases."""
-    found = {}
+    """Return, for each case, the loaded tag, the error of a save, and the warnings of a load."""
+    results = {}
     job = training.Job(optimizer="Adam", empty=False, config=memory_saves.memory_of(base))
     engine, _ = training.make_engine(job, training.placed("IIG"))
-    for what in CASES:
-        folder = f"{base}/{what}_saved"
-        with mock.patch.object(MemoryFolder, *CHANGED[what]) if what in CHANGED else nullcontext():
-            error = three_saves(engine, job, folder, what)
+    for case in CASES:
+        folder = f"{base}/{case}_saved"
+        with mock.patch.object(MemoryFolder, *CHANGED[case]) if case in CHANGED else nullcontext():
+            error = three_saves(engine, job, folder, case)
         dist.barrier()
         if dist.get_rank() == 0:
-            spoil(base, folder, what)
+            spoil(base, folder, case)
         dist.barrier()
-        if what == "model":
+        if case == "model":
             engine.destroy()
             job = dataclasses.replace(job, sizes=(13, 36, 29, 7))
             engine, _ = training.make_engine(job, training.placed("IIG"))
         with logs.logged() as lines:
             tag = tag_of_a_load(engine, folder)
         warnings = [text for level, text in lines if level == "WARNING" and "in memory" in text]
-        found[what] = tag, error, broadcast_text("; ".join(warnings), 0)
+        results[case] = tag, error, broadcast_text("; ".join(warnings), 0)
     engine.destroy()
-    return found
+    return results
 
 
 def tag_of_a_load(engine: Any, folder: str) -> str:
@@ -182,15 +184,16 @@ def three_saves(engine: Any, job: Any, folder: str, what: str) -> str:
             engine.save_checkpoint(folder, "3 from disk")
         else:
             fails = what == "failed" and tag == "3" and dist.get_rank() == 3
-            room = OSError("no room here") if fails else in_memory._made
-            with mock.patch.object(in_memory, "_made", side_effect=room):  # for the copies that it gets
+            room = OSError("no room here") if fails else in_memory._create_mapped_file
+            with mock.patch.object(in_memory, "_create_mapped_file", side_effect=room):  # for the copies that it gets
                 error = snapshots.error_of(deepspeed_ext.save_in_memory, engine, folder, tag)
                 error = snapshots.error_of(engine.checkpoint_engine.finish) or error
     return error
 
 
 def spoil(base: str, folder: str, what: str) -> None:
-    """Remove folders of ranks 1 and 3, which have the same files, of the last save or all; or what is on disk."""
+    """Remove the folders of ranks 1 and 3, which have the same files, of the last save or all saves; or change
+    files."""
     if what in ("torn", "missing"):
         for manifest in Path(base).glob("node*/*/*-[13]/manifest.json"):
             tag = json.loads(json.loads(manifest.read_text())["part"])["save"]["tag"]
@@ -228,17 +231,17 @@ def refused_case(base: str) -> list[str]:
             engine.destroy()
 
     more = ({"use_node_local_storage": True}, {"memory_copies": -1}, {"memory_folder": "here"})
-    return [snapshots.error_of(save, {}), *(snapshots.error_of(save, {"async_save": True, **one}) for one in more)]
+    return [snapshots.error_of(save, {}), *(snapshots.error_of(save, {"async_save": True, **item}) for item in more)]
 
 
 @pytest.mark.parametrize("copies", [2, 5])
 def test_next_groups_get_copies_and_limits_are_logged(ranks: Any, tmp_path: Path, copies: int) -> None:
     """Four groups on one node, with which copies are lost, and which have no place for five copies."""
-    warnings = ["on the node of those that they are made of, on 4 rank(s)", "for 5 copies", "so there are 3."]
-    for rank, (held, needed, expected, numbers, lines, message) in enumerate(
+    warnings = ["copies of 4 rank(s) are on the same node", "memory_copies is 5", "each file has 3 copies."]
+    for rank, (retained, needed, expected, numbers, lines, message) in enumerate(
         ranks(4).run(copies_case, str(tmp_path), copies)
     ):
-        assert held == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
+        assert retained == sorted((rank - step) % 4 for step in range(min(copies, 3) + 1))
         assert needed == expected, "also what it receives must have room"
         assert numbers == 6, "what a rank sends to all others does not grow with their number"
         assert all((words in lines) == (rank == 0) for words in warnings[: 1 if copies == 2 else 3]), lines
@@ -266,13 +269,13 @@ def copies_case(base: str, copies: int) -> tuple[list[int], int, int, int, str, 
         engine.checkpoint_engine.finish()
     dist.barrier()
     shards = Path(base).glob(f"deepspeed_ext*/*-{rank}/*optim_states.pt")
-    held = sorted(int(path.name.split("_")[3]) for path in shards)
-    sizes = {key: size for one in held for key, size in rows[0][one, 2:].view(-1, 2).tolist()}
-    with mock.patch.object(MemoryFolder, "free", 1000):
+    retained = sorted(int(path.name.split("_")[3]) for path in shards)
+    sizes = {key: size for item in retained for key, size in rows[0][item, 2:].view(-1, 2).tolist()}
+    with mock.patch.object(MemoryFolder, "free_bytes", 1000):
         message = snapshots.error_of(deepspeed_ext.save_in_memory, engine, f"{base}/saved", "full")
     engine.destroy()
     warnings = "".join(text for _, text in lines)
-    return held, sent[1][1], sum(sizes.values()), max(map(len, sent)), warnings, message
+    return retained, sent[1][1], sum(sizes.values()), max(map(len, sent)), warnings, message
 
 
 GIB = 2**30
@@ -286,30 +289,30 @@ def folder_of(memory: Path, save_dir: Path, run: str) -> Any:
 
 def publish(folder: Any, number: int, **more: Any) -> None:
     """A whole save of one rank."""
-    staging = folder.begin(number, 0)
+    staging = folder.create_staging(number, 0)
     (staging / "file").write_bytes(b"12345")
     identity = Identity(number, "tag", 3, 1.0, "", "model", 1)
     folder.publish(staging, Part(identity, f"{number}-0", {"file": 0}))
-    folder.keep_only(number)
+    folder.remove_others(number)
 
 
 @pytest.mark.quick
 def test_jobs_with_one_path_on_two_volumes_keep_their_saves(tmp_path: Path) -> None:
     save_dir = tmp_path / "checkpoints"  # a volume of its own in each container
-    one, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
-    publish(one, 1)
-    writing = one.begin(2, 0)
+    item, two = (folder_of(tmp_path, save_dir, number * 32) for number in "ab")
+    publish(item, 1)
+    writing = item.create_staging(2, 0)
     publish(two, 3)
-    two.begin(4, 0)
-    assert [part.save.number for part in one.parts()] == [1] and writing.is_dir()
+    two.create_staging(4, 0)
+    assert [part.save.number for part in item.read_parts()] == [1] and writing.is_dir()
     save_dir.mkdir()
     (save_dir / "deepspeed_ext_run").write_text("b" * 32)
     config: Any = type("Config", (), {"_param_dict": {"checkpoint": {"memory_folder": str(tmp_path)}}})
-    memory_folder.forget(config, save_dir)
-    assert [part.save.number for part in one.parts()] == [1] and two.parts() == []
-    (other,) = two.others(same=True)
-    assert other.startswith(f"{one.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
-    assert folder_of(tmp_path, tmp_path, "b" * 32).others(same=True) == []
+    memory_folder.remove_memory_saves(config, save_dir)
+    assert [part.save.number for part in item.read_parts()] == [1] and two.read_parts() == []
+    (other,) = two.describe_others(same=True)
+    assert other.startswith(f"{item.path} (of {save_dir}, 0.000 GB, 0 seconds old)")
+    assert folder_of(tmp_path, tmp_path, "b" * 32).describe_others(same=True) == []
 
 
 @pytest.mark.quick
@@ -323,19 +326,19 @@ def test_errors_of_cleanup_fail_no_save_in_memory(tmp_path: Path, monkeypatch: p
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", out_of_memory)
         publish(folder, 2)
-        folder.drop(1, 0)
-    assert sorted(part.save.number for part in folder.parts()) == [1, 2]
+        folder.remove_files_of(1, 0)
+    assert sorted(part.save.number for part in folder.read_parts()) == [1, 2]
     publish(folder, 3)
-    assert [part.save.number for part in folder.parts()] == [3]
+    assert [part.save.number for part in folder.read_parts()] == [3]
 
 
 @pytest.mark.quick
-def test_a_save_removes_what_killed_saves_have_left(tmp_path: Path) -> None:
+def test_a_save_removes_folders_of_killed_saves(tmp_path: Path) -> None:
     killed, writing = (folder_of(tmp_path, tmp_path, "a" * 32) for _ in range(2))
-    left, kept = killed.begin(1, 0), writing.begin(2, 1)
+    remaining, retained = killed.create_staging(1, 0), writing.create_staging(2, 1)
     del killed
     publish(folder_of(tmp_path, tmp_path, "a" * 32), 2)
-    assert kept.is_dir() and not left.parent.exists()
+    assert retained.is_dir() and not remaining.parent.exists()
 
 
 CHANGES: list[dict[str, Any]] = [{"sizes": None}, {"sizes": []}, {"sizes": {}}, {"part": {}}, {"part": "no JSON"}]
@@ -347,7 +350,7 @@ CHANGES += [{"step": "3"}, {"time": None}, {"tag": 3}, {"color": "blue"}, {"file
 def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[str, Any]) -> None:
     folder = folder_of(tmp_path, tmp_path, "a" * 32)
     publish(folder, 1)
-    assert len(folder.parts()) == 1
+    assert len(folder.read_parts()) == 1
     (manifest,) = folder.path.glob("*/manifest.json")
     content = json.loads(manifest.read_text())
     if change.keys() <= content.keys():
@@ -357,7 +360,7 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
         part = part | change if "files" in change else {**part, "save": part["save"] | change}
         content["part"] = json.dumps(part)
     manifest.write_text(json.dumps(content))
-    assert folder.parts() == []
+    assert folder.read_parts() == []
 
 
 @pytest.mark.quick
@@ -382,7 +385,7 @@ def test_a_manifest_of_another_version_is_ignored(tmp_path: Path, change: dict[s
         ),
     ],
 )
-def test_room_is_what_memory_and_control_groups_leave(
+def test_free_bytes_respect_memory_and_control_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, files: dict[str, Any], room: int
 ) -> None:
     for name, text in files.items():
@@ -400,13 +403,13 @@ def test_room_is_what_memory_and_control_groups_leave(
     folder.path.mkdir()
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_bavail=20 * GIB, f_frsize=1))
     monkeypatch.setattr(type(folder), "is_in_memory", True)
-    assert folder.free == room * GIB
+    assert folder.free_bytes == room * GIB
     monkeypatch.setattr(type(folder), "is_in_memory", False)
-    assert folder.free == 20 * GIB
+    assert folder.free_bytes == 20 * GIB
 
 
 @pytest.mark.quick
-def test_an_older_latest_universal_is_warned_of(tmp_path: Path) -> None:
+def test_an_older_latest_universal_logs_a_warning(tmp_path: Path) -> None:
     universal, latest = tmp_path / "latest_universal", tmp_path / "latest"
     with logged() as lines:
         universal.touch()
@@ -418,4 +421,4 @@ def test_an_older_latest_universal_is_warned_of(tmp_path: Path) -> None:
         _warn_if_older(universal, latest)
     ((level, line),) = lines
     assert level == "WARNING"
-    assert f"{universal} takes precedence, though it is 2 hours old and {latest} only 0 seconds" in line
+    assert f"{universal} takes precedence, although it is 2 hours old and {latest} is only 0 seconds" in line

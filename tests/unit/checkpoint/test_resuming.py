@@ -34,12 +34,12 @@ ALL = (*REPLICATED, *PARTITIONED)
     ],
     ids=by_strategies,
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_matches_the_uninterrupted_run(
     ranks: Any, tmp_path: Path, optimizer: str, dtype: str, names: tuple[str, ...], zero: dict[str, Any]
 ) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), optimizer, dtype, names, zero):
-        for name, *found in rows:
-            assert found == [{}, {}, 0.0], (name, found)
+        for name, *results in rows:
+            assert results == [{}, {}, 0.0], (name, results)
 
 
 def resume_case(
@@ -52,26 +52,26 @@ def resume_case(
     lanes: int = 1,
     **config: Any,
 ) -> list[list[Any]]:
-    """Return what differs after a load and after going on; how far zero_to_fp32's weights are from the optimizer's;
-    what differs after a load of the universal checkpoint."""
+    """Return differences after a load and after further steps, the distance of zero_to_fp32's weights from the
+    optimizer's, and differences after a load of the universal checkpoint."""
     job = dataclasses.replace(job_of(dtype, zero, optimizer, **config), tensor_parallel=lanes)
     universal = {**config.get("checkpoint", {}), "load_universal": True}
     universal = dataclasses.replace(job, config={**job.config, "checkpoint": universal})
     rows: list[list[Any]] = []
     for name in names:
-        keys, place = placed(name, 2 // lanes), f"{folder}/{name}"
-        saved, loaded, resumed = snapshots.resume(place, job, keys, 3, 5)
+        keys, location = placed(name, 2 // lanes), f"{folder}/{name}"
+        saved, loaded, resumed = snapshots.resume(location, job, keys, 3, 5)
         rows.append([name, loaded, resumed])
         if lanes > 1:
             continue
         dist.barrier()
         if config.get("checkpoint", {}).get("checkpoint_serialization", True):
-            rows[-1].append(gap_of_exported(place, saved))
+            rows[-1].append(gap_of_exported(location, saved))
         assert dtype != "fp16" or saved["loss scale"] < 256
         if convert:
-            snapshots.convert(place)
+            snapshots.convert(location)
             engine, model = training.make_engine(universal, keys)
-            engine.load_checkpoint(place)
+            engine.load_checkpoint(location)
             rows[-1].append(snapshots.difference(saved, snapshots.snapshot(engine, model, job)))
             engine.destroy()
     return rows
@@ -81,8 +81,8 @@ def gap_of_exported(folder: str, saved: dict[str, torch.Tensor]) -> float:
     """Return how far weights of zero_to_fp32 are from those in fp32, or from the model's if they are not trained."""
     exported = get_fp32_state_dict_from_zero_checkpoint(folder)
     kinds = (" buffer", " model", " fp32")
-    wanted = {key.split(" ")[0]: value for kind in kinds for key, value in saved.items() if key.endswith(kind)}
-    return max((exported[key] - value).abs().max().item() for key, value in wanted.items())
+    expected = {key.split(" ")[0]: value for kind in kinds for key, value in saved.items() if key.endswith(kind)}
+    return max((exported[key] - value).abs().max().item() for key, value in expected.items())
 
 
 LOCO: dict[str, Any] = {"zeropp_loco_param": {}}
@@ -107,17 +107,17 @@ ROWS = [
 
 
 @pytest.mark.parametrize("names, zero, optimizer, dtype, starts", ROWS, ids=by_strategies)
-def test_a_run_may_be_resumed_from_any_step(
+def test_runs_resume_from_any_step(
     ranks: Any, kernels: bool, tmp_path: Path, names: Any, zero: Any, optimizer: str, dtype: str, starts: Any
 ) -> None:
-    found = ranks(4).run(every_step_case, str(tmp_path), names, zero, optimizer, dtype, starts)
-    assert found == [[(name, start, {}, {}) for name in names for start in starts]] * 4
+    results = ranks(4).run(every_step_case, str(tmp_path), names, zero, optimizer, dtype, starts)
+    assert results == [[(name, start, {}, {}) for name in names for start in starts]] * 4
 
 
 def every_step_case(
     folder: str, names: tuple[str, ...], zero: dict[str, Any], optimizer: str, dtype: str, starts: Any
 ) -> list[tuple[str, int, dict[str, float], dict[str, float]]]:
-    """Return what differs after a load of an asynchronous save, and at the end; see ``snapshots.resume``."""
+    """Return differences after a load of an asynchronous save, and at the end; see ``snapshots.resume``."""
     config: dict[str, Any] = {"checkpoint": {"async_save": True}}
     if dtype == "bf16 masters":
         config |= {"bf16": MASTERS, "data_types": {"grad_accum_dtype": "bf16"}}
@@ -155,8 +155,8 @@ LATER = ("fp32 accumulation", "not zip", "round robin", "persistent parameters")
 )
 def test_variants_resume_and_convert(ranks: Any, tmp_path: Path, variant: str, names: tuple[str, ...]) -> None:
     for rows in ranks(4).run(resume_case, str(tmp_path), "Adam", "bf16", names, convert=True, **VARIANTS[variant][1]):
-        for name, *found in rows:
-            assert found == EXCEPTIONS.get(variant, [{}, {}, 0.0, {}]), (name, found)
+        for name, *results in rows:
+            assert results == EXCEPTIONS.get(variant, [{}, {}, 0.0, {}]), (name, results)
 
 
 PARTS = [
@@ -168,14 +168,14 @@ PARTS = [
 
 
 @pytest.mark.parametrize("stock, name", [("3", "IIG"), *deep(("2", "NIG"), ("2", "NNG"), ("3", "GGG"))])
-def test_parts_are_loaded_as_deepspeed_does(ranks: Any, tmp_path: Path, stock: str, name: str) -> None:
+def test_partial_loads_match_deepspeed(ranks: Any, tmp_path: Path, stock: str, name: str) -> None:
     for rows in ranks(4).run(parts_case, str(tmp_path), stock, name):
-        for part, from_fp32, found in rows:
-            assert found == {}, (part, from_fp32, found)
+        for part, from_fp32, results in rows:
+            assert results == {}, (part, from_fp32, results)
 
 
 def parts_case(folder: str, stock: str, name: str) -> list[tuple[Any, bool, dict[str, float]]]:
-    """Load parts of stock DeepSpeed's checkpoint with it and with a strategy: what differs between the two."""
+    """Load parts of stock DeepSpeed's checkpoint with DeepSpeed and with a strategy; return the differences."""
     rows = []
     first = job_of("bf16")
     engine, model = training.make_engine(first, placed(stock))
@@ -188,22 +188,22 @@ def parts_case(folder: str, stock: str, name: str) -> list[tuple[Any, bool, dict
     for from_fp32 in (True, False):
         job = job_of("bf16", zero={"load_from_fp32_weights": from_fp32})
         both = load_parts(folder, job, placed(stock), as_stock), load_parts(folder, job, placed(name), PARTS)
-        found = (snapshots.difference(*pair) for pair in zip(*both, strict=True))
-        rows += [(part, from_fp32, differing) for part, differing in zip(PARTS, found, strict=True)]
+        results = (snapshots.difference(*pair) for pair in zip(*both, strict=True))
+        rows += [(part, from_fp32, differing) for part, differing in zip(PARTS, results, strict=True)]
     return rows
 
 
 def load_parts(folder: str, job: Any, zero: dict[str, Any], parts: list[dict[str, bool]]) -> list[dict[str, Any]]:
-    """Return what is there after a step of another run and the load of a part, of each part in turn."""
+    """Return, for each part, a snapshot after a step of another run and the load of the part."""
     engine, model = training.make_engine(job, zero)
     rows = []
     for part in parts:
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
         engine.load_checkpoint(folder, **part)
-        seen = snapshots.snapshot(engine, model, job)
+        observed = snapshots.snapshot(engine, model, job)
         if "load_lr_scheduler_states" not in part:  # moments of the step before: their last bit is of other sums
-            seen = {key: value for key, value in seen.items() if " exp_avg" not in key}
-        rows.append(seen)
+            observed = {key: value for key, value in observed.items() if " exp_avg" not in key}
+        rows.append(observed)
     engine.destroy()
     return rows
 
@@ -222,17 +222,18 @@ class Growing(nn.Linear):
         """Nothing."""
 
 
-def test_options_of_saves_and_loads_are_those_of_deepspeed(ranks: Any, tmp_path: Path) -> None:
+def test_options_of_saves_and_loads_match_deepspeed(ranks: Any, tmp_path: Path) -> None:
     for rows in ranks(2).run(own_way_case, str(tmp_path)):
         assert rows == [(name, [], [], True, "KeyError") for name in ("NIG", "IIG")]
 
 
 def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str]]:
-    """SGD; without frozen parameters; a function that loads; a module whose state changes its shape; another tag.
+    """Use SGD, no frozen parameters, a custom load function, a module whose state changes its shape, and another tag.
 
-    What differs after a load that is not strict of what was saved without frozen parameters, and after one of weights
-    of that tag when it is not the latest; what a user's function has not seen; whether extra state of another length
-    is accepted; what a reserved key in client_state raises.
+    Returns:
+        Differences after a non-strict load of a checkpoint without frozen parameters, and after a load of weights of a
+        tag that is not the latest; names that the custom function did not receive; whether extra state of another
+        length is accepted; the error of a reserved key in client_state.
     """
     job = dataclasses.replace(job_of(), optimizer="SGD", config={})
     rows = []
@@ -240,18 +241,18 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
         engine, model = training.make_engine(job, placed(name))
         snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 2))
-        mine = {"epoch": 1}
-        engine.save_checkpoint(f"{folder}/{name}", 7, mine, exclude_frozen_parameters=True)
-        assert mine == {"epoch": 1} and Path(folder, name, "7").is_dir()
+        own = {"epoch": 1}
+        engine.save_checkpoint(f"{folder}/{name}", 7, own, exclude_frozen_parameters=True)
+        assert own == {"epoch": 1} and Path(folder, name, "7").is_dir()
         saved = snapshots.snapshot(engine, model, job)
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         engine.load_checkpoint(f"{folder}/{name}", load_module_strict=False)
-        found = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
+        differences = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         engine.save_checkpoint(f"{folder}/{name}", "later", save_latest=True)
         engine.load_checkpoint(f"{folder}/{name}", "7", load_module_strict=False, load_module_only=True)
         of_tag = snapshots.difference(saved, snapshots.snapshot(engine, model, job))
-        found |= {key: gap for key, gap in of_tag.items() if key.endswith(" model")}
+        differences |= {key: gap for key, gap in of_tag.items() if key.endswith(" model")}
         seen: list[str] = []
         engine.load_checkpoint(f"{folder}/{name}", custom_load_fn=lambda src, dst, seen=seen: seen.extend(src))
         unseen = {"layers.0.weight", "seen"} - set(seen)
@@ -262,7 +263,7 @@ def own_way_case(folder: str) -> list[tuple[str, list[str], list[str], bool, str
         raised = message.split(":")[0]
         assert Path(folder, name, "latest").read_text() == "later"
         engine.destroy()
-        rows.append((name, sorted(found), sorted(unseen), accepted, raised))
+        rows.append((name, sorted(differences), sorted(unseen), accepted, raised))
     return rows
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of any strategy and stage loaded by any other, as they are if both shard alike, or as universal ones."""
+"""Checkpoints of any strategy or stage, loaded by any other: unchanged if both shard equally, or as universal ones."""
 
 import dataclasses
 from pathlib import Path
@@ -33,17 +33,17 @@ def save_case(
     zero: dict[str, Any] | None = None,
     convert: bool = True,
 ) -> None:
-    """Train, save, convert, and keep what was saved beside it."""
+    """Train, save, convert, and store a snapshot of the saved states."""
     job = job_of_kind(kind, dtype)
     job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     for name in names:
         engine, model = training.make_engine(job, placed(name, group_size))
         snapshots.mark(engine, model)
         snapshots.run(engine, job, snapshots.steps_of(job, 3))
-        seen = snapshots.snapshot(engine, model, job)
+        observed = snapshots.snapshot(engine, model, job)
         engine.save_checkpoint(f"{folder}/{name}", client_state={"epoch": 5})
         if dist.get_rank() == 0:
-            torch.save(seen, f"{folder}/{name}/seen.pt")
+            torch.save(observed, f"{folder}/{name}/seen.pt")
         if convert:
             snapshots.convert(f"{folder}/{name}", ours=kind != "Adam")
         engine.destroy()
@@ -58,7 +58,7 @@ def load_case(
     zero: dict[str, Any] | None = None,
     config: dict[str, Any] = UNIVERSAL,
 ) -> list[tuple[str, str, dict[str, float]]]:
-    """Load with another strategy; what differs from what was saved."""
+    """Load with another strategy, and return differences from the saved states."""
     job = job_of_kind(kind, dtype, **config)
     job = dataclasses.replace(job, zero={**job.zero, **(zero or {})})
     rows = []
@@ -67,19 +67,21 @@ def load_case(
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))  # something to be overwritten
         _, client_state = engine.load_checkpoint(f"{folder}/{saved}")
         assert client_state["epoch"] == 5
-        found = snapshots.difference(torch.load(f"{folder}/{saved}/seen.pt"), snapshots.snapshot(engine, model, job))
+        differences = snapshots.difference(
+            torch.load(f"{folder}/{saved}/seen.pt"), snapshots.snapshot(engine, model, job)
+        )
         snapshots.run(engine, job, snapshots.steps_of(job, 1))
         counts = snapshots.snapshot(engine, model, job)["steps"]
         assert counts.tolist() == [4.0], counts  # each of the optimizer's tensors has counted that step, and once
         engine.destroy()
-        rows.append((saved, loaded, found))
+        rows.append((saved, loaded, differences))
     return rows
 
 
 def pairs_of(sources: tuple[str, ...], targets: int) -> list[tuple[str, str]]:
-    """Each source with some of the others, each a target as often.
+    """Return pairs of each source with some of the others, in which each is a target equally often.
 
-    What DeepSpeed's own ZeRO loads alone, without buffers and frozen parameters, is left to it.
+    Pairs that DeepSpeed loads with its own code, without buffers and frozen parameters, are omitted.
     """
     pairs = [(a, sources[(i + 1 + j * 3) % len(sources)]) for i, a in enumerate(sources) for j in range(targets)]
     sharded = (*PARTITIONED, "3")
@@ -97,7 +99,9 @@ SOME = ("NII", "IIG", "2", "3")
     ],
     ids=by_strategies,
 )
-def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...], targets: int) -> None:
+def test_each_strategy_loads_from_the_others(
+    ranks: Any, tmp_path: Path, dtype: str, sources: tuple[str, ...], targets: int
+) -> None:
     """Weights, moments, step counts, hyperparameters, frozen parameters, buffers and counters: to the bit."""
     ranks(4).run(save_case, str(tmp_path), sources, dtype)
     for rows in ranks(4).run(load_case, str(tmp_path), pairs_of(sources, targets), dtype):
@@ -113,7 +117,7 @@ def test_from_each_to_others(ranks: Any, tmp_path: Path, dtype: str, sources: tu
         *deep((6, 2, "fp32", "Adam"), (8, 4, "fp32", "Muon"), (2, 1, "fp16", "Muon"), (4, 4, "bf16", "Muon")),
     ],
 )
-def test_to_other_numbers_of_ranks(
+def test_checkpoints_load_with_other_numbers_of_ranks(
     ranks: Any, tmp_path: Path, world_size: int, group_size: int, dtype: str, optimizer: str
 ) -> None:
     pairs = [("NIG", "IIG"), ("IIG", "GGG"), ("2", "NIG"), ("NIG", "3")][: 2 if optimizer == "Muon" else 4]
@@ -131,7 +135,7 @@ def test_to_other_numbers_of_ranks(
         *deep(*((*shape, "Muon") for shape in ((4, 2, 2, 2), (2, 8, 2, 1)))),
     ],
 )
-def test_experts_divided_otherwise(
+def test_experts_load_with_another_expert_parallel_size(
     ranks: Any, tmp_path: Path, saved_by: int, world_size: int, group_size: int, loaded_by: int, optimizer: str
 ) -> None:
     pairs = [("NIG", "IIG"), ("IIG", "2")][: 1 if optimizer == "Muon" else 2]
@@ -139,8 +143,8 @@ def test_experts_divided_otherwise(
     ranks(4).run(save_case, str(tmp_path), tuple({saved for saved, _ in pairs}), "fp32", 2, saving)
     for rows in ranks(world_size).run(load_case, str(tmp_path), pairs, "fp32", group_size, loading):
         for row in rows:  # samples of a step; and a rank's tokens, which are not saved
-            kept = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
-            assert set(kept) <= {"counters"}, row
+            retained = [name for name in row[2] if not name.endswith("tokens_per_expert buffer")]
+            assert set(retained) <= {"counters"}, row
 
 
 MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
@@ -149,7 +153,7 @@ MODULE, NO_STATES = {"load_module_only": True}, {"load_optimizer_states": False}
 @pytest.mark.parametrize(
     "parts", [((MODULE, True), (NO_STATES, False)), *deep((((MODULE, False), (NO_STATES, True)),))]
 )
-def test_weights_alone(ranks: Any, tmp_path: Path, parts: Any) -> None:
+def test_weights_load_without_optimizer_states(ranks: Any, tmp_path: Path, parts: Any) -> None:
     ranks(4).run(save_case, str(tmp_path), ("NIG", "IIG"), "bf16")
     for part, from_fp32 in parts:
         for rows in ranks(4).run(weights_case, str(tmp_path), part, from_fp32):
@@ -159,7 +163,7 @@ def test_weights_alone(ranks: Any, tmp_path: Path, parts: Any) -> None:
 
 
 def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tuple[str, str, float, float, bool]]:
-    """Difference of the model and of the optimizer's weights to what was saved; whether moments have changed."""
+    """Return differences of the model's and the optimizer's weights, and whether moments have changed."""
     job = job_of("bf16", **UNIVERSAL)
     job = dataclasses.replace(job, zero={**job.zero, "load_from_fp32_weights": from_fp32})
     rows = []
@@ -168,8 +172,8 @@ def weights_case(folder: str, part: dict[str, bool], from_fp32: bool) -> list[tu
         snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=7))
         before = snapshots.snapshot(engine, model, job)
         engine.load_checkpoint(f"{folder}/{saved}", **part)
-        after, wanted = snapshots.snapshot(engine, model, job), torch.load(f"{folder}/{saved}/seen.pt")
-        gaps = snapshots.difference(wanted, after)
+        after, expected = snapshots.snapshot(engine, model, job), torch.load(f"{folder}/{saved}/seen.pt")
+        gaps = snapshots.difference(expected, after)
         of_model = max((gap for name, gap in gaps.items() if name.endswith((" model", " buffer"))), default=0.0)
         of_masters = max((gap for name, gap in gaps.items() if name.endswith(" fp32")), default=0.0)
         moved = [name for name in snapshots.difference(before, after) if " exp_avg" in name or name == "steps"]
@@ -204,9 +208,9 @@ def test_equally_sharded_states_load_without_conversion(
     case = {"dtype": "fp32", "kind": optimizer}
     ranks(ranks_before).run(save_case, str(tmp_path), (saved,), **case, zero=ONE_SUB_GROUP, convert=False)
     more = {"zero": {"sub_group_size": 40}, "config": {}}
-    for ((_, _, found),) in ranks(ranks_after).run(load_case, str(tmp_path), [(saved, loaded)], **case, **more):
+    for ((_, _, results),) in ranks(ranks_after).run(load_case, str(tmp_path), [(saved, loaded)], **case, **more):
         # Samples of a step go by the number of ranks.
-        assert found.keys() <= ({"counters"} if ranks_before != ranks_after else set()), found
+        assert results.keys() <= ({"counters"} if ranks_before != ranks_after else set()), results
 
 
 # (saved by, loaded by, keys of both, keys of the first)
@@ -268,7 +272,7 @@ def interchange_case(
         engine.destroy()
         if universal:
             snapshots.convert(f"{folder}/{number}", ours=True)
-        found = []
+        results = []
         for resumed in (False, True):
             engine, model = training.make_engine(job, keys(loaded, both))
             if resumed:
@@ -276,17 +280,17 @@ def interchange_case(
             else:
                 snapshots.run(engine, job, first)
             snapshots.run(engine, job, then)
-            seen = snapshots.snapshot(engine, model, job)
+            observed = snapshots.snapshot(engine, model, job)
             kinds = ("model", "momentum_buffer")
-            found.append([[one for key, one in seen.items() if key.endswith(kind)] for kind in kinds])
+            results.append([[item for key, item in observed.items() if key.endswith(kind)] for kind in kinds])
             engine.destroy()
         apart = [
             max(
-                (((one - two).abs().max() / two.abs().max()).item() for one, two in zip(*pair, strict=True)),
+                (((item - two).abs().max() / two.abs().max()).item() for item, two in zip(*pair, strict=True)),
                 default=0.0,
             )
-            for pair in zip(*found, strict=True)
+            for pair in zip(*results, strict=True)
         ]
-        assert all(torch.isfinite(one).all() for kind in found[1] for one in kind)
+        assert all(torch.isfinite(item).all() for kind in results[1] for item in kind)
         rows.append(((saved, loaded, both, more), *apart))
     return rows

@@ -23,8 +23,8 @@ from tests.harness.tiers import deep
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-class Alike(training.Network):
-    """What it trains are matrices of one shape, whose order nobody sees by their sizes."""
+class EqualShapes(training.Network):
+    """Trains matrices of one shape, so sizes do not reveal an exchange of two of them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -34,12 +34,12 @@ class Alike(training.Network):
 
 def job_of(**config: Any) -> training.Job:
     return training.Job(
-        sizes=(24,) * 9, optimizer="Adam", empty=False, zero=training.SMALL, network=Alike, config=config
+        sizes=(24,) * 9, optimizer="Adam", empty=False, zero=training.SMALL, network=EqualShapes, config=config
     )
 
 
 def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
-    """Train and save; return what was saved. Collective."""
+    """Train and save; return the saved states. Collective."""
     engine, model = training.make_engine(job, training.placed(name))
     snapshots.run(engine, job, snapshots.steps_of(job, 2))
     assert any(buffer.striped for buffer in engine.optimizer.buffers)
@@ -52,7 +52,7 @@ def save(folder: str, job: training.Job, name: str) -> dict[str, torch.Tensor]:
 
 
 def load(folder: str, name: str, group: int, zero: Mapping[str, Any], **how: Any) -> tuple[str, dict[str, Any], Any]:
-    """Load into a strategy or stage; return the error, what that has changed, and what was loaded."""
+    """Load into a strategy or stage; return the error, the changes of the load, and the states after it."""
     job = job_of(**({"checkpoint": {"load_universal": True}} if "universal" in folder else {}))
     engine, model = training.make_engine(job, training.placed(name, group, **zero))
     snapshots.run(engine, job, snapshots.steps_of(job, 1, skip=5))
@@ -66,31 +66,31 @@ def load(folder: str, name: str, group: int, zero: Mapping[str, Any], **how: Any
 
 @pytest.mark.parametrize("name", ["NIG", *deep("NGG", "NII")])
 def test_deepspeed_reads_asynchronous_saves(ranks: Any, tmp_path: Path, name: str) -> None:
-    for found in ranks(4 if name[2] == "G" else 2).run(readers_case, str(tmp_path), name):
-        assert found == {"zero_to_fp32.py": {}, "stage 2": {}, "universal": {}}, found
+    for results in ranks(4 if name[2] == "G" else 2).run(readers_case, str(tmp_path), name):
+        assert results == {"zero_to_fp32.py": {}, "stage 2": {}, "universal": {}}, results
 
 
 def readers_case(folder: str, name: str) -> dict[str, dict[str, float]]:
-    """Return of each reader what it has not found as it was saved: the copied script without this package, stock."""
+    """Return, for each reader, differences from the saved states: the copied script, stock, and a universal load."""
     saved = save(folder, job_of(**saves.ASIDE), name)
-    found = {}
+    results = {}
     if dist.get_rank() == 0:
         alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         script = [sys.executable, "zero_to_fp32.py", ".", "weights"]
         subprocess.run(script, cwd=folder, env=alone, check=True, stdout=subprocess.DEVNULL, timeout=120)
     snapshots.convert(folder, ours=True)
     weights = torch.load(f"{folder}/weights/pytorch_model.bin")
-    wanted = {key.removesuffix(" fp32"): value for key, value in saved.items() if key.endswith(" fp32")}
-    trained = {key: value for key, value in weights.items() if key in wanted}
-    found["zero_to_fp32.py"] = snapshots.difference(wanted, trained)
-    found["stage 2"] = snapshots.difference(saved, load(folder, "2", 2, {})[2])
-    found["universal"] = snapshots.difference(saved, load(f"{folder}universal", "GGG", 2, {})[2])
-    return found
+    expected = {key.removesuffix(" fp32"): value for key, value in saved.items() if key.endswith(" fp32")}
+    trained = {key: value for key, value in weights.items() if key in expected}
+    results["zero_to_fp32.py"] = snapshots.difference(expected, trained)
+    results["stage 2"] = snapshots.difference(saved, load(folder, "2", 2, {})[2])
+    results["universal"] = snapshots.difference(saved, load(f"{folder}universal", "GGG", 2, {})[2])
+    return results
 
 
 def in_own_order(self: FlatStates, state: Mapping[str, Any]) -> dict[str, Any]:
     """As asynchronous saves were before 2026-11-29."""
-    places = [{"layout": asdict(one.layout)} if one.striped else None for one in self._optimizer.buffers]
+    places = [{"layout": asdict(buffer.layout)} if buffer.striped else None for buffer in self._optimizer.buffers]
     names = {SINGLE_PARTITION_OF_FP32_GROUPS: OWN_PARTITIONS}
     return {**{names.get(key, key): value for key, value in state.items()}, OWN_ORDER: places}
 
@@ -106,20 +106,20 @@ MORE_LOADS += [("NIG", 2, {}, {"load_module_only": True}), ("NII", 2, {}, {}), (
 
 
 @pytest.mark.parametrize("loads", [LOADS, *deep(MORE_LOADS)], ids=["some", "more"])
-def test_files_in_the_old_order_load(ranks: Any, tmp_path: Path, loads: list[Any]) -> None:
+def test_files_in_the_old_order_can_be_loaded(ranks: Any, tmp_path: Path, loads: list[Any]) -> None:
     for rows in ranks(4).run(old_case, str(tmp_path), loads):
         assert rows.pop() == ("universal", "", []), rows
         for (name, group, zero, how), error, changed, different in rows:
             if (name, group) in (("NII", 2), ("IIG", 2)) or "round_robin_gradients" in zero:
                 assert error.startswith("CheckpointError") and not changed, (name, error, changed)
             elif how:
-                assert not error and different and all("model" not in one for one in different), (name, different)
+                assert not error and different and all("model" not in item for item in different), (name, different)
             else:
                 assert not error and different == [], (name, zero, error, different)
 
 
 def old_case(folder: str, loads: list[Any]) -> list[Any]:
-    """Of each load its error, what it has changed, and what is not as it was saved; at last of a converted one."""
+    """Return, for each load, its error, its changes, and differences from the saved states; last, a converted one."""
     with mock.patch.object(FlatStates, "in_stock_order", in_own_order):
         saved = save(folder, job_of(), "NIG")
     rows: list[Any] = []

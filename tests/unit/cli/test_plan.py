@@ -216,7 +216,7 @@ def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str],
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     """A report of plain ZeRO-3 on two nodes of two ranks."""
-    path, described = tmp_path / "report.json", reports.described("ZeRO-3").as_dict()
+    path, described = tmp_path / "report.json", reports.planner_inputs("ZeRO-3").as_dict()
     path.write_text(json.dumps(reports.report() | {"planner": described}))
     return path
 
@@ -243,7 +243,7 @@ def test_a_recorded_script_elsewhere(plan: Plan, report: Path) -> None:
         ("", {"planner": None}, "nothing for the planner: .* Record again"),
         ("", {"planner": {}}, "'planner' in the report is of another version .* Record again"),
         ("", {"parts": 3}, "expected the report.json of paro_report"),
-        ("--nodes 2", {"planner": reports.described(ranks=2).as_dict()}, "give --inter-gbps"),
+        ("--nodes 2", {"planner": reports.planner_inputs(ranks=2).as_dict()}, "give --inter-gbps"),
     ],
 )
 def test_reports_that_cannot_be_used(

@@ -74,7 +74,7 @@ def test_save_failure_at_exit_sets_the_exit_status(ends: dict[str, Ended], kind:
     """This holds for any exit status of the script, and the error is printed."""
     ended = ends[f"failing, {kind}"]
     assert ended.statuses == (1, 1) and not ended.saved and not ended.alive, ended.written
-    assert ended.written.count("could not be written, and what was there is untouched: rank 1: ") >= 3, ended.written
+    assert ended.written.count("failed; existing files are unchanged: rank 1: ") >= 3, ended.written
     assert "No space left on device" in ended.written
 
 

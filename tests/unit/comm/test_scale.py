@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, Volume
-from tests.harness.forked import run_in_forks
+from tests.harness.fork_runner import run_in_forks
 from tests.harness.tiers import deep
 
 GROUP, NUMEL = 8, 7_352_576  # ranks in a group; parameters of a model of 8 layers

@@ -16,7 +16,7 @@ from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
 from deepspeed_ext.strategy import STRATEGIES
 from tests.harness import training
-from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, config
+from tests.harness.config_sections import CPU, GGG, IIG, III, NIG, NVME, config
 from tests.harness.tiers import deep
 
 pytestmark = pytest.mark.quick

@@ -19,8 +19,8 @@ from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from tests.harness import logs, training
+from tests.harness.config_sections import CPU, IIG, OFFLOADING, config
 from tests.harness.logs import is_ours, logged
-from tests.harness.sections import CPU, IIG, OFFLOADING, config
 
 pytestmark = pytest.mark.quick
 

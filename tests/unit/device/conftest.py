@@ -18,6 +18,6 @@ def run_on_device() -> Iterator[Run]:
     """``run_on_device(case, ...)`` runs ``case(library, ...)`` on four ranks, which no other tests share."""
     if missing := building.missing():
         pytest.skip(f"needs {missing}")
-    library, pool = str(building.built()), RankPool()
+    library, pool = str(building.build_library()), RankPool()
     yield lambda case, *args: pool(4).run(case, library, *args)
     pool.close()

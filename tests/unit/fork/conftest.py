@@ -23,4 +23,4 @@ def archive() -> Path:
 @pytest.fixture(scope="session")
 def tree(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSpeed with the patches in git; the package is the one that is installed."""
-    return patched_tree.applied(tmp_path_factory.mktemp("patched") / "tree", with_package=False)
+    return patched_tree.apply_series(tmp_path_factory.mktemp("patched") / "tree", with_package=False)

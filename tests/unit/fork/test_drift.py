@@ -76,7 +76,7 @@ def test_each_difference_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     shutil.copy(ROOT / "deepspeed_ext" / "overrides.py", ours / "deepspeed_ext")
     known = package(tmp_path / "known", "deepspeed.zero", KNOWN)
     changed = package(tmp_path / "changed", "deepspeed.zero", CHANGED)
-    monkeypatch.setattr(drift, "known", lambda _: known)
+    monkeypatch.setattr(drift, "supported_deepspeed", lambda _: known)
     assert drift.main([str(known), str(changed)], False, None, ROWS, ours) == 1
     fitting, _, other = capsys.readouterr().out.partition("\n")
     assert ": 0 differences break something; 11" in fitting and "  breaks adapter: An optimizer of ours\n" in other
@@ -88,7 +88,7 @@ def test_each_difference_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 @pytest.mark.deep
 def test_drift_is_none_on_base(tmp_path: Path) -> None:
     """Each kind of use is collected: patches, Protocols with the classes that they describe, and imports."""
-    used = drift.uses(base := drift.known(tmp_path), ROOT, PATCHES, tmp_path)
+    used = drift.uses(base := drift.supported_deepspeed(tmp_path), ROOT, PATCHES, tmp_path)
     assert not drift.report("BASE", base, ROOT, used, tmp_path).differences
     targets = " ".join(use["target"] for use in used)
     assert len(used) > 600 and "deepspeed.runtime.compiler:lazy_disable" in targets

@@ -19,7 +19,7 @@ from scripts import ROOT
 from scripts.fork import patched_tree, series
 from scripts.fork.deepspeed_source import WORK, importable
 from tests.campaigns import bits
-from tests.harness.forked import run_in_forks
+from tests.harness.fork_runner import run_in_forks
 from tests.harness.tiers import deep
 
 HERE, FORK = sys.executable, "environment/bin/python"

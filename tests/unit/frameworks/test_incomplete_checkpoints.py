@@ -99,7 +99,7 @@ def test_a_limit_counts_complete_checkpoints(
 def test_accelerate_loads_the_newest_complete_state(tmp_path: Path) -> None:
     make(tmp_path / "checkpoints", [COMPLETE, COMPLETE, RUNNING], "checkpoint_")
     calls: list[Any] = []
-    files = SimpleNamespace(aside=None, finish=lambda: calls.append("finish"))
+    files = SimpleNamespace(async_saves=None, finish=lambda: calls.append("finish"))
     accelerator = SimpleNamespace(
         project_dir=str(tmp_path),
         project_configuration=SimpleNamespace(automatic_checkpoint_naming=True),

@@ -21,7 +21,7 @@ def case(ours: dict[str, Any], stock: dict[str, Any], folder: str) -> Row:
     expected, start = lightnings.train(stock, f"{folder}/stock")
     run, _ = lightnings.train(ours, f"{folder}/ours")
     resumed, _ = lightnings.train(ours, f"{folder}/ours", resume=True)
-    return tiny.compared(start, expected, run, resumed)
+    return tiny.compare_runs(start, expected, run, resumed)
 
 
 @pytest.mark.parametrize("strategy", ["IIG", *deep("ING", "NIG")])

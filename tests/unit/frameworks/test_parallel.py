@@ -10,7 +10,7 @@ import pytest
 
 from tests.harness.frameworks.comparison import Row, check, needs
 from tests.harness.frameworks.configurations import placed, plain, stock
-from tests.harness.installed import since
+from tests.harness.package_versions import since
 from tests.harness.tiers import deep
 
 pytestmark = needs("transformers", "accelerate")

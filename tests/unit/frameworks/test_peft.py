@@ -44,7 +44,11 @@ def case(ours: dict[str, Any], stock: dict[str, Any], checkpointing: bool) -> tu
     found, _ = loops.train(plain(ours), make, finish=look)
     base = torch.cat([torch.full((numel,), not trains) for numel, trains in sizes.values()])
     adapters = {name for name, (_, trains) in sizes.items() if trains}
-    return tiny.compared(start, expected, found), torch.equal(found.weights[base], start[base]), trained == adapters
+    return (
+        tiny.compare_runs(start, expected, found),
+        torch.equal(found.weights[base], start[base]),
+        trained == adapters,
+    )
 
 
 @pytest.mark.parametrize("strategy, more", [("ING", ON_HOST), *deep(("NIG", {}), *SHARDED)])

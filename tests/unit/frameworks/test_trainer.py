@@ -108,7 +108,7 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
     from tests.harness import training
     from tests.harness.frameworks import tiny
 
-    complete, returned = Snapshot.complete, threading.Semaphore(0)
+    complete, returned = Snapshot.complete_copies, threading.Semaphore(0)
     begun: list[int] = []
     finishing: list[bool] = []  # whether the end of the training waits for saves
 
@@ -121,14 +121,14 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
 
     weights, zero = [], placed("NIG")
     more = {"save_total_limit": 1, "deepspeed": {**for_trainer(zero), "checkpoint": {"async_save": True}}}
-    with mock.patch.object(Snapshot, "complete", lambda self: returned.acquire() and complete(self)):
+    with mock.patch.object(Snapshot, "complete_copies", lambda self: returned.acquire() and complete(self)):
         for resumes in (False, True):
             trainer = make(folder, "model", more, zero)
             trainer.add_callback(Watch)
             trainer.train(resume_from_checkpoint=resumes)
             weights.append(training.whole_weights(trainer.model))
             finishing.append(finish_saves() in map(type, trainer.callback_handler.callbacks))
-            tiny.ended(trainer.deepspeed, trainer.micro_losses)
+            tiny.final_state(trainer.deepspeed, trainer.micro_losses)
             if dist.get_rank() == 0 and not resumes:
                 Path(folder, "checkpoint-2", "latest").unlink()
             dist.barrier()
@@ -177,6 +177,6 @@ def export_case(folder: str) -> list[bool]:
     trainer.add_callback(ExportWeights(trainer, f"{folder}/exports", steps=1))
     trainer.train()
     weights = training.whole_weights(trainer.model)
-    tiny.ended(trainer.deepspeed, trainer.micro_losses)
+    tiny.final_state(trainer.deepspeed, trainer.micro_losses)
     read = [AutoModelForCausalLM.from_pretrained(f"{folder}/exports/{step}") for step in (1, 2)]
     return [torch.equal(weights, training.whole_weights(model)) for model in read]

@@ -11,7 +11,7 @@ import pytest
 
 from scripts import ROOT
 from tests.harness import recordings
-from tests.harness.installed import since
+from tests.harness.package_versions import since
 from tests.harness.recordings import Recording, lines_in
 
 FILE = "deepspeed_ext/zero/norms.py"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.forked import run_in_forks
+from tests.harness.fork_runner import run_in_forks
 from tests.harness.tiers import deep
 
 CHECK = """

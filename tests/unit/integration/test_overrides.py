@@ -61,7 +61,7 @@ def test_what_fits_and_what_does_not(case: str) -> None:
     own = {name: one for name, one in namespace.items() if name in {*vars(Parent), "nowhere"}}
     Parent.__module__ = "deepspeed.somewhere"
     ours = type("Ours", (Parent,), {**own, "__module__": "deepspeed_ext.zero.somewhere"})
-    found = "; ".join(overrides.problems(overrides.checked(ours)))
+    found = "; ".join(overrides.override_problems(overrides.check_overrides(ours)))
     assert expected in found and bool(expected) == bool(found), found
 
 
@@ -69,10 +69,10 @@ def test_what_fits_and_what_does_not(case: str) -> None:
 def test_replaced_attributes_are_restored(target: Any) -> None:
     names = [name for name in ("plain", "static", "public", "imported") if hasattr(target, name)]
     before = dict(vars(target))
-    with pytest.raises(KeyError), overrides.replaced(target, **dict.fromkeys(names, 1)):
+    with pytest.raises(KeyError), overrides.replace_attributes(target, **dict.fromkeys(names, 1)):
         assert [getattr(target, name) for name in names] == [1] * len(names)
         raise KeyError
-    with pytest.raises(AttributeError), overrides.replaced(target, **{names[0]: 1, "misspelled": 1}):
+    with pytest.raises(AttributeError), overrides.replace_attributes(target, **{names[0]: 1, "misspelled": 1}):
         pass
     assert dict(vars(target)) == before
 

@@ -7,7 +7,7 @@ import pkgutil
 import pytest
 
 from deepspeed_ext.integration import fork, patches, symbols
-from tests.harness.forked import run_in_forks
+from tests.harness.fork_runner import run_in_forks
 
 pytestmark = pytest.mark.skipif(fork.version() is not None, reason="a fork has hooks, and nothing is patched")
 

@@ -22,8 +22,8 @@ from deepspeed_ext.leaf import modules
 from deepspeed_ext.leaf.modules import LeafKind, Settings, choose, default_budget, set_leaves
 from deepspeed_ext.leaf.setup import LiveLimits, choice_table, hooks, predicted_live
 from tests.harness import mixtures, training
-from tests.harness.installed import since
 from tests.harness.logs import is_ours, logged
+from tests.harness.package_versions import since
 from tests.harness.snapshots import error_of
 
 LIVE = 10**9

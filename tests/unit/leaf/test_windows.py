@@ -21,8 +21,8 @@ from deepspeed_ext.leaf.setup import LiveLimits, _least_bytes, predicted_live, s
 from deepspeed_ext.leaf.windows import windowed_modules
 from tests.harness import mixtures, training
 from tests.harness.architectures import LATENT, SMALL, WITHOUT_HEADS
-from tests.harness.installed import since
 from tests.harness.mixtures import WINDOWS, job_of
+from tests.harness.package_versions import since
 from tests.harness.tiers import deep
 from tests.harness.training import check
 

@@ -39,7 +39,7 @@ def in_child(act: Callable[[], None]) -> int:
 
 
 def killed_while_it_builds(folder: Path) -> None:
-    with op_builder.built_once(folder, "it"):
+    with op_builder.build_once(folder, "it"):
         (folder / "lock").touch()  # as torch does
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,7 +96,7 @@ def waits(folder: Path, told: list[str], done: Callable[[], None]) -> str:
     together = threading.Barrier(2, timeout=20)
 
     def build() -> None:
-        with op_builder.built_once(folder, "it"):
+        with op_builder.build_once(folder, "it"):
             together.wait()
 
     waiters = [threading.Thread(target=build, daemon=True) for _ in range(2)]
@@ -140,7 +140,7 @@ def no_flock(*_: Any) -> None:
 
 @pytest.mark.usefixtures("blocking")
 def test_lock_of_a_building_process_is_waited_for(tmp_path: Path, told: list[str]) -> None:
-    builder = op_builder.built_once(tmp_path, "it")
+    builder = op_builder.build_once(tmp_path, "it")
     builder.__enter__()
     (tmp_path / "lock").touch()
 
@@ -160,7 +160,7 @@ def test_file_locked_by_torch_does_not_block(tmp_path: Path, told: list[str], mo
         patch.setattr(op_builder, "_boot_id", lambda: "another")
         assert in_child(lambda: built(tmp_path)) == 0
     assert in_child(lambda: built(tmp_path)) == 0
-    with op_builder.built_once(tmp_path, "it"):
+    with op_builder.build_once(tmp_path, "it"):
         assert lock.exists()
     assert not told
 
@@ -168,5 +168,5 @@ def test_file_locked_by_torch_does_not_block(tmp_path: Path, told: list[str], mo
 def built(folder: Path) -> None:
     """Build, and end; a waiting build does not end."""
     threading.Timer(10, lambda: os._exit(1)).start()
-    with op_builder.built_once(folder, "it"):
+    with op_builder.build_once(folder, "it"):
         os._exit(0)

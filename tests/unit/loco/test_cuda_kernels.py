@@ -39,7 +39,7 @@ def test_cuda_kernels_use_no_local_memory(tmp_path: Path, source: str, capabilit
     assert any(argument.endswith(f"code=sm_{capability.replace('.', '')}") for argument in arguments), arguments
     assert "-fmad=false" in arguments and "--use_fast_math" not in arguments
     built = tmp_path / "cuda.o"
-    kernels, output = nvcc.compiled(source, [capability], built, "-fatbin" if capability == "8.0" else "-c")
+    kernels, output = nvcc.compile_source(source, [capability], built, "-fatbin" if capability == "8.0" else "-c")
     assert "warning" not in output, output
     assert built.stat().st_size
     assert len(kernels) == {"loco_cuda.cu": 24, "difference_cuda.cu": 12, "lossless_cuda.cu": 3}[source]

@@ -242,6 +242,37 @@ def test_with_gpu_but_no_nvcc_warning_names_missing_package(tmp_path: Any, monke
     assert not list(tmp_path.rglob("lock"))
 
 
+def test_on_rocm_the_reference_runs_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for_cpu = frozenset({"CPU"})  # loaded by another test
+    for owner, name, value in (
+        (torch.version, "hip", "6.4.43482"),
+        (ops, "_loaded", False),
+        (ops, "_failed", []),
+        (ops, "_kernels", lambda loaded: for_cpu),
+        (ops, "any_rank", lambda condition, group: condition),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    ops._warn_of_rocm.cache_clear()
+    with pytest.warns(UserWarning, match=r"no kernels for ROCm.*plain PyTorch") as warned:
+        ops.require_kernels("cuda", None, "zeropp_loco_param")
+        assert not ops.load_kernels() and not ops.lacks_kernels("cuda")
+    assert len(warned) == 1
+    packing, gradient = Packing(4, 128), torch.randn(1, 300)
+    wire = packing.empty(1, 300, gradient)
+    ops.compress(gradient, wire, packing)
+    expected = packing.empty(1, 300, gradient)
+    reference.compress(gradient, expected, None, None, 4, 128, 0.0, 1.0, False)
+    assert torch.equal(wire, expected)
+
+
+def test_a_build_ahead_of_time_on_rocm_says_to_omit_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed_ext.op_builder import LocoBuilder
+
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    with pytest.raises(RuntimeError, match=r"no kernels for ROCm.*without DS_BUILD_LOCO"):
+        LocoBuilder().builder()
+
+
 def test_kernels_use_deepspeed_flags_except_debug_symbols() -> None:
     from deepspeed_ext.op_builder import LocoBuilder
 

@@ -347,7 +347,7 @@ def offloaded_case(folder: str) -> tuple[str, bool]:
 
 def test_loads_warn_about_missing_and_unused_errors(ranks: Any, tmp_path: Any) -> None:
     warnings, *other_ranks = ranks(4).run(halves_case, str(tmp_path))
-    assert warnings == [["errors of sums start at zero"], ["errors of sums were saved, and are not taken"], []]
+    assert warnings == [["errors of sums start at zero"], ["errors of sums were saved, but are not loaded"], []]
     assert all(lines == [[], [], []] for lines in other_ranks)
 
 

@@ -15,7 +15,7 @@ from deepspeed_ext.planner.costs import PLAIN, predict, predict_plain, predict_p
 from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from tests.harness.step_simulator import simulated
+from tests.harness.step_simulator import simulate_step
 
 pytestmark = pytest.mark.quick
 
@@ -162,7 +162,7 @@ def test_the_closed_form_is_near_a_simulation() -> None:
     errors = []
     for seed in range(CASES):
         step = drawn(Random(seed))
-        found, expected = step.seconds(), simulated(step)
+        found, expected = step.seconds(), simulate_step(step)
         assert step.busy() == pytest.approx(expected.busy)
         assert found["compute"] == pytest.approx(expected.exposed["compute"])
         assert all(0 <= seconds <= step.busy()[part] * (1 + 1e-9) for part, seconds in found.items()), seed

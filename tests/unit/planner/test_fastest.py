@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES
-from tests.harness.half_frozen import make_engine
+from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
 
 # Between groups a tenth of what is within, and no latencies.

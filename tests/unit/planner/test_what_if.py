@@ -20,14 +20,14 @@ BYTES = 4 * 8_400_000
 
 def recorded(name: str = "NIG") -> Recorded:
     """Return what is read of a report in which this runs."""
-    report = reports.report() | {KEY: reports.described(name).as_dict()}
+    report = reports.report() | {KEY: reports.planner_inputs(name).as_dict()}
     return Recorded.of(json.loads(json.dumps(report, allow_nan=False)))
 
 
 def test_a_report_keeps_all_that_the_planner_needs() -> None:
-    assert recorded() == Recorded(reports.described(), step=0.5, update=0.03, other=0.02)
+    assert recorded() == Recorded(reports.planner_inputs(), step=0.5, update=0.03, other=0.02)
     # Of one group, between whose ranks a rate is infinite.
-    assert Recorded.of(reports.report(ranks=2)).described == reports.described(ranks=2)
+    assert Recorded.of(reports.report(ranks=2)).described == reports.planner_inputs(ranks=2)
 
 
 def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedPara
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.report.reporter import report_on
 from tests.harness import pipelines, stream_cases
-from tests.harness.reported import AFTER, STEPS, links_given
+from tests.harness.recorded_trainings import AFTER, STEPS, links_given
 from tests.harness.tiers import deep
 from tests.harness.training import Job, placed, train
 

@@ -142,7 +142,7 @@ def test_bytes_between_nodes_are_counted_and_limited(start: Start) -> None:
     process = start(TRANSFERS, "--launcher", "none", "--rate", str(MBIT))
     out, err = process.communicate(timeout=280)
     assert process.returncode == 0, err
-    (sender,) = [json.loads(found) for found in re.findall(r'({"between".*"within".*})', out)]
+    (sender,) = [json.loads(results) for results in re.findall(r'({"between".*"within".*})', out)]
     assert PAYLOAD < sender["between"][1] < 1.02 * PAYLOAD and sender["within"][1] < 2000
     assert sender["between"][0] > (PAYLOAD - BURST) * 8 / (MBIT * 1e6)
     (from_0, to_0), (from_1, to_1) = (map(int, row) for row in re.findall(r"node \d: (\d+) sent, (\d+) received", out))
@@ -162,7 +162,9 @@ def test_bytes_between_nodes_are_counted_and_limited(start: Start) -> None:
         ),
     ],
 )
-def test_nothing_is_left(start: Start, tmp_path: Path, how: str, number: int | None, status: int) -> None:
+def test_the_cluster_leaves_no_process_or_namespace(
+    start: Start, tmp_path: Path, how: str, number: int | None, status: int
+) -> None:
     process = start(LIFE, "--launcher", "none", "--ranks-per-node", "1", arguments=(str(tmp_path), how))
     pids = started(tmp_path)
     if number is not None:

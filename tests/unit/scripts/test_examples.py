@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import examples
 from tests.harness.frameworks.comparison import needs
-from tests.harness.installed import since
+from tests.harness.package_versions import since
 
 # What rank 0 logs, what losses begin with, and the packages that they need.
 EXAMPLES = {
@@ -38,9 +38,9 @@ SINCE = {"autoep.py": [since(transformers="5.23")], "packed_experts.py": [since(
 )
 def test_an_example_trains_under_its_strategy(ranks: Any, example: str) -> None:
     logged, first, _ = EXAMPLES[example]
-    (lines, _), *_ = found = ranks(4).run(examples.run, example)
+    (lines, _), *_ = results = ranks(4).run(examples.run, example)
     for words in (*logged, "over 4 data-parallel ranks in 2 group(s) of 2"):
         assert any(words in line for line in lines), (words, lines)
-    for number, (_, printed) in enumerate(found):
+    for number, (_, printed) in enumerate(results):
         (loss,) = re.findall(rf"rank {number}: last loss (\d\.\d+)", printed)
         assert float(loss) < 0.9 * first, printed

@@ -15,11 +15,11 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
-from deepspeed_ext.overrides import _function, overridden
+from deepspeed_ext.overrides import _function, list_overrides
 from deepspeed_ext.strategy import STRATEGIES
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
-from tests.harness.half_frozen import make_engine
+from tests.harness.frozen_models import make_engine
 from tests.harness.logs import is_ours, logged
 
 CPU = {"device": "cpu"}
@@ -276,7 +276,7 @@ def replaced_case(name: str) -> None:
     cls = Stage12Optimizer if name == "NIG" else Stage3Optimizer
     parent, method = next(
         (parent, method)
-        for parent, method, member in overridden(cls)
+        for parent, method, member in list_overrides(cls)
         if callable(member) and "__class__" not in _function(member).__code__.co_freevars
     )
 

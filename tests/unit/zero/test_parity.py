@@ -15,7 +15,7 @@ import torch
 
 from deepspeed_ext.comm import collectives
 from tests.harness import networks, parity_table, training
-from tests.harness.covering import Row
+from tests.harness.combinations import Row
 from tests.harness.parity_table import STRATEGIES, TABLES
 from tests.harness.training import SMALL, Difference, Job, placed
 
@@ -32,7 +32,7 @@ def rows(tier: str) -> Iterator[Any]:
 def test_parity(ranks: Any, kind: str, name: str, strategies: tuple[str, ...]) -> None:
     """Strategies match stock with the options of a row."""
     row = parity_table.named_row(kind, name)
-    world = parity_table.merged(kind, row)["world"]
+    world = parity_table.merge_changes(kind, row)["world"]
     training.check(ranks(world).run(compared, kind, row, strategies)[0], **parity_table.bounds(row))
 
 
@@ -57,7 +57,7 @@ def job_of(kind: str, row: Row) -> Job:
 
 def compared(kind: str, row: Row, strategies: Sequence[str]) -> list[Difference]:
     """Train stock and strategies with a row's options, and return the differences."""
-    table, settings = parity_table.TABLES[kind], parity_table.merged(kind, row)
+    table, settings = parity_table.TABLES[kind], parity_table.merge_changes(kind, row)
     with nan_until_written() if "nan" in settings else contextlib.nullcontext():
         stage = {"stage": parity_table.stock_stage(row)}
         oracle = training.train(job_of(kind, parity_table.stock_row(kind, row)), stage)

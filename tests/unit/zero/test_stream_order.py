@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from tests.harness import stream_cases
-from tests.harness.left_out_waits import sites
+from tests.harness.missing_wait_mutations import sites
 from tests.harness.stream_order import device_with_streams
 from tests.harness.tiers import deep
 
-# By call (see ``left_out_waits.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that detect its absence,
+# By call (see ``missing_wait_mutations.sites``): the strategy and the set of ``stream_cases.OPTIONS`` that detect its absence,
 # and the index of the first training in ``TRAININGS`` that does, if it is not 0.
 FOUND: dict[str, tuple[Any, ...]] = {
     "comm/transfer_queue.py:StreamEvent.__init__:record": ("IIG", "plain"),
@@ -114,13 +114,13 @@ OF_HOST = {
 # By call: why no case can detect its absence.
 UNFOUND = {
     "checkpoint/snapshots.py:Pace.pause:wait": _WRITER,
-    "checkpoint/snapshots.py:Snapshot.give_up:synchronize": _WRITER,
+    "checkpoint/snapshots.py:Snapshot.discard:synchronize": _WRITER,
     "checkpoint/snapshots.py:Snapshot._copy_on_stream:wait_stream": _ASIDE,
-    "checkpoint/snapshots.py:Snapshot.complete:synchronize": _WRITER,
-    "checkpoint/snapshots.py:Snapshot.seal:record": _ASIDE,
-    "checkpoint/snapshots.py:Snapshot.settle:wait": _WRITER,
-    "checkpoint/snapshots.py:Snapshot.settle:wait_event": _ASIDE,
-    "checkpoint/snapshots.py:Snapshot.take:wait_stream": _ASIDE,
+    "checkpoint/snapshots.py:Snapshot.complete_copies:synchronize": _WRITER,
+    "checkpoint/snapshots.py:Snapshot.start_device_copies:record": _ASIDE,
+    "checkpoint/snapshots.py:Snapshot.wait_for_copies:wait": _WRITER,
+    "checkpoint/snapshots.py:Snapshot.wait_for_copies:wait_event": _ASIDE,
+    "checkpoint/snapshots.py:Snapshot.copy_content:wait_stream": _ASIDE,
     "zero/sharded/gradients.py:ShardedGradients.end_backward:drain 2": _BEFORE_OTHERS,
     "comm/worker_thread.py:complete_before_exit:synchronize": _ENDS,
     "comm/transfer_queue.py:StreamEvent.synchronize:synchronize": _ENDS,

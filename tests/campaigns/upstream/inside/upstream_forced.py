@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every configuration of ZeRO that has none of our keys the strategy that stands for its stage.
+"""Gives every configuration of ZeRO that has none of our keys the strategy that corresponds to its stage.
 
 ``autoload`` is an entry point of ``torch.backends``, as the package's own: it runs in every process that imports
 torch, be it started by pytest, a fork server, ``spawn`` or a launcher, on both sides. Forcing wraps rows of the
@@ -101,13 +101,13 @@ def _noting(make: Callable[..., Any]) -> Callable[..., Any]:
     notes = json.loads(os.environ[FORCED])["notes"]
 
     def replacement(configure: Callable[..., Any]) -> Callable[..., Any]:
-        made = make(configure)
+        created = make(configure)
 
         @functools.wraps(configure)
         def _configure_zero_optimizer(self: Any, optimizer: Any) -> Any:
             from deepspeed_ext.config.section import active_strategy
 
-            configured = made(self, optimizer)
+            configured = created(self, optimizer)
             strategy = active_strategy(self._config)
             if strategy is not None:
                 with open(notes, "a", encoding="utf-8") as file:

@@ -1,8 +1,9 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin of pytest that runs the tests it is told to and writes down what each came to, a line of JSON each.
+"""A plugin of pytest that runs the given tests and records the outcome of each, a line of JSON each.
 
-A line is there when a test starts, and one when it has ended: of a process that dies or hangs, what it did is known.
+A line is there when a test starts, and one when it has ended: so the last test of a process that dies or hangs is
+    known.
 """
 
 import importlib.util
@@ -37,7 +38,7 @@ def _notes() -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Fork ranks from a process that has imported what they need."""
+    """Fork ranks from a process that has imported their modules."""
     multiprocessing.set_forkserver_preload(_PRELOAD)
 
 
@@ -55,9 +56,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Write down where DeepSpeed comes from, and which tests there are."""
-    found = importlib.util.find_spec("deepspeed")
-    place = None if found is None else found.origin
-    _write({"deepspeed": place, "collected": [item.nodeid for item in session.items]})
+    results = importlib.util.find_spec("deepspeed")
+    location = None if results is None else results.origin
+    _write({"deepspeed": location, "collected": [item.nodeid for item in session.items]})
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -14,18 +14,18 @@ from deepspeed import comm as dist
 from deepspeed.utils import log_dist
 
 from deepspeed_ext.checkpoint.commit import Commit
-from deepspeed_ext.checkpoint.experts import model_key
-from deepspeed_ext.checkpoint.exporting import finish_last
+from deepspeed_ext.checkpoint.experts import model_hash
+from deepspeed_ext.checkpoint.export import finish_last_export
 from deepspeed_ext.checkpoint.files import inspect
 from deepspeed_ext.checkpoint.folder import LATEST, LATEST_UNIVERSAL, CheckpointError, CheckpointFolder
-from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age, run_of
-from deepspeed_ext.checkpoint.owned import sync
+from deepspeed_ext.checkpoint.memory_folder import RUN, Identity, MemoryFolder, Part, age_text, read_run
+from deepspeed_ext.checkpoint.owned_folder import sync
 from deepspeed_ext.comm.agreement import WORLD, all_gather_texts, any_rank, broadcast_text, run_on_all_or_raise
 from deepspeed_ext.deepspeed_types import Engine
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FileLocation:
     """Location of a file: the rank that wrote it, the first rank that can read it, and the folder there."""
 
     writer: int
@@ -33,7 +33,7 @@ class _Place:
     folder: str
 
 
-def bring_back(engine: Engine, load_dir: str) -> None:
+def restore_from_memory(engine: Engine, load_dir: str) -> None:
     """Write the newest save in memory into ``load_dir``, if it is newer than the checkpoint that ``latest`` names.
 
     Collective over all ranks. Without any memory folder, it takes only a few small collectives.
@@ -41,85 +41,87 @@ def bring_back(engine: Engine, load_dir: str) -> None:
     Raises:
         CheckpointError: on all ranks; it could not be written. Existing files are untouched.
     """
-    run = _of_rank(0, lambda: run_of(load_dir), f"{Path(load_dir, RUN)} cannot be read")
+    run = _broadcast_result(0, lambda: read_run(load_dir), f"{Path(load_dir, RUN)} cannot be read")
     folder = MemoryFolder(engine._config, load_dir, run)
-    others = folder.others(same=True) if dist.get_rank() == 0 else []
+    others = folder.describe_others(same=True) if dist.get_rank() == 0 else []
     if others:
-        _warn(f"saves in memory of another run in {load_dir} are left alone: {'; '.join(others)}.")
-    doing = f"{folder.path} cannot be read"
-    parts = run_on_all_or_raise(lambda: folder.parts() if run else [], doing, CheckpointError)
+        _warn(f"ignoring the saves in memory of another run in {load_dir}: {'; '.join(others)}.")
+    action = f"{folder.path} cannot be read"
+    parts = run_on_all_or_raise(lambda: folder.read_parts() if run else [], action, CheckpointError)
     if not any_rank(bool(parts)):
         return
-    disk = json.loads(_of_rank(0, lambda: json.dumps(_disk(load_dir)), f"{load_dir} cannot be read"))
-    location = run_on_all_or_raise(lambda: folder.place if parts else "", doing, CheckpointError)
+    disk = json.loads(_broadcast_result(0, lambda: json.dumps(_read_disk(load_dir)), f"{load_dir} cannot be read"))
+    location = run_on_all_or_raise(lambda: folder.location if parts else "", action, CheckpointError)
     locations = all_gather_texts(location)
     first = bool(parts) and locations.index(location) == dist.get_rank()
     texts = all_gather_texts(json.dumps([part.to_json() for part in parts] if first else []))
-    saves = _gathered([[Part.from_json(part) for part in json.loads(text)] for text in texts])
+    saves = _locate_files([[Part.from_json(part) for part in json.loads(text)] for text in texts])
     newer = sorted((save for save in saves if save.step > disk["step"]), key=lambda save: (-save.step, -save.time))
-    newest = _newest_whole(engine, load_dir, {save: saves[save] for save in newer}, disk)
+    newest = _newest_complete(engine, load_dir, {save: saves[save] for save in newer}, disk)
     on_disk = f"of step {disk['step']}" if disk["step"] >= 0 else "none"
     if newest is not None:
         _warn(
-            f"{newest.tag} is resumed from a save in memory, of step {newest.step}, {age(newest.time)} old, in "
-            f"{folder.path}; the last one on disk is {on_disk}."
+            f"resuming {newest.tag} from a save in memory of step {newest.step}, {age_text(newest.time)} old, in "
+            f"{folder.path}; the last checkpoint on disk is {on_disk}."
         )
         _write(engine, load_dir, folder, newest, saves[newest], locations)
     elif newer:
-        _warn(f"no save in memory can be loaded from {load_dir}; the last one on disk is {on_disk}.")
+        _warn(f"no save in memory of {load_dir} can be loaded; the last checkpoint on disk is {on_disk}.")
 
 
-def _newest_whole(
-    engine: Engine, load_dir: str, saves: Mapping[Identity, Mapping[str, _Place]], disk: Mapping[str, Any]
+def _newest_complete(
+    engine: Engine, load_dir: str, saves: Mapping[Identity, Mapping[str, _FileLocation]], disk: Mapping[str, Any]
 ) -> Identity | None:
     """Return the first complete save that continues the checkpoint on disk; warn of skipped ones. Collective.
 
     Args:
         saves: the newest first, each with its files.
-        disk: from ``_disk``.
+        disk: from ``_read_disk``.
     """
-    model = model_key(engine)
+    model = model_hash(engine)
     for save, files in saves.items():
-        why = _misfit(save, model, disk["latest"])
+        reason = _mismatch(save, model, disk["latest"])
         if engine.load_universal_checkpoint() and disk["universal"]:
-            why = f"{LATEST_UNIVERSAL} takes precedence"
-        if why:
-            _warn(f"the save in memory of {save.tag} is left alone by this load from {load_dir}: {why}.")
+            reason = f"{LATEST_UNIVERSAL} takes precedence"
+        if reason:
+            _warn(f"this load from {load_dir} ignores the save in memory of {save.tag}: {reason}.")
         elif len(files) == save.files:
             return save
         else:
             _warn(
-                f"of the save in memory of {save.tag} {save.files - len(files)} of {save.files} files are missing, "
-                f"since nodes with all their copies are gone, or it was never completed."
+                f"the save in memory of {save.tag} lacks {save.files - len(files)} of {save.files} files: nodes with "
+                f"all their copies were lost, or the save was not completed."
             )
     return None
 
 
-def _of_rank(rank: int, act: Callable[[], str], doing: str) -> str:
+def _broadcast_result(rank: int, act: Callable[[], str], action: str) -> str:
     """Return the result of ``act`` on one rank to all ranks, or raise on all. Collective.
 
     Raises:
         CheckpointError: ``act`` failed.
     """
-    text = run_on_all_or_raise(lambda: act() if dist.get_rank() == rank else "", doing, CheckpointError)
+    text = run_on_all_or_raise(lambda: act() if dist.get_rank() == rank else "", action, CheckpointError)
     return broadcast_text(text, rank)
 
 
-def _misfit(save: Identity, model: str, latest: str) -> str:
+def _mismatch(save: Identity, model: str, latest: str) -> str:
     """Return why a save in memory does not continue the checkpoint on disk; empty if it does."""
     if save.model != model:
-        return "it is of another model"
+        return "it belongs to another model"
     if save.latest != latest:
-        return f"when it was made, {LATEST} named {save.latest or 'nothing'}, and now {latest or 'nothing'}"
+        return (
+            f"{LATEST} named {save.latest or 'nothing'} at the time of the save, and names {latest or 'nothing'} now"
+        )
     return ""
 
 
-def _disk(load_dir: str) -> dict[str, Any]:
+def _read_disk(load_dir: str) -> dict[str, Any]:
     """Return the tag in a folder's file ``latest``, and the checkpoint's step; -1 if there is none."""
     latest, step = "", -1
     try:
         latest = Path(load_dir, LATEST).read_text().strip()
-        saved = Path(load_dir, CheckpointFolder(load_dir, latest).present_tag())
+        saved = Path(load_dir, CheckpointFolder(load_dir, latest).actual_tag())
         models = (path for path in sorted(saved.glob("*mp_rank_*_model_states.pt")) if "layer_" not in path.name)
         step = int(inspect(next(models))["global_steps"])
     except Exception as error:
@@ -128,37 +130,43 @@ def _disk(load_dir: str) -> dict[str, Any]:
     return {"latest": latest, "step": step, "universal": Path(load_dir, LATEST_UNIVERSAL).is_file()}
 
 
-def _gathered(parts: list[list[Part]]) -> dict[Identity, dict[str, _Place]]:
+def _locate_files(parts: list[list[Part]]) -> dict[Identity, dict[str, _FileLocation]]:
     """Return the location of each file of each save. If several ranks wrote a file, the lowest rank's is chosen.
 
     Args:
         parts: for each rank, its node's parts; empty except for the first rank of each node.
     """
-    saves: dict[Identity, dict[str, _Place]] = {}
+    saves: dict[Identity, dict[str, _FileLocation]] = {}
     for rank, node_parts in enumerate(parts):
         for part in node_parts:
             files = saves.setdefault(part.save, {})
             for name, writer in part.files.items():
-                location = _Place(writer, rank, part.folder)
+                location = _FileLocation(writer, rank, part.folder)
                 if name not in files or writer < files[name].writer:
                     files[name] = location
     return saves
 
 
 def _write(
-    engine: Engine, load_dir: str, folder: MemoryFolder, save: Identity, files: Mapping[str, _Place], places: list[str]
+    engine: Engine,
+    load_dir: str,
+    folder: MemoryFolder,
+    save: Identity,
+    files: Mapping[str, _FileLocation],
+    locations: list[str],
 ) -> None:
     """Write a save into ``load_dir``, each file once, as ``engine.save_checkpoint`` would have. Collective."""
-    finish_last(engine)
+    finish_last_export(engine)
     target = CheckpointFolder(load_dir, save.tag)
     commit = Commit(target, dist.get_rank() == 0, True, True, engine._config)
     commit.prepare(WORLD)
     written, error = 0, None
     try:
         for number, (name, location) in enumerate(sorted(files.items())):
-            readers = [rank for rank, other in enumerate(places) if other == places[location.first]]
+            # Each file is copied by one of the ranks that can read it; files take turns among these ranks.
+            readers = [rank for rank, other in enumerate(locations) if other == locations[location.first]]
             if readers[number % len(readers)] == dist.get_rank():
-                _copy(folder.path / location.folder / name, Path(target.staged(str(target.path / name))))
+                _copy(folder.path / location.folder / name, Path(target.staging_path(str(target.path / name))))
                 written += 1
     except Exception as failure:  # raised by the commit, because the other ranks wait there
         error = CheckpointError(f"the save in memory of {save.tag} could not be written to {load_dir}: {failure}")

@@ -22,16 +22,16 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed_ext.checkpoint.files import CheckpointFiles
 from deepspeed_ext.checkpoint.folder import CheckpointError, CheckpointFolder
 from deepspeed_ext.checkpoint.host_writer import HostWriter
-from deepspeed_ext.checkpoint.owned import new_token, sync
+from deepspeed_ext.checkpoint.owned_folder import new_token, sync
 from deepspeed_ext.checkpoint.weights import (
     INDEX,
     NAMES,
     TensorFile,
-    divide,
-    gathered,
-    index_of,
-    interleaved,
-    weights_of,
+    divide_into_files,
+    exported_weights,
+    gather_weights,
+    index_text,
+    interleave_units,
 )
 from deepspeed_ext.comm.agreement import (
     broadcast_text,
@@ -43,10 +43,10 @@ from deepspeed_ext.comm.agreement import (
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.zero.outer import outer_weights
 
-_LARGEST_FILE = 5 * 10**9  # bytes, as transformers has it
+_MAX_FILE_BYTES = 5 * 10**9  # bytes, as transformers has it
 _HOST_BYTES = 256 * 2**20
-_DOING = "the weights could not be exported"
-_under_way: "weakref.WeakKeyDictionary[Engine, Export]" = weakref.WeakKeyDictionary()
+_ACTION = "the weights could not be exported"
+_pending_exports: "weakref.WeakKeyDictionary[Engine, Export]" = weakref.WeakKeyDictionary()
 
 
 class Export:
@@ -54,14 +54,15 @@ class Export:
 
     Args:
         folder: the folder to publish.
-        files: all files; not kept, because they refer to the engine, whose entry in ``_under_way`` keeps this export.
+        files: all files; not kept, because they refer to the engine, whose entry in ``_pending_exports`` keeps this
+            export.
         writer: this rank's writer.
     """
 
     def __init__(self, folder: CheckpointFolder, files: Sequence[TensorFile], writer: HostWriter) -> None:
         self._folder, self._writer = folder, writer
-        self._names, self._index = [file.name for file in files], index_of(files)
-        self._waited = False
+        self._names, self._index = [file.name for file in files], index_text(files)
+        self._finished = False
 
     @property
     def done(self) -> bool:
@@ -74,16 +75,16 @@ class Export:
         Raises:
             CheckpointError: on all ranks, if one of them could not write. The folder's previous content is untouched.
         """
-        if self._waited:
+        if self._finished:
             return
         wait_for_all_ranks(self._writer.join)
-        self._waited = True
+        self._finished = True
         first = dist.get_rank() == 0
         try:
             raise_together(self._writer.error, CheckpointError)
-            run_on_all_or_raise(lambda: self._publish() if first else None, _DOING, CheckpointError)
+            run_on_all_or_raise(lambda: self._publish() if first else None, _ACTION, CheckpointError)
         except CheckpointError:
-            run_on_all_or_raise(lambda: self._folder.revert() if first else None, _DOING, CheckpointError)
+            run_on_all_or_raise(lambda: self._folder.revert() if first else None, _ACTION, CheckpointError)
             raise
         except BaseException:  # ranks can no longer communicate
             if first:
@@ -96,8 +97,8 @@ class Export:
         missing = [name for name in self._names if not (self._folder.staging / name).exists()]
         if missing:
             raise CheckpointError(
-                f"rank 0 does not see {missing[0]} in {self._folder.staging}, which another rank has written: the "
-                f"folder must be on a file system that all ranks share, or writers must be 1."
+                f"rank 0 does not see {missing[0]} in {self._folder.staging}, which another rank has written. Export "
+                f"to a file system that all ranks share, or set writers to 1."
             )
         if len(self._names) > 1:
             index = self._folder.staging / INDEX
@@ -112,7 +113,7 @@ def export_weights(
     *,
     dtype: torch.dtype | None = None,
     exclude_frozen_parameters: bool = False,
-    max_shard_bytes: int = _LARGEST_FILE,
+    max_shard_bytes: int = _MAX_FILE_BYTES,
     writers: int | None = None,
     host_bytes: int | None = None,
     asynchronous: bool = False,
@@ -144,48 +145,48 @@ def export_weights(
     Raises:
         CheckpointError: on all ranks, if one of them could not write, in this export, or in the last export or save,
             if it was never waited for. The folder's previous content is untouched.
-        NotImplementedError: the full model cannot be assembled; see ``weights_of``.
+        NotImplementedError: the full model cannot be assembled; see ``exported_weights``.
         RuntimeError: parameters are offloaded.
         ValueError: an argument is out of range.
     """
-    finish_last(engine)
+    finish_last_export(engine)
     if isinstance(engine.checkpoint_engine, CheckpointFiles):
         engine.checkpoint_engine.finish()  # a running save may have renamed a folder that ``prepare`` would restore
     path = Path(os.path.abspath(folder))
-    asked = f"{path}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
-    asked = f"{asked}, max_shard_bytes={max_shard_bytes}, writers={writers}, asynchronous={asynchronous}"
-    require_same("what an export is asked for", asked, CheckpointError)
+    arguments = f"{path}, dtype={dtype}, exclude_frozen_parameters={exclude_frozen_parameters}"
+    arguments = f"{arguments}, max_shard_bytes={max_shard_bytes}, writers={writers}, asynchronous={asynchronous}"
+    require_same("the arguments of an export", arguments, CheckpointError)
     count = _number_of_writers(writers, max_shard_bytes)
-    _require_parameters(engine)
-    files = divide(weights_of(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
+    _require_loaded_parameters(engine)
+    files = divide_into_files(exported_weights(engine, dtype, exclude_frozen_parameters), max_shard_bytes, count)
     target = CheckpointFolder(path.parent, path.name, NAMES)
-    target.use_token(broadcast_text(new_token(), 0))
+    target.set_token(broadcast_text(new_token(), 0))  # all writers must use the same staging folder
     first = dist.get_rank() == 0
-    run_on_all_or_raise(lambda: target.prepare() if first else None, _DOING, CheckpointError)
+    run_on_all_or_raise(lambda: target.prepare() if first else None, _ACTION, CheckpointError)
     if host_bytes is None:
         own_bytes = sum(weight.nbytes for file in files if file.writer == dist.get_rank() for weight in file.weights)
         host_bytes = _HOST_BYTES + (own_bytes if asynchronous else 0)
-    export = Export(target, files, _write(engine, target, files, count, host_bytes))
+    export = Export(target, files, _gather_and_write(engine, target, files, count, host_bytes))
     if asynchronous:
-        _under_way[engine] = export
+        _pending_exports[engine] = export
     else:
         export.wait()
     return export
 
 
-def _number_of_writers(asked: int | None, max_shard_bytes: int) -> int:
+def _number_of_writers(requested: int | None, max_shard_bytes: int) -> int:
     """Return the number of writer ranks: by default those of the first node. Collective."""
     ranks = dist.get_world_size()
-    writers = int(broadcast_text(os.environ.get("LOCAL_WORLD_SIZE", "1"), 0)) if asked is None else asked
+    writers = int(broadcast_text(os.environ.get("LOCAL_WORLD_SIZE", "1"), 0)) if requested is None else requested
     if not 1 <= writers <= ranks or max_shard_bytes < 1:
         raise ValueError(
-            f"expected 1 to {ranks} writers (there are as many ranks) and a positive max_shard_bytes, got {writers} "
+            f"expected 1 to {ranks} writers (the number of ranks) and a positive max_shard_bytes, got {writers} "
             f"and {max_shard_bytes}."
         )
     return writers
 
 
-def finish_last(engine: Engine) -> None:
+def finish_last_export(engine: Engine) -> None:
     """Wait for an engine's last export. A save calls it first, as only one may write to a folder and its neighbors.
 
     Collective over all ranks.
@@ -193,17 +194,17 @@ def finish_last(engine: Engine) -> None:
     Raises:
         CheckpointError: on all ranks, if one of them could not write.
     """
-    last = _under_way.pop(engine, None)
+    last = _pending_exports.pop(engine, None)
     if last is not None:
         last.wait()
 
 
-def _write(
+def _gather_and_write(
     engine: Engine, folder: CheckpointFolder, files: Sequence[TensorFile], writers: int, host_bytes: int
 ) -> HostWriter:
     """Gather all weights, and pass this rank's to a writer thread; return the writer."""
     rank = dist.get_rank()
-    writer = run_on_all_or_raise(lambda: HostWriter(host_bytes), "no thread could be started", CheckpointError)
+    writer = run_on_all_or_raise(lambda: HostWriter(host_bytes), "no writer thread could be started", CheckpointError)
     try:
         offsets = {}
         for file in files:
@@ -213,10 +214,10 @@ def _write(
         with torch.no_grad(), outer_weights(engine):
             if hasattr(engine.optimizer, "checkpoint_event_prologue"):
                 engine.optimizer.checkpoint_event_prologue()  # completes transfers, and partitions parameters
-            for file, unit in interleaved(files, writers):
-                if file.writer != rank and not any(weight.collective for weight in unit):
+            for file, unit in interleave_units(files, writers):
+                if file.writer != rank and not any(weight.is_collective for weight in unit):
                     continue
-                with gathered(unit):
+                with gather_weights(unit):
                     for weight in unit:
                         offset = offsets[file.name][weight.name] if file.writer == rank else 0
                         for part in weight.parts():
@@ -227,6 +228,6 @@ def _write(
     return writer
 
 
-def _require_parameters(engine: Engine) -> None:
+def _require_loaded_parameters(engine: Engine) -> None:
     if OffloadStateTypeEnum.lp_params in getattr(engine.optimizer, "offloaded_states", ()):
-        raise RuntimeError("Parameters are offloaded, and cannot be exported. Call engine.reload_states() before.")
+        raise RuntimeError("Offloaded parameters cannot be exported. Call engine.reload_states() first.")

@@ -33,19 +33,19 @@ Site = tuple[str, int, int]  # a file, and the first and last line of a call in 
 def sites() -> dict[str, Site]:
     """Return the calls of the package that order something, by name.
 
-    A name has the file, the function, what it calls, and which such call of the function it is, if not the first:
-    "zero/streams.py:ReductionStream.after_current:wait_stream 2".
+    A name has the file, the function, the called name, and the number of such a call in the function, if not the
+    first: "zero/streams.py:ReductionStream.after_current:wait_stream 2".
     """
     package = Path(find_spec("deepspeed_ext").origin).parent  # type: ignore[arg-type, union-attr]
-    found: dict[str, Site] = {}
+    results: dict[str, Site] = {}
     for path in sorted(package.rglob("*.py")):
-        seen: Counter[str] = Counter()
+        observed: Counter[str] = Counter()
         for function, call, attribute in _ordering_calls(ast.parse(path.read_text()), ""):
             name = f"{path.relative_to(package)}:{function}:{attribute}"
-            seen[name] += 1
-            name += f" {seen[name]}" if seen[name] > 1 else ""
-            found[name] = str(path), call.lineno, call.end_lineno or call.lineno
-    return found
+            observed[name] += 1
+            name += f" {observed[name]}" if observed[name] > 1 else ""
+            results[name] = str(path), call.lineno, call.end_lineno or call.lineno
+    return results
 
 
 def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Call, str]]:
@@ -63,7 +63,7 @@ def _ordering_calls(node: ast.AST, function: str) -> Iterator[tuple[str, ast.Cal
 
 
 def under(site: Site) -> Callable[[], bool]:
-    """Return what tells whether the call that is made now is made at a site, or for it further in."""
+    """Return a function that tells whether the current call is at a site, or inside of it."""
 
     path, first, last = site
 

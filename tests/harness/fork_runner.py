@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Pieces of code in fresh processes that are forked from one that has imported what takes long."""
+"""Pieces of code in fresh processes, forked from one that has imported the slow modules."""
 
 import re
 import subprocess

@@ -33,7 +33,7 @@ from typing import IO
 
 _SUFFIX, _TOKEN_BYTES = ".saving", 4
 _MARKER = "owner.json"
-_MADE, _REPLACED, _REMOVED = "made", "replaced", "removed"
+_STAGED, _REPLACED, _REMOVED = "made", "replaced", "removed"
 _STALE_SECONDS = 24 * 3600
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
@@ -53,66 +53,75 @@ class OwnedFolder:
     """A hidden folder for an incomplete file or folder, which then replaces its target. See Note [Owned folders].
 
     Args:
-        place: the target path; a link is not followed.
+        target: the path to replace; a link is not followed.
         token: the same on all ranks that write into the folder; by default a new one.
 
     Attributes:
         path: the hidden folder.
-        made: path of the incomplete file or folder in it.
+        staging: path of the incomplete file or folder in it.
     """
 
-    def __init__(self, place: Path, token: str | None = None) -> None:
-        self.place = place
-        self.path = place.with_name(f".{place.name}.{token or new_token()}{_SUFFIX}")
-        self.made = self.path / _MADE
+    def __init__(self, target: Path, token: str | None = None) -> None:
+        self.target = target
+        self.path = target.with_name(f".{target.name}.{token or new_token()}{_SUFFIX}")
+        self.staging = self.path / _STAGED
         self._replaced = self.path / _REPLACED
-        self._lease: IO[str] | None = None
+        self._marker_file: IO[str] | None = None
 
     def create(self) -> None:
         """Create the folder, and remove folders of dead processes with the same parent."""
-        for folder in self.place.parent.glob(f".*{_SUFFIX}"):
-            remove_if_left(folder)
+        for folder in self.target.parent.glob(f".*{_SUFFIX}"):
+            remove_if_abandoned(folder)
         self.path.mkdir()
-        self._lease = claim(self.path)
+        self._marker_file = create_marker(self.path)
 
-    def put_in_place(self) -> None:
-        """Rename the new content to its target. Replaced content stays in this folder until ``remove``."""
-        sync(self.made)  # before the rename, or a crash could leave the name without the content
-        if not os.path.lexists(self.place):
-            self.made.rename(self.place)
-        elif not _exchange(self.made, self.place):
-            self.place.rename(self._replaced)
-            self.made.rename(self.place)
-        sync(self.place.parent)  # the rename must be on disk before ``latest`` refers to it
+    def publish(self) -> None:
+        """Rename the new content to its target. Replaced content stays in this folder until ``remove``.
 
-    def take_back(self) -> None:
-        """Undo ``put_in_place``; ``remove`` then renames a folder in ``replaced`` back."""
-        if not _exchange(self.made, self.place):
-            self.place.rename(self.made)
+        Raises:
+            OSError: the target cannot be replaced, or the rename cannot be flushed to disk. ``remove`` then leaves the
+            target as it was.
+        """
+        sync(self.staging)  # before the rename, or a crash could leave the name without the content
+        if not os.path.lexists(self.target):
+            self.staging.rename(self.target)
+        elif not _exchange(self.staging, self.target):
+            self.target.rename(self._replaced)
+            self.staging.rename(self.target)
+        try:
+            sync(self.target.parent)  # the rename must be on disk before ``latest`` refers to it
+        except BaseException:
+            self.undo_publish()  # otherwise `remove` would delete the old folder, which the rename moved into this one
+            raise
+
+    def undo_publish(self) -> None:
+        """Undo ``publish``; ``remove`` then renames a folder in ``replaced`` back."""
+        if not _exchange(self.staging, self.target):
+            self.target.rename(self.staging)
 
     def remove(self) -> None:
         """Remove the folder, if this process created it. Logs a warning instead of raising."""
-        if self._lease is None:
+        if self._marker_file is None:
             return
-        with self._lease:
+        with self._marker_file:  # still locked, or another process could discard the folder at the same time
             try:
                 _discard(self.path)
             except Exception as error:  # if raised, it would fail a committed save on this rank only
                 _warn(f"{self.path} could not be removed: {error!r}")
-        self._lease = None
+        self._marker_file = None
 
 
-def replaced_by(place: Path) -> list[Path]:
+def find_replaced(target: Path) -> list[Path]:
     """Return the old folders of this path that killed processes have not renamed back."""
     token = "[0-9a-f]" * 2 * _TOKEN_BYTES
-    return sorted(place.parent.glob(f".{glob.escape(place.name)}.{token}{_SUFFIX}/{_REPLACED}"))
+    return sorted(target.parent.glob(f".{glob.escape(target.name)}.{token}{_SUFFIX}/{_REPLACED}"))
 
 
-def claim(folder: Path, shared: bool = False) -> IO[str]:
+def create_marker(folder: Path, shared: bool = False) -> IO[str]:
     """Write the marker of a new folder, which is in use until the returned file is closed.
 
     Args:
-        shared: whether other processes may also ``hold`` the folder.
+        shared: whether other processes may also ``lock_shared`` the folder.
     """
     marker = (folder / _MARKER).open("x")
     host = boot_id()
@@ -120,12 +129,12 @@ def claim(folder: Path, shared: bool = False) -> IO[str]:
         fcntl.flock(marker, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
     except OSError:  # the file system has no locks
         host = ""
-    marker.write(json.dumps({"host": host}))  # after the lock: until then `remove_if_left` cannot read a host
+    marker.write(json.dumps({"host": host}))  # after the lock: until then `remove_if_abandoned` cannot read a host
     marker.flush()
     return marker
 
 
-def hold(folder: Path) -> IO[str] | None:
+def lock_shared(folder: Path) -> IO[str] | None:
     """Prevent removal of a complete folder until the returned file is closed; None if it has no marker."""
     try:
         marker = (folder / _MARKER).open()
@@ -138,7 +147,7 @@ def hold(folder: Path) -> IO[str] | None:
     return marker
 
 
-def remove_if_left(folder: Path) -> None:
+def remove_if_abandoned(folder: Path) -> None:
     """Remove a folder with a marker if no process uses it; do nothing otherwise. Never raises."""
     with contextlib.suppress(Exception), (folder / _MARKER).open("r+") as marker:
         try:
@@ -168,30 +177,30 @@ def _discard(folder: Path) -> None:
             remove(replaced.rename(removed))  # otherwise a partial folder could be renamed back
         else:
             replaced.rename(target)
-    (folder / _MARKER).unlink()
+    (folder / _MARKER).unlink()  # last: without it, no process would ever remove the rest
     folder.rmdir()
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replace_atomically(path: Path) -> Iterator[Path]:
     """Yield a path to write; the file replaces ``path`` at the end of the context. A link stays a link."""
-    owned = OwnedFolder(behind_links(path))
+    owned = OwnedFolder(resolve_links(path))
     owned.create()
     try:
-        yield owned.made
-        sync(owned.made)
-        owned.made.replace(owned.place)
+        yield owned.staging
+        sync(owned.staging)
+        owned.staging.replace(owned.target)
     finally:
         owned.remove()
 
 
 def replace_text(path: Path, text: str) -> None:
     """Replace the content of a small file atomically; a link stays a link."""
-    with replacing(path) as new:
+    with replace_atomically(path) as new:
         new.write_text(text)
 
 
-def behind_links(path: Path) -> Path:
+def resolve_links(path: Path) -> Path:
     """Return the final target of a link, whether it exists or not; ``path`` itself if it is not a link."""
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
@@ -213,10 +222,10 @@ def sync(path: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two names in one call; return False if the system cannot, or one of them is missing."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    arguments = (_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    arguments = (_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     return rename is not None and rename(*arguments) == 0
 
 

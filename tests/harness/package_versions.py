@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed and too old for a case; ``tests/versions.md`` says which versions the tests run with.
+"""Marks for cases that need newer packages than the installed ones; see ``tests/versions.md``.
 
 Imports none of the packages: it serves the process that runs pytest, too.
 """

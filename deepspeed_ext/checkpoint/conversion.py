@@ -10,8 +10,8 @@ Note [Converted checkpoints]
     one is kept, and those that other jobs are loading. A universal checkpoint that the user converted is loaded as in
     DeepSpeed.
 
-    Several jobs may load one checkpoint at the same time. Each converts it in its own folder (``owned.py``). The first
-    job to finish renames its result to D/T_converted, and the others use that.
+    Several jobs may load one checkpoint at the same time. Each converts it in its own folder (``owned_folder.py``).
+    The first job to finish renames its result to D/T_converted, and the others use that.
 
     Conversion may take minutes, longer than a collective may wait. So the other ranks poll the disk, not the network.
     While the first rank is converting, it keeps updating the time of a file. It removes the file at the end, which
@@ -36,18 +36,24 @@ from deepspeed import comm as dist
 from deepspeed.utils import logger
 
 from deepspeed_ext.checkpoint.folder import CheckpointError
-from deepspeed_ext.checkpoint.owned import OwnedFolder, claim, hold, new_token, remove_if_left
+from deepspeed_ext.checkpoint.owned_folder import (
+    OwnedFolder,
+    create_marker,
+    lock_shared,
+    new_token,
+    remove_if_abandoned,
+)
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 
 SUFFIX = "_converted"
 _SOURCE = "converted_from.json"  # names, sizes and times of the source files
-_AT_WORK = "at_work"  # its time changes every second while the first rank is converting
-_BEAT = 1.0  # seconds between two changes
-_LOOKS = 0.2  # seconds of the other ranks' first polling interval
-_LONGER, _RAREST = 1.2, 10.0  # growth factor of the polling interval, and its maximum in seconds
-_SILENT = 60.0  # seconds without a change after which the first rank counts as dead
-_VISIBLE = 60.0  # seconds until a new file is visible on other nodes; NFS may take this long
-_SHOWN = 2000  # last characters of the converter's output in an error message
+_HEARTBEAT_FILE = "at_work"  # its time changes every second while the first rank is converting
+_BEAT_SECONDS = 1.0  # seconds between two changes
+_POLL_SECONDS = 0.2  # seconds of the other ranks' first polling interval
+_POLL_GROWTH, _MAX_POLL_SECONDS = 1.2, 10.0  # growth factor of the polling interval, and its maximum in seconds
+_DEAD_SECONDS = 60.0  # seconds without a change after which the first rank counts as dead
+_VISIBLE_SECONDS = 60.0  # seconds until a new file is visible on other nodes; NFS may take this long
+_OUTPUT_CHARACTERS = 2000  # last characters of the converter's output in an error message
 # ``-m`` would import from the current folder, and Python 3.10 has no ``-P``. The package may not be installed.
 _RUN = """
 import sys
@@ -62,15 +68,15 @@ def is_universal(folder: Path) -> bool:
     return (folder / "zero").is_dir()
 
 
-def converted(load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
+def convert_for_load(load_dir: str, tag: str, reason: str) -> tuple[str, IO[str] | None]:
     """Convert an ordinary checkpoint into a universal one; see Note [Converted checkpoints].
 
     Collective over all ranks.
 
     Args:
         load_dir: a folder on a file system that all ranks share.
-        tag: of the ordinary checkpoint.
-        why: the error of a load without conversion.
+        tag: tag of the ordinary checkpoint.
+        reason: the error of a load without conversion.
 
     Returns:
         The tag of the universal checkpoint; on the first rank, a lease that keeps other jobs from removing it until
@@ -84,29 +90,35 @@ def converted(load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
     target = folder.with_name(folder.name + SUFFIX)
     first = dist.get_rank() == 0
     lease = run_on_all_or_raise(
-        lambda: _current(folder, target) if first else None, f"{folder} cannot be read", CheckpointError
+        lambda: _reuse_conversion(folder, target) if first else None, f"{folder} cannot be read", CheckpointError
     )
     if broadcast_text(str(lease is not None), 0) != str(True):
         owned = OwnedFolder(target, broadcast_text(new_token(), 0))
-        at_work = owned.path / _AT_WORK
+        heartbeat = owned.path / _HEARTBEAT_FILE
         run_on_all_or_raise(
-            lambda: _begin(owned, at_work) if first else None, f"{owned.path} cannot be written", CheckpointError
+            lambda: _create_folder(owned, heartbeat) if first else None,
+            f"{owned.path} cannot be written",
+            CheckpointError,
         )
-        # A rank that does not see the file yet would assume in `_wait` that the conversion has ended.
-        run_on_all_or_raise(lambda: _find(at_work), f"{owned.path} is not seen by all ranks", CheckpointError)
+        # A rank that does not see the file yet would assume in `_wait_for_conversion` that the conversion has ended.
+        run_on_all_or_raise(
+            lambda: _wait_for_file(heartbeat), f"{owned.path} is not visible to all ranks", CheckpointError
+        )
         problem = ""
         if first:
             logger.warning(
-                f"deepspeed_ext: {folder} cannot be loaded as it is. It is converted into {target} first, which may "
+                f"deepspeed_ext: {folder} cannot be loaded without conversion. Converting it to {target}, which may "
                 f"take minutes."
             )
-            lease, problem = _convert(folder, owned, at_work)
+            lease, problem = _convert(folder, owned, heartbeat)
             owned.remove()
         else:
-            _wait(folder, at_work)
-        run_on_all_or_raise(lambda: _raise(problem, folder, why), f"{folder} cannot be converted", CheckpointError)
+            _wait_for_conversion(folder, heartbeat)
+        run_on_all_or_raise(
+            lambda: _raise_problem(problem, folder, reason), f"{folder} cannot be converted", CheckpointError
+        )
         if first:
-            _clear(target)
+            _remove_older(target)
     return str(Path(tag).with_name(target.name)), lease
 
 
@@ -115,45 +127,45 @@ def _signature(folder: Path) -> list[list[str | int]]:
     return [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files]
 
 
-def _current(folder: Path, target: Path) -> IO[str] | None:
+def _reuse_conversion(folder: Path, target: Path) -> IO[str] | None:
     """Return a lease of the existing conversion, if its source files have not changed."""
     if not (target / _SOURCE).is_file():
         return None
-    lease = hold(target)
-    with contextlib.suppress(FileNotFoundError, ValueError):  # another job is replacing it
+    lease = lock_shared(target)
+    with contextlib.suppress(FileNotFoundError, ValueError):  # another job is replace_atomically it
         if lease is not None and json.loads((target / _SOURCE).read_text()) == _signature(folder):
             return lease
     return None
 
 
-def _begin(owned: OwnedFolder, at_work: Path) -> None:
+def _create_folder(owned: OwnedFolder, heartbeat: Path) -> None:
     """Create an empty folder to convert into.
 
     Raises:
         CheckpointError: the name of the converted folder is taken.
     """
-    if os.path.lexists(owned.place) and not (owned.place / _SOURCE).is_file():
-        raise CheckpointError(f"{owned.place} is there, and no load has made it: remove or rename it.")
+    if os.path.lexists(owned.target) and not (owned.target / _SOURCE).is_file():
+        raise CheckpointError(f"{owned.target} exists, and was not created by a load: remove or rename it.")
     owned.create()
     try:
-        at_work.touch()
+        heartbeat.touch()
     except OSError:
         owned.remove()
         raise
 
 
-def _find(at_work: Path) -> None:
-    ends = time.monotonic() + _VISIBLE
-    while not at_work.is_file():
-        if time.monotonic() > ends:
+def _wait_for_file(heartbeat: Path) -> None:
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not heartbeat.is_file():
+        if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{at_work}, which the first rank has made, is not there on rank {dist.get_rank()}: to be converted, "
-                f"a checkpoint must be in a folder that all nodes share."
+                f"{heartbeat}, which the first rank has created, is not visible to rank {dist.get_rank()}: a "
+                f"conversion requires a checkpoint folder that all nodes share."
             )
-        time.sleep(_LOOKS)
+        time.sleep(_POLL_SECONDS)
 
 
-def _convert(folder: Path, owned: OwnedFolder, at_work: Path) -> tuple[IO[str] | None, str]:
+def _convert(folder: Path, owned: OwnedFolder, heartbeat: Path) -> tuple[IO[str] | None, str]:
     """Run the converter, then signal its end to the other ranks.
 
     Returns:
@@ -163,21 +175,21 @@ def _convert(folder: Path, owned: OwnedFolder, at_work: Path) -> tuple[IO[str] |
         CheckpointError: the end cannot be signaled. The other ranks time out, and this rank must not wait for them.
     """
     lease, problem = None, ""
-    with _showing_work(at_work):
+    with _heartbeat(heartbeat):
         try:
-            lease = _run(folder, owned)
+            lease = _run_converter(folder, owned)
         except CheckpointError as error:
             problem = str(error)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
     try:
-        at_work.unlink()
+        heartbeat.unlink()
     except OSError as error:
         raise CheckpointError(f"{folder} was not converted: {problem or error}") from error
     return lease, problem
 
 
-def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
+def _run_converter(folder: Path, owned: OwnedFolder) -> IO[str]:
     """Convert a checkpoint, and publish the result unless another job has done so; return a lease of it.
 
     Raises:
@@ -185,7 +197,7 @@ def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
     """
     signature = _signature(folder)
     packages = str(Path(__file__).parents[2])
-    arguments = ["convert", "--input_folder", str(folder), "--output_folder", str(owned.made)]
+    arguments = ["convert", "--input_folder", str(folder), "--output_folder", str(owned.staging)]
     done = subprocess.run(
         [sys.executable, "-c", _RUN, packages, *arguments],
         stdout=subprocess.PIPE,
@@ -196,74 +208,75 @@ def _run(folder: Path, owned: OwnedFolder) -> IO[str]:
     )
     if done.returncode:
         command = " ".join(["python -m deepspeed_ext", *arguments])
-        raise CheckpointError(f"{command} has failed: {done.stdout[-_SHOWN:].strip()}")
-    (owned.made / _SOURCE).write_text(json.dumps(signature))
-    lease = claim(owned.made, shared=True)
-    other_lease = _current(folder, owned.place)
+        raise CheckpointError(f"{command} failed: {done.stdout[-_OUTPUT_CHARACTERS:].strip()}")
+    (owned.staging / _SOURCE).write_text(json.dumps(signature))
+    lease = create_marker(owned.staging, shared=True)  # before `publish`: other jobs remove unlocked conversions
+    other_lease = _reuse_conversion(folder, owned.target)
     if other_lease is None:
         try:
-            owned.put_in_place()
+            owned.publish()
         except OSError:  # another job has just done so
-            other_lease = _current(folder, owned.place)
+            other_lease = _reuse_conversion(folder, owned.target)
             if other_lease is None:
                 raise
     return lease if other_lease is None else other_lease
 
 
 @contextlib.contextmanager
-def _showing_work(at_work: Path) -> Iterator[None]:
+def _heartbeat(heartbeat: Path) -> Iterator[None]:
     """Update the file's time within this context, to signal progress to the other ranks."""
-    over = threading.Event()
+    stop = threading.Event()
 
-    def show() -> None:
-        while not over.wait(_BEAT):
+    def beat() -> None:
+        while not stop.wait(_BEAT_SECONDS):
             with contextlib.suppress(OSError):
-                os.utime(at_work)
+                os.utime(heartbeat)
 
-    thread = threading.Thread(target=show, name="deepspeed_ext converting", daemon=True)
+    thread = threading.Thread(target=beat, name="deepspeed_ext converting", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         thread.join()
 
 
-def _wait(folder: Path, at_work: Path) -> None:
+def _wait_for_conversion(folder: Path, heartbeat: Path) -> None:
     """Wait until the first rank has finished converting.
 
     Raises:
         CheckpointError: the first rank has died. Each other rank detects this alone; none may wait for that rank.
     """
-    seen, silent, pause = 0, 0.0, _LOOKS
+    last_time, silent, pause = 0, 0.0, _POLL_SECONDS
     while True:
-        shown = seen
+        new_time = last_time
         try:
-            with at_work.open("rb") as file:  # opening it makes NFS fetch changes from other nodes
-                shown = os.fstat(file.fileno()).st_mtime_ns
+            with heartbeat.open("rb") as file:  # opening it makes NFS fetch changes from other nodes
+                new_time = os.fstat(file.fileno()).st_mtime_ns
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ESTALE):
                 return
-        silent = silent + pause if shown == seen else 0.0
-        if silent > _SILENT:
+        silent = silent + pause if new_time == last_time else 0.0
+        if silent > _DEAD_SECONDS:
             raise CheckpointError(
-                f"{folder} was not converted: for {_SILENT:g} s the first rank, which converts it, has not written to "
-                f"{at_work}, so it has died or cannot write."
+                f"{folder} was not converted: the first rank, which converts it, has not updated {heartbeat} for "
+                f"{_DEAD_SECONDS:g} s, so it has died or cannot write."
             )
-        seen = shown
+        last_time = new_time
         time.sleep(pause)
-        pause = min(pause * _LONGER, _RAREST)
+        pause = min(pause * _POLL_GROWTH, _MAX_POLL_SECONDS)
 
 
-def _raise(problem: str, folder: Path, why: str) -> None:
+def _raise_problem(problem: str, folder: Path, reason: str) -> None:
     if problem:
         raise CheckpointError(
-            f"{folder} cannot be loaded as it is ({why.splitlines()[0]}), and it cannot be converted: {problem}"
+            f"{folder} cannot be loaded without conversion ({reason.splitlines()[0]}), and its conversion failed: "
+            f"{problem}"
         )
 
 
-def _clear(target: Path) -> None:
+def _remove_older(target: Path) -> None:
     """Remove earlier conversions, unless they are in use."""
     for other in target.parent.glob(f"*{SUFFIX}"):
         if other != target and (other / _SOURCE).is_file():
-            remove_if_left(other)
+            remove_if_abandoned(other)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings that are reported on, beside the same ones that nobody records; runs inside rank processes."""
+"""Recorded trainings, compared with the same ones without a recorder; runs inside rank processes."""
 
 import json
 import math
@@ -35,10 +35,10 @@ TRAINED |= {"empty": False, "optimizer": "Adam"}
 
 
 def training_of(folder: str, section: dict[str, Any], job: dict[str, Any], links: Rates | None = LINKS) -> list[str]:
-    """Train with a section, without and with a report in a folder; return what is wrong on this rank.
+    """Train with a section, without and with a report in a folder; return the problems on this rank.
 
     Args:
-        folder, section, job: of the report, of zero_optimization, and of a ``Job``.
+        folder, section, job: folder of the report, keys of zero_optimization, and fields of a ``Job``.
         links: rates of hops; None to measure them.
     """
     reporting = {**section, "paro_report": {"folder": folder, "after": AFTER, "steps": STEPS}}
@@ -69,13 +69,13 @@ def links_given(links: Rates | None = LINKS) -> Any:
 
 
 def faults_of(folder: str | Path, name: str) -> list[str]:
-    """Return what is wrong with a report in a folder: of ``TRAINED`` by four ranks, with one of ``SECTIONS``."""
+    """Return the problems of a report in a folder: of ``TRAINED`` by four ranks, with one of ``SECTIONS``."""
     report = json.loads(Path(folder, "report.json").read_text())
     return [*unsound(folder), *_untrue(report, name)]
 
 
 def unsound(folder: str | Path) -> Iterator[str]:
-    """Yield what is wrong with a report, whatever was trained: a step is the sum of its parts, and files are there."""
+    """Yield the problems of a report of any training: a step is the sum of its parts, and files are there."""
     report = json.loads(Path(folder, "report.json").read_text())
     seconds, parts = report["steps"]["seconds"], {row["part"]: row["seconds"] for row in report["parts"]}
     if report["steps"]["first"] != AFTER + 3 + 1 or len(seconds) != STEPS:
@@ -96,8 +96,8 @@ _TICK = 2e-5  # seconds: what a device's clock may be wrong by
 
 def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     trained, plain = report["training"], name.startswith("ZeRO")
-    wanted = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
-    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in wanted.items()):
+    expected = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
+    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in expected.items()):
         yield f"another training: {trained}"
     if [row["rank"] for row in report["ranks"]] != [0, 1, 2, 3]:
         yield f"other ranks: {report['ranks']}"
@@ -110,8 +110,8 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     recorded = Recorded.of(report)
     again = WhatIf(recorded, recorded.described.cluster, recorded.described.model).now
     (now,) = (row for row in report["choices"] if row["now"])
-    same = plain or math.isclose(again.prediction.busy["between"], now["between"])
-    if recorded.described.name != name or not same:
+    is_same = plain or math.isclose(again.prediction.busy["between"], now["between"])
+    if recorded.described.name != name or not is_same:
         yield f"another prediction from the report: {again}"
     # Where gloo carries what is on a device, the host waits, and the stream that trains only seems to compute.
     on_host = get_accelerator().is_synchronized_device()

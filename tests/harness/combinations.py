@@ -17,11 +17,11 @@ Values = tuple[tuple[str, str], ...]  # (option, name of a value), of some optio
 
 
 class Option(NamedTuple):
-    """Something to choose.
+    """An option of a table.
 
     Attributes:
-        why: what it is for.
-        values: what each changes; the first is the default.
+        why: its purpose.
+        values: the changes of each value; the first is the default.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Excluded(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Options, and what is excluded."""
+    """Options, and the combinations that are excluded."""
 
     options: tuple[Option, ...]
     excluded: tuple[Excluded, ...]
@@ -77,41 +77,45 @@ class Table(NamedTuple):
 
     def possible(self, row: Mapping[str, str]) -> bool:
         """Whether nothing in a row is excluded, with whichever strategy."""
-        return not any(one.found(row) for one in self.excluded if one.of_several)
+        return not any(item.found(row) for item in self.excluded if item.of_several)
 
     def rows(self, strength: int = 2, salt: str = "") -> list[Row]:
         """Return a covering array with the row that has everything, then one for each exclusion that concerns some
-        strategies: the others meet there what is excluded, with each value of another option. Always the same."""
+        strategies: there, the other strategies run the excluded values with each value of another option.
+        The result is always the same."""
         more = {"strength": strength, "presets": [self.everything()]}
-        several = [one for one in self.excluded if one.of_several]
-        found = self._array(several, {}, salt, more)
-        for one in several:
-            if one.strategies is not None:
-                others = [other for other in several if other is not one]
-                found += self._array(others, one.together, salt, {"strength": 1})
-        return found
+        several = [item for item in self.excluded if item.of_several]
+        results = self._array(several, {}, salt, more)
+        for item in several:
+            if item.strategies is not None:
+                other_ranks = [other for other in several if other is not item]
+                results += self._array(other_ranks, item.together, salt, {"strength": 1})
+        return results
 
     def _array(
         self, excluded: Iterable[Excluded], fixed: Mapping[str, Sequence[str]], salt: str, more: dict[str, Any]
     ) -> list[Row]:
         values = {option.name: list(fixed.get(option.name, option.values)) for option in self.options}
-        return covertable.make(values, constraints=[_condition(one.together) for one in excluded], salt=salt, **more)
+        return covertable.make(values, constraints=[_condition(item.together) for item in excluded], salt=salt, **more)
 
     def with_strategy(self, row: Row, strategy: str) -> Row:
-        """Return a row as a strategy runs it: it has defaults where it has not what is asked."""
-        found = [one for one in self.excluded if strategy in (one.strategies or ()) and one.found(row)]
-        return {**row, **self.row({name: row[name] for name in row if not any(name == _last(one) for one in found)})}
+        """Return a row as a strategy runs it: options that it does not support have their defaults."""
+        results = [item for item in self.excluded if strategy in (item.strategies or ()) and item.found(row)]
+        return {
+            **row,
+            **self.row({name: row[name] for name in row if not any(name == _last(item) for item in results)}),
+        }
 
     def missing(self, rows: Iterable[Row], strategy: str, strength: int = 2) -> list[Values]:
         """Return which values of two options, or more, a strategy does not meet together, though it could."""
         options = {option.name: option for option in self.options}
         run = [self.with_strategy(row, strategy) for row in rows]
-        excluded = [one for one in self.excluded if one.strategies is None or strategy in one.strategies]
+        excluded = [item for item in self.excluded if item.strategies is None or strategy in item.strategies]
         return [
             values
             for names in itertools.combinations(options, strength)
             for values in _not_met([options[name] for name in names], run)
-            if not any(one.found(dict(values)) for one in excluded)
+            if not any(item.found(dict(values)) for item in excluded)
         ]
 
 
