@@ -29,6 +29,7 @@ from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
 from deepspeed_ext.config.unsupported import native_mixtures
 from deepspeed_ext.deepspeed_types import Engine
+from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero.flat.arrivals import BeforeUse
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 from deepspeed_ext.zero.parameter_order import first_difference
@@ -252,12 +253,12 @@ class Check:
         saved = " It"
         if header:
             saved = (
-                f" The checkpoint was saved with paro_strategy {header['strategy']} in groups of "
+                f" The checkpoint was saved with paro_strategy {hyphenate(header['strategy'])} in groups of "
                 f"{header['group_size']}, by {header['ranks']} ranks; it"
             )
         strategy, sizes = self._optimizer.strategy, self._optimizer.topology.whole.sizes
         return (
-            f"{saved} is loaded with paro_strategy {strategy.name} in groups of {sizes.group_size}, by "
+            f"{saved} is loaded with paro_strategy {strategy} in groups of {sizes.group_size}, by "
             f"{sizes.ranks} ranks. If these shard the states otherwise, convert it once:\n"
             f"  python -m deepspeed_ext convert --input_folder {self.folder} "
             f"--output_folder {self.folder}_universal\n"

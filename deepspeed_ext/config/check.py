@@ -108,13 +108,13 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
     """
     possible: list[Strategy] = []
     reasons: dict[str, list[str]] = {}
-    for name, strategy in STRATEGIES.items():
+    for strategy in STRATEGIES.values():
         try:
             decided(config, strategy)
             possible.append(strategy)
         except (ValueError, AssertionError) as error:
             # Without the strategy's name, equal reasons of several strategies merge into one.
-            reasons.setdefault(str(error).replace(name, "it"), []).append(name)
+            reasons.setdefault(str(error).replace(str(strategy), "it"), []).append(str(strategy))
     if not possible:
         details = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
         raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {details}")

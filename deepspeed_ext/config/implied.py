@@ -110,7 +110,7 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
         from deepspeed.utils import log_dist
 
         log_dist(
-            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy.name} shards parameters, but the model was not made under "
+            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} shards parameters, but the model was not made under "
             f"deepspeed.zero.Init, so each rank has held all of it. {SECTION}.stage is not set: a framework that "
             f"reads it before DeepSpeed does decides against zero.Init. Set {SECTION}.stage to {strategy.stage}.",
             ranks=[0],

@@ -43,7 +43,7 @@ from deepspeed_ext.config.settings import (
     no_key,
     parse,
 )
-from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, parse_strategy
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate, hyphenated, parse_strategy
 
 STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # DeepSpeed's stage -> the equal strategy
 WITH_OUTER = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)  # may have an outer optimizer
@@ -65,7 +65,7 @@ class ParoConfig(BaseModel):
     paro_strategy: Annotated[
         str | None,
         AfterValidator(_strategy_name),
-        allowed(f'one of {", ".join(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
+        allowed(f'one of {hyphenated(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
     ] = None
     """The [placement](../zero/README.md) of parameters, gradients and optimizer states, one letter each: N replicated,
     I sharded inside a group, G sharded over all ranks. Sets `stage` if that is absent."""
@@ -86,9 +86,9 @@ class ParoConfig(BaseModel):
         OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
     ] = None
     """Groups train apart, and [an outer optimizer](../zero/README.md#an-outer-optimizer) brings them together every 30
-    steps. With os = I: III, NII, INI, NNI."""
+    steps. With os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
     paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
-    """With `offload_param` and ING, IIG or IGG: slices of parameters that are
+    """With `offload_param` and I-N-G, I-I-G or I-G-G: slices of parameters that are
     [on the device as well](../zero/README.md#parameters-in-host-memory)."""
     paro_memory_gb: Annotated[
         float | None,
@@ -124,10 +124,10 @@ class ParoConfig(BaseModel):
         Predicate(lambda size: size >= 1 or size == -1),
         allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
-    """MiCS, which DeepSpeed has removed: means `paro_strategy` III with that `paro_group_size`, and cannot be combined
-    with these two."""
+    """MiCS, which DeepSpeed has removed: means `paro_strategy` I-I-I with that `paro_group_size`, and cannot be
+    combined with these two."""
     mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
-    """Accepted with `mics_shard_size`; implied, since III gathers only inside groups."""
+    """Accepted with `mics_shard_size`; implied, since I-I-I gathers only inside groups."""
     zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
         None
     )
@@ -165,17 +165,17 @@ class ParoConfig(BaseModel):
         return STRATEGIES.get(self.paro_strategy or "")
 
     def _revive_mics(self, section: Mapping[str, Any]) -> None:
-        """Replace the keys of MiCS by ours: III, with its shard size as group size."""
+        """Replace the keys of MiCS by ours: I-I-I, with its shard size as group size."""
         size = self.mics_shard_size
         if size == -1:
             if self.mics_hierarchical_params_gather:
                 raise ValueError(f"{SECTION}.{MICS_HIERARCHICAL} needs {SECTION}.{MICS_SIZE}; got only the first.")
             return
-        # III also supports quantized sums and an outer optimizer, so their keys are not refused here.
+        # I-I-I also supports quantized sums and an outer optimizer, so their keys are not refused here.
         keys = [key for key in (STRATEGY, GROUP_SIZE, OVERLAP_UPDATES, CACHE_BYTES) if key in section]
         if keys:
             raise ValueError(
-                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} III with {GROUP_SIZE} {size}, but {', '.join(keys)} "
+                f"{SECTION}.{MICS_SIZE} {size} means {STRATEGY} I-I-I with {GROUP_SIZE} {size}, but {', '.join(keys)} "
                 f"is set as well ({', '.join(repr(section[key]) for key in keys)}). Keep one of the two."
             )
         if section.get(STAGE, 3) not in (0, 3):
@@ -193,7 +193,7 @@ class ParoConfig(BaseModel):
             )
         if budget and self.named_strategy is not None and self.named_strategy.p == Placement.N:
             raise ValueError(
-                f"{SECTION}.{LEAF_BYTES} needs sharded parameters, but {STRATEGY} is {self.paro_strategy!r}. Use a "
+                f"{SECTION}.{LEAF_BYTES} needs sharded parameters, but {STRATEGY} is {self.named_strategy}. Use a "
                 f"strategy with p = I or G, or remove {LEAF_BYTES}."
             )
         if self.zeropp_loco_param is not None and quantized is False:
@@ -220,7 +220,7 @@ class ParoConfig(BaseModel):
             if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *OF_FASTEST):
                 raise ValueError(
                     f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
-                    f"add a strategy, one of {', '.join(STRATEGIES)}, or remove {key}."
+                    f"add a strategy, one of {hyphenated(STRATEGIES)}, or remove {key}."
                 )
 
     def _check_strategy(self, section: Mapping[str, Any]) -> None:
@@ -237,11 +237,11 @@ class ParoConfig(BaseModel):
         for key in OF_FASTEST:
             if key in section:
                 raise ValueError(
-                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy.name!r}. Remove {key}."
+                    f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy}. Remove {key}."
                 )
         if stage not in (None, 0, strategy.stage):
             raise ValueError(
-                f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy.name} places p = {strategy.p.name}, "
+                f"{SECTION}.stage contradicts {SECTION}.{STRATEGY}: {strategy} places p = {strategy.p.name}, "
                 f"g = {strategy.g.name}, which is stage {strategy.stage}, got stage {stage!r}. "
                 f"Set {SECTION}.stage to {strategy.stage}."
             )
@@ -252,8 +252,8 @@ class ParoConfig(BaseModel):
         if self.paro_strategy not in WITH_OUTER:
             raise ValueError(
                 f"{outer} needs optimizer states that are sharded inside a group (os = I): {SECTION}.{STRATEGY} must "
-                f"be one of {', '.join(WITH_OUTER)}, got {self.paro_strategy!r}. III shards parameters inside a "
-                f"group, NII replicates them."
+                f"be one of {hyphenated(WITH_OUTER)}, got {hyphenate(self.paro_strategy or '')}. I-I-I shards "
+                f"parameters inside a group, N-I-I replicates them."
             )
         for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):
             if key in section and (section[key] or key != QUANTIZED):

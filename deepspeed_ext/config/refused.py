@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed_ext.config.keys import CACHE_BYTES, QUANTIZED_UPDATES, SECTION, STRATEGY, THRESHOLD, asked_by
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.config.settings import EXACT
-from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenated
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -77,7 +77,7 @@ def refuse_beside(config: "DeepSpeedConfig", strategy: Strategy) -> None:
         ValueError: one of the options is set.
     """
     key = asked_by(config._param_dict[SECTION])
-    names = {STRATEGY: f"{STRATEGY} {strategy.name}", "stage": f"stage {strategy.stage} in a pipeline"}
+    names = {STRATEGY: f"{STRATEGY} {strategy}", "stage": f"stage {strategy.stage} in a pipeline"}
     requested = names.get(key, key)
     for row in REFUSED:
         if row.applies(strategy) and row.find(config):
@@ -133,8 +133,8 @@ def _without_master_weights(kind: str, section: str) -> Refusal:
 
 
 _UNSHARDED = "parameters are not sharded; it needs stage 3"
-_GATHERED_AFTER_STEPS = ", ".join(name for name, row in STRATEGIES.items() if _sliced(row))
-_STAGE_1 = ", ".join(name for name, row in STRATEGIES.items() if row.stage == 1)
+_GATHERED_AFTER_STEPS = hyphenated(name for name, row in STRATEGIES.items() if _sliced(row))
+_STAGE_1 = hyphenated(name for name, row in STRATEGIES.items() if row.stage == 1)
 
 REFUSED: tuple[Refusal, ...] = (
     _in_zero("zenflow", "ZenFlow reduces gradients its own way"),

@@ -16,7 +16,7 @@ from deepspeed_ext.config.implied import as_written, imply_stage
 from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, asked_by
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE, ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
-from deepspeed_ext.strategy import Strategy
+from deepspeed_ext.strategy import Strategy, hyphenate
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -98,7 +98,7 @@ def require_optimizer(config: "DeepSpeedConfig") -> None:
     strategy = active_strategy(config)
     if strategy and not config.zero_config._has_optimizer:
         raise RuntimeError(
-            f"{SECTION}.{STRATEGY} {strategy.name} has no effect: the engine's optimizer is DeepSpeed's own, "
+            f"{SECTION}.{STRATEGY} {strategy} has no effect: the engine's optimizer is DeepSpeed's own, "
             f"because DeepSpeedEngine._configure_zero_optimizer is not the function that deepspeed_ext has put there. "
             f"Other code has replaced or overridden it: remove that code, or let its function call the one that it "
             f"replaces."
@@ -147,7 +147,7 @@ def refuse_saves_without_strategy(config: "DeepSpeedConfig") -> None:
         ValueError: one of the keys is set.
     """
     for key in _save_keys(config):
-        stages = ", ".join(f"{name} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items())
+        stages = ", ".join(f"{hyphenate(name)} is stage {stage}" for stage, name in STRATEGY_OF_STAGE.items())
         raise ValueError(
             f"{SaveSettings.key}.{key} needs a strategy: set {SECTION}.{STRATEGY} ({stages}), or remove the key."
         )

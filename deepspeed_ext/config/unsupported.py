@@ -46,7 +46,7 @@ def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine
         if details:
             advice = row.advice if isinstance(row.advice, str) else row.advice(engine)
             raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy.name} is not supported here: {row.why.format(details)}."
+                f"{SECTION}.{STRATEGY} {strategy} is not supported here: {row.why.format(details)}."
                 f"{advice and f' {advice}.'}"
             )
 

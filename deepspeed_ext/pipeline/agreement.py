@@ -32,7 +32,7 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
     """
     zero = config.zero_config
     return {
-        f"{SECTION}.{STRATEGY}": strategy.name if strategy else None,
+        f"{SECTION}.{STRATEGY}": str(strategy) if strategy else None,
         f"{SECTION}.stage": int(zero.stage),
         f"{SECTION}.{GROUP_SIZE}": getattr(zero, GROUP_SIZE, None),
         f"{SECTION}.{LOCO}": getattr(zero, LOCO, None),
@@ -82,7 +82,7 @@ def require_same_groups(module: PipelineModule, optimizer: ParoOptimizer, tied: 
     sizes = _gather(module, json.dumps(optimizer.topology.sizes.group_size))
     if tied and optimizer.strategy.os == Placement.I and len(set(sizes)) > 1:
         raise ValueError(
-            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy.name}, but by the "
+            f"Stages that share weights need groups of one size with {STRATEGY} {optimizer.strategy}, but by the "
             f"ranks on each node they are {_by_rank(sizes)}. Set {SECTION}.{GROUP_SIZE}."
         )
 

@@ -91,7 +91,7 @@ def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strat
     if tied and strategy.os == Placement.G and config.zero_config.paro_quantized_updates is not None:
         raise ValueError(
             f"{SECTION}.{QUANTIZED_UPDATES} cannot be combined with tied layers ({', '.join(tied)}) in a pipeline "
-            f"with {STRATEGY} {strategy.name}: the copies of their weights on several stages would differ by what was "
+            f"with {STRATEGY} {strategy}: the copies of their weights on several stages would differ by what was "
             f"not sent yet. Remove {QUANTIZED_UPDATES}, or use a strategy with os = I or N."
         )
 

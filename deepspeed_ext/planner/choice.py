@@ -11,7 +11,7 @@ from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, hyphenate, hyphenated
 
 # Relative difference up to which predictions count as equally fast; the one with less memory is then better.
 TIE = 0.03
@@ -50,19 +50,19 @@ class Plan:
         limit = "" if self.budget is None else f" of {self.budget / 1e9:.3g}"
         if self.choice is None:
             return (
-                f"none fits: {least.name} needs least, {least.total_memory / 1e9:.3g} GB{limit} GB on each rank. Use "
-                f"more ranks, or offload."
+                f"no strategy fits: {hyphenate(least.name)} needs the least memory, {least.total_memory / 1e9:.3g} GB"
+                f"{limit} GB on each rank. Use more ranks, or offload."
             )
         chosen = self.choice
         compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
         text = (
-            f"{chosen.name}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and exposed "
-            f"{within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
+            f"{hyphenate(chosen.name)}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and "
+            f"exposed {within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
         close = [row for row in self.predictions if self.fits(row) and self._ties(row) and self._larger(row)]
         if close:
-            text += f"; as fast within {TIE:.0%}, with more memory: {', '.join(row.name for row in close)}"
+            text += f"; as fast within {TIE:.0%}, with more memory: {hyphenated(row.name for row in close)}"
         faster = [row for row in self.predictions if not self.fits(row) and self._is_faster(row)]
         if faster:
             text += f"; faster, but too large: {_figures(faster[0])}"
@@ -121,7 +121,7 @@ class Plan:
 
 
 def _figures(row: Prediction) -> str:
-    return f"{row.name} ({row.total_seconds:.3g} s, {row.total_memory / 1e9:.3g} GB)"
+    return f"{hyphenate(row.name)} ({row.total_seconds:.3g} s, {row.total_memory / 1e9:.3g} GB)"
 
 
 def plan(

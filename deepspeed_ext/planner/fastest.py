@@ -43,7 +43,7 @@ from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, reduced, same_everywhere
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
-from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy
+from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate
 from deepspeed_ext.version import __version__
 
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
@@ -85,7 +85,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         assert new_plan is not None
         raise ValueError(
             f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or let it choose from more than "
-            f"{', '.join(row.name for row in strategies)}."
+            f"{', '.join(map(str, strategies))}."
         )
     engine._config = decided(config, STRATEGIES[name])
     # Frameworks read the stage from the raw section.
@@ -107,7 +107,7 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
-                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, of which "
+                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}, of which "
                 f"with DeepSpeed's MoE layers it takes those with p = N, that is without stage 3"
                 f"{', but ' if reasons else ''}{' and '.join(reasons)}."
             )
@@ -115,7 +115,7 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
     sharded = [row for row in possible if row.p != Placement.N]
     if reasons and not sharded:
         raise ValueError(
-            f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(row.name for row in possible)}, where parameters "
+            f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}, where parameters "
             f"are not sharded, but {' and '.join(reasons)}. Set stage 3."
         )
     return sharded if reasons else possible
@@ -226,7 +226,8 @@ class Decisions:
             # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
-                say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {name}, as decided on {entry["date"]} ({self.path})')
+                shown, date = hyphenate(name), entry["date"]
+                say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {shown}, as decided on {date} ({self.path})')
                 return name
         if entries:
             say(f"{self.path} has no decision for this run: deciding anew")

@@ -133,8 +133,7 @@ def _capture_call(configure: Callable[..., Any], engine: Engine, optimizer: obje
         call = configure(engine, optimizer)
     if not isinstance(call, _Call):
         raise RuntimeError(
-            f"expected the engine to make an optimizer for {strategy.name} under a name of DeepSpeed's, got "
-            f"{type(call)}"
+            f"expected the engine to make an optimizer for {strategy} under a name of DeepSpeed's, got {type(call)}"
         )
     return call
 
@@ -151,7 +150,7 @@ def _refuse_replaced_methods(strategy: Strategy) -> None:
     """
     if methods := bypassed(Stage12Optimizer if strategy.p == Placement.N else Stage3Optimizer):
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {strategy.name} overrides {methods[0]}: that code would have no effect. Turn off "
+            f"{SECTION}.{STRATEGY} {strategy} overrides {methods[0]}: that code would have no effect. Turn off "
             f"what replaces the method (in axolotl: lora_fp32_gradients), or remove {SECTION}.{STRATEGY}."
         )
 

@@ -25,7 +25,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 
-from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy, plain_name
 from deepspeed_ext.tools.compare.verdict import BOUNDS, difference
 from scripts import ROOT
 from scripts.emulation.launching import RunFailed, exit_on_signals, launch
@@ -109,7 +109,7 @@ def strategy_of(config: dict[str, Any]) -> Strategy:
 
 def label_of(config: dict[str, Any]) -> str:
     section = config["zero_optimization"]
-    return section["paro_strategy"] if "paro_strategy" in section else f"ZeRO-{section['stage']}"
+    return str(strategy_of(config)) if "paro_strategy" in section else f"ZeRO-{section['stage']}"
 
 
 def train(path: Path, group_size: int, log_path: Path, args: argparse.Namespace) -> TrainingRun:
@@ -246,7 +246,7 @@ def write_rows(path: Path, runs: tuple[TrainingRun, TrainingRun], checks: list[C
     rows = {
         "runs": [
             {
-                "label": run.label,
+                "label": plain_name(run.label),
                 "strategy": run.strategy.name,
                 "wall_seconds": run.wall_seconds,
                 "formula": {"intra_bytes": run.formula.intra, "inter_bytes": run.formula.inter},

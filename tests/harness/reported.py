@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed_ext.comm import watching
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
+from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.tools.plan.recorded import FlatRates, Recorded
 from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import flat
@@ -97,7 +98,9 @@ _TICK = 2e-5  # seconds: what a device's clock may be wrong by
 def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
     trained, plain = report["training"], name.startswith("ZeRO")
     wanted = {"strategy": None if plain else name, "ranks": 4, "accumulation": 2}
-    if not trained["called"].startswith(name) or any(trained[key] != value for key, value in wanted.items()):
+    if not trained["called"].startswith(hyphenate(name)) or any(
+        trained[key] != value for key, value in wanted.items()
+    ):
         yield f"another training: {trained}"
     if [row["rank"] for row in report["ranks"]] != [0, 1, 2, 3]:
         yield f"other ranks: {report['ranks']}"

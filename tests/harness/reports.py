@@ -9,7 +9,7 @@ from deepspeed_ext.planner.compression import AS_IT_IS
 from deepspeed_ext.planner.costs import PLAIN
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rate, Rates
-from deepspeed_ext.strategy import GroupSizes
+from deepspeed_ext.strategy import GroupSizes, hyphenate
 from deepspeed_ext.tools.plan.recorded import KEY, Cluster, Described, FlatRates
 
 LETTERS = {"NIG": "p=N, g=I, os=G", "IIG": "p=I, g=I, os=G"}
@@ -69,7 +69,7 @@ def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> De
 def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> dict[str, Any]:
     """Return a report of a training with NIG or IIG."""
     groups, parameters = ranks // group_size, 8_400_000
-    called = f"{strategy} ({LETTERS[strategy]})"
+    called = f"{hyphenate(strategy)} ({LETTERS[strategy]})"
     parts = {"compute": (0.25, 0.98), "within": (0.08, 0.6), "between": (0.12, 0.85), "update": (0.03, 1.0)}
     parts["other"] = (0.02, 0.4)
     hop = {"busy": 0.2, "exposed": 0.1, "predicted_exposed": 0.08, "rate": 4e8, "probed_rate": 5e8}

@@ -18,6 +18,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from deepspeed_ext.strategy import hyphenate
+
 LEVEL = 0.95  # confidence level of the interval
 DRAWS = 2000
 # Largest relative difference of losses that counts as rounding, by the dtype of the model: about 100 units in the last
@@ -113,7 +115,7 @@ class Contestant:
     @property
     def name(self) -> str:
         """The letter, the file and the strategy."""
-        return f"{self.letter} ({self.file}, {self.first['strategy']})"
+        return f"{self.letter} ({self.file}, {hyphenate(self.first['strategy'])})"
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -249,7 +251,7 @@ def table(contestants: Sequence[Contestant], comparisons: Sequence[Comparison]) 
         rows.append(
             (
                 f"{config.letter} {config.file}",
-                config.first["strategy"],
+                hyphenate(config.first["strategy"]),
                 f"{config.median:.4g}",
                 f"{min(seconds):.4g}..{max(seconds):.4g}",
                 f"{config.first['samples'] / config.median:.4g}",

@@ -20,7 +20,7 @@ from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, crossings, r
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
-from deepspeed_ext.strategy import GroupSizes, parse_strategy
+from deepspeed_ext.strategy import GroupSizes, hyphenate, parse_strategy
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, bytes_text, judged, ranks_text, rate_text
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch, Options
 from deepspeed_ext.version import __version__
@@ -105,8 +105,8 @@ def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Find
         examples = "; ".join(launch.located(group) for group in spanning[:_SHOWN])
         text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {examples}"
     divide = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
-    singletons, see = ": I means N, so NIG and IIG are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
-    one_group = ": nothing crosses between groups, so NIG is ZeRO-2, IIG ZeRO-3"
+    singletons, see = ": I means N, so N-I-G and I-I-G are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
+    one_group = ": nothing crosses between groups, so N-I-G is ZeRO-2, I-I-G ZeRO-3"
     cases: tuple[tuple[object, Level, str, str], ...] = (
         (crossings(ranks, m, [hosts.index(host) for host in launch.hosts]), Level.WRONG, "", _FILL),
         (spanning, Level.LOOK, "", divide),
@@ -210,7 +210,8 @@ def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
     if sizes is None:
         return [Finding(subject, Level.LOOK, text, "The groups have to be right first.")]
     need, offloaded = needed_bytes(options, sizes)
-    text = f"{options.strategy} of {options.params / 1e9:.3g} B parameters needs {need / 1e9:.1f} GB a rank; free"
+    text = f"{hyphenate(options.strategy)} of {options.params / 1e9:.3g} B parameters "
+    text += f"needs {need / 1e9:.1f} GB a rank; free"
     short = [rank for rank, nbytes in free.items() if nbytes < need]
     if short:
         text += f": {least / 1e9:.1f} GB ({ranks_text(short)})"

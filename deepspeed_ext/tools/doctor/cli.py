@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--skip", action="append", choices=CHECKS, default=[], metavar="TITLE", help=skip)
     model = parser.add_argument_group("a model whose states shall fit, without activations")
     model.add_argument("--params", type=number(count), metavar="N", help="its parameters, such as 7e9 or 7B")
-    model.add_argument("--strategy", type=_strategy, default="NIG", help="(default: NIG)")
+    model.add_argument("--strategy", type=_strategy, default="NIG", help="such as I-I-G (default: N-I-G)")
     dtypes = ("bf16", "fp16", "fp32")
     model.add_argument("--dtype", choices=dtypes, default="bf16", help="of parameters and gradients (default: bf16)")
     model.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")

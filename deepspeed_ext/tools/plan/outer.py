@@ -34,7 +34,15 @@ from deepspeed_ext.planner.closed_form import BETWEEN
 from deepspeed_ext.planner.costs import Prediction, predict
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, Rates
-from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, Strategy, Volume, redistribution_volume
+from deepspeed_ext.strategy import (
+    STRATEGIES,
+    GroupSizes,
+    Placement,
+    Strategy,
+    Volume,
+    hyphenated,
+    redistribution_volume,
+)
 
 _FP32 = 4  # bytes
 
@@ -121,7 +129,7 @@ def predict_outer(
         ValueError: the strategy's optimizer states are not sharded inside a group, or the model has experts.
     """
     if strategy.name not in WITH_OUTER:
-        raise ValueError(f"an outer optimizer needs one of {', '.join(WITH_OUTER)}, got {strategy.name}.")
+        raise ValueError(f"an outer optimizer needs one of {hyphenated(WITH_OUTER)}, got {strategy}.")
     if model.experts:
         raise ValueError(
             "an outer optimizer takes no experts of expert parallelism, since ranks with the same ones may be in one "

@@ -10,7 +10,7 @@ from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.closed_form import BETWEEN, COMPUTE, HOST, UPDATE, WITHIN
 from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.rates import GIGA, Rate
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.tools.plan.outer import OuterPlan
 from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, figure
 
@@ -86,7 +86,7 @@ def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
     first = plans[0]
     rows = [(row, plan) for plan in plans for row in plan.predictions] + [(row, first) for row in first.plain]
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
-    width = max(len(row.name) for row, _ in rows)
+    width = max(len(hyphenate(row.name)) for row, _ in rows)
     columns = [*(_HOST_COLUMNS if any(row.host for row, _ in rows) else ()), *(_SAVE_COLUMNS if saves else ())]
     lines = [*_notes(first, saves), *(f"  {line}" for line in rates(first)), "", _titles(width, columns)]
     for row, plan in rows:
@@ -108,7 +108,7 @@ def outer_table(plan: OuterPlan) -> str:
     A row has the columns of ``table`` for an average step; then the bytes that the outer optimizer holds, has in
     flight, and receives from other groups in an outer step, and the exposed and busy seconds of an outer step.
     """
-    settings, width = plan.settings, max(len(row.average.name) for row in plan.predictions)
+    settings, width = plan.settings, max(len(hyphenate(row.average.name)) for row in plan.predictions)
     parts = "" if settings.fragments == 1 else f", in {settings.fragments} fragments"
     hidden = f", with a delay of {settings.delay}" if settings.delay else ""
     kept = ", kept on the host" if settings.offload == "cpu" else ""
@@ -179,4 +179,4 @@ def _cells(row: Any, columns: Sequence[_Column]) -> str:
 def _line(row: Prediction, width: int, more: str, mark: str) -> str:
     """Return a row of the table; ``more``: further cells."""
     known_as = "plain" if row.plain else STRATEGIES[row.strategy].known_as
-    return f"{row.name:<{width}}{_cells(row, _COLUMNS)}{more}  {known_as}{mark}"
+    return f"{hyphenate(row.name):<{width}}{_cells(row, _COLUMNS)}{more}  {known_as}{mark}"

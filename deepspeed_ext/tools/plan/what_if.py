@@ -13,7 +13,7 @@ from deepspeed_ext.planner.compression import AS_IT_IS, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import GIGA
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
 
 Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all bits
@@ -44,7 +44,7 @@ class Row:
     def figures(self) -> str:
         """Return a clause with the seconds and the memory."""
         memory = self.prediction.total_memory / GIGA
-        return f"{self.name} would take {self.seconds:.3g} s a step ({memory:.3g} GB on each rank)"
+        return f"{hyphenate(self.name)} would take {self.seconds:.3g} s a step ({memory:.3g} GB on each rank)"
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -105,7 +105,7 @@ class WhatIf:
     @property
     def sentence(self) -> str:
         """Return a sentence on the fastest strategies, and the time of the running one."""
-        name, described = self.now.name, self.recorded.described
+        name, described = hyphenate(self.now.name), self.recorded.described
         took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted:.3g} s)"
         now = f"now {name} takes {took}"
         if (self.cluster, self.model) != (described.cluster, described.model):
@@ -147,8 +147,9 @@ class WhatIf:
         row = rows.get(ALL, next(iter(rows.values())))
         cells = [f"{rows[bits].seconds:.3g}" if bits in rows else "" for bits in columns]
         cells += [f"{nbytes / GIGA:.3g}" for nbytes in (row.prediction.total_memory, row.prediction.volume.inter)]
-        now = "  <-- now" if name == self.recorded.described.name else ""
-        return f"{name:<11}{''.join(f'{cell:>10}' for cell in cells)}{now}{'' if self.fits(row) else '  (too large)'}"
+        mark = "  <-- now" if name == self.recorded.described.name else ""
+        mark += "" if self.fits(row) else "  (too large)"
+        return f"{hyphenate(name):<11}{''.join(f'{cell:>10}' for cell in cells)}{mark}"
 
 
 def _bits(sent: Compression) -> Bits:

@@ -151,7 +151,7 @@ def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
     dtype, _ = engine.get_data_types()
     return {
         "strategy": None if strategy is None else strategy.name,
-        "called": _STAGES[stage] if strategy is None else f"{strategy.name}{sent.label} ({letters})",
+        "called": _STAGES[stage] if strategy is None else f"{strategy}{sent.label} ({letters})",
         "stage": stage,
         "ranks": sizes.ranks,
         "group_size": sizes.group_size,

@@ -12,6 +12,7 @@ from statistics import median
 from typing import Any
 
 from deepspeed_ext.planner.choice import best
+from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.tools.html_page import fill_template, read_asset
 from deepspeed_ext.tools.report.measures import BETWEEN, COMPUTE, OTHER, UPDATE, WITHIN
 
@@ -86,7 +87,7 @@ def _best(rows: Sequence[Report]) -> Report:
 
 def _gain(row: Report, now: Report, how: str) -> str:
     memory = f"{row['gb']:.3g} GB of model states on each rank, now {now['gb']:.3g}"
-    return f"{row['strategy']} {how}: {row['step']:.3g} s instead of {now['step']:.3g} ({memory})."
+    return f"{hyphenate(row['strategy'])} {how}: {row['step']:.3g} s instead of {now['step']:.3g} ({memory})."
 
 
 def _slow_hops(report: Report) -> Iterator[str]:

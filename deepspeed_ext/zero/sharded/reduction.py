@@ -263,7 +263,7 @@ class GradientReduction:
         if self.awaits_boundary and strategy.g != strategy.os:
             raise RuntimeError(
                 f"Gradients can be read and changed at the accumulation boundary only: with paro_strategy "
-                f"{strategy.name} (g = {strategy.g.name}, os = {strategy.os.name}) they are not summed "
+                f"{strategy} (g = {strategy.g.name}, os = {strategy.os.name}) they are not summed "
                 f"over all ranks before it."
             )
 

@@ -100,7 +100,7 @@ def test_a_script_under_two_configurations(
     said = capfd.readouterr()
     head, _, titles, a, b, _, of_b = said.out.splitlines()
     assert head.startswith("2 rank(s) of cpu, float32, DeepSpeed ") and "s per step" in titles
-    assert [row.split()[:3] for row in (a, b)] == [["A", "a.json", "ZeRO-2"], ["B", "nig.json", "NIG"]]
+    assert [row.split()[:3] for row in (a, b)] == [["A", "a.json", "ZeRO-2"], ["B", "nig.json", "N-I-G"]]
     assert "losses agree (largest difference " in of_b
     written = json.loads((folder / "all.json").read_text())
     assert [one["problem"] for one in written["comparisons"]] == [""] and written["losses_agree"]

@@ -58,9 +58,12 @@ def beside(strategy: dict[str, Any], key: str, zero: dict[str, Any], why: str = 
 
 
 STRATEGY = alone(
-    ({"paro_strategy": "NGI"}, "one of NNN, .*GGG .*got 'NGI'. NGI is not a strategy.*os = I is coarser than g = G"),
-    ({"paro_strategy": "fast"}, "one of NNN, .*GGG .*, or fastest, got 'fast'"),
-    ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'NIG'\\?"),
+    (
+        {"paro_strategy": "NGI"},
+        "one of N-N-N, .*G-G-G .*got 'NGI'. N-G-I is not a strategy.*os = I is coarser than g = G",
+    ),
+    ({"paro_strategy": "fast"}, "one of N-N-N, .*G-G-G .*, or fastest, got 'fast'"),
+    ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'N-I-G'\\?"),
     *(
         ({f"paro_{key}": value}, f"paro_{key} is set .* without zero_optimization.paro_strategy")
         for key, value in (
@@ -85,13 +88,19 @@ STRATEGY = alone(
         for value in (-1, False, 9.0, None)
     ),
     ({"paro_strategy": "NIG", "paro_overlap_updates": 1}, "paro_overlap_updates must be true or false, got 1 of type"),
-    ({"paro_strategy": "NIG", "stage": 3}, "NIG places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2"),
-    ({"paro_strategy": "IIG", "stage": 2}, "IIG places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
+    (
+        {"paro_strategy": "NIG", "stage": 3},
+        "N-I-G places p = N, g = I, which is stage 2, got stage 3. Set .*stage to 2",
+    ),
+    ({"paro_strategy": "IIG", "stage": 2}, "I-I-G places p = I, g = I, which is stage 3, got stage 2. Set .*to 3"),
     (
         {"paro_stratgy": "NIG"},
         "no key 'paro_stratgy': .*paro_strategy, paro_group_size, .*zeropp_loco_param. Did you mean 'paro_strategy'",
     ),
-    ({"paro_strategy": "NIG", "paro_memory_gb": 4}, "paro_memory_gb is for paro_strategy fastest, got .* 'NIG'"),
+    (
+        {"paro_strategy": "NIG", "paro_memory_gb": 4},
+        "paro_memory_gb is for paro_strategy fastest, got .* N-I-G\\. Remove",
+    ),
     ({"paro_strategy": "NIG", "paro_decision_file": "f"}, "paro_decision_file is for paro_strategy fastest"),
     (FASTEST | {"paro_memory_gb": 0}, "number above 0 .*got 0 of type int"),
     (FASTEST | {"paro_memory_gb": True}, "got True of type bool"),
@@ -113,7 +122,7 @@ REPORT = alone(
     ),
 )
 OUTER = alone(
-    (outer("NIG"), r"os = I\): .*paro_strategy must be one of NNI, NII, INI, III, got 'NIG'. III shards"),
+    (outer("NIG"), r"os = I\): .*paro_strategy must be one of N-N-I, N-I-I, I-N-I, I-I-I, got N-I-G. I-I-I shards"),
     ({"paro_strategy": "III", "paro_outer_optimizer": 30}, "must be a dictionary of steps, lr, .*got 30 of type int"),
     (outer(step=30), "paro_outer_optimizer has no key 'step'.*Did you mean 'steps'"),
     (outer(steps=0), "steps must be an integer of at least 1 .*got 0"),
@@ -157,7 +166,7 @@ BESIDE: list[Row] = [
             strategy,
             in_zero("paro_parameter_cache_bytes"),
             {"paro_parameter_cache_bytes": 9} | offload,
-            ".*that have such: ING, IIG, IGG. ",
+            ".*that have such: I-N-G, I-I-G, I-G-G. ",
         )
         for strategy, offload in ((NIG, {}), (III, {"offload_param": CPU}), (GGG, {"offload_param": CPU}))
     ),
@@ -210,7 +219,7 @@ MICS: list[Row] = [
         (
             {"mics_shard_size": 2, **ours},
             {},
-            f"mics_shard_size 2 means paro_strategy III .* but {', '.join(ours)} is set as well",
+            f"mics_shard_size 2 means paro_strategy I-I-I .* but {', '.join(ours)} is set as well",
         )
         for ours in ({"paro_strategy": "NIG"}, {"paro_group_size": 2}, {"paro_strategy": "III", "paro_group_size": 2})
     ),

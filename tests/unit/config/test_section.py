@@ -117,7 +117,7 @@ def test_the_callers_dict_says_the_stage() -> None:
 def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None:
     warnings = ranks(1).run(warnings_case)[0]
     assert [len(found) for found in warnings] == [1, 0, 0, 0], warnings
-    assert "IIG shards parameters" in warnings[0][0] and "Set zero_optimization.stage to 3." in warnings[0][0]
+    assert "I-I-G shards parameters" in warnings[0][0] and "Set zero_optimization.stage to 3." in warnings[0][0]
 
 
 def warnings_case() -> list[list[str]]:

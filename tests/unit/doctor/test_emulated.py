@@ -59,7 +59,7 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     assert slow == pytest.approx(SLOW_MBIT / 8, rel=0.3) and "3 of 3 round(s)" in found["measured"][1]
     assert found["c++"][0] == "look" and "not found on rank 1" in found["c++"][1]
     assert found["CUDA_LAUNCH_BLOCKING"][1].startswith("1 on ranks 0-3: every kernel launch waits")
-    assert found["for model states"][0] == "wrong" and "NIG of 70 B parameters" in found["for model states"][1]
+    assert found["for model states"][0] == "wrong" and "N-I-G of 70 B parameters" in found["for model states"][1]
     wrong = {subject for subject, (level, _) in found.items() if level == "wrong"}
     assert wrong == {f"rank {SLOW}", "for model states"}
     assert f"wrong  rank {SLOW}" in done.stdout and done.stdout.count("deepspeed_ext 0") == 1, done.stdout

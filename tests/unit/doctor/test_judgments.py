@@ -138,7 +138,7 @@ def test_too_little_memory() -> None:
     assert not memory(params=10**9)
     found = memory({"device": 5 * 10**9}, params=10**9)["for model states"]
     assert found.level == Level.WRONG
-    assert f"NIG of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in found.found
+    assert f"N-I-G of 1 B parameters needs {need / 1e9:.1f} GB a rank; free: 5.0 GB (rank 3)" in found.found
     assert memory(*[{"device": int(1.05 * need)}] * 4, params=10**9)["for model states"].level == Level.LOOK
     less, on_host = checks.needed_bytes(Options(params=10**9, offload_optimizer=True), GroupSizes(4, 2))
     assert 3e9 <= less <= need - 3e9 and on_host == pytest.approx(3e9, rel=0.01)

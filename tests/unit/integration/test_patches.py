@@ -125,7 +125,7 @@ ds_engine.DeepSpeedEngine._configure_zero_optimizer = lambda self, optimizer: co
 try:
     make()
 except RuntimeError as error:
-    assert "paro_strategy NIG has no effect" in str(error), error
+    assert "paro_strategy N-I-G has no effect" in str(error), error
     assert "Other code has replaced or overridden it" in str(error), error
 else:
     raise AssertionError("accepted")

@@ -69,7 +69,7 @@ def test_options_of_pipelines_are_refused_on_all_ranks(ranks: Any) -> None:
     for errors in ranks(2).run(refused_case):
         for (_, expected), error in zip(REFUSED, errors, strict=True):
             assert expected in error, error
-        assert "paro_strategy NIG" in errors[1] and "os = I or N" in errors[1], errors[1]
+        assert "paro_strategy N-I-G" in errors[1] and "os = I or N" in errors[1], errors[1]
 
 
 def refused_case() -> list[str]:
@@ -155,7 +155,7 @@ def test_one_data_parallel_rank_a_node_is_explained(ranks: Any) -> None:
     lines = ranks(4).run(layout_case)[0]
     found = [message for level, message in lines if level == "WARNING" and "data-parallel rank" in message]
     assert len(found) == 1, lines
-    assert "ranks [0, 2]" in found[0] and "NIG is ZeRO-1 here" in found[0] and "PipeDataParallelTopology" in found[0]
+    assert "ranks [0, 2]" in found[0] and "N-I-G is ZeRO-1 here" in found[0] and "PipeDataParallelTopology" in found[0]
 
 
 def layout_case() -> list[tuple[str, str]]:

@@ -211,7 +211,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert [one.total_seconds for one in free.predictions] == sorted(one.total_seconds for one in free.predictions)
     assert len(free.predictions) == 14
     close = free.reason.partition("as fast within 3%, with more memory: ")[2].partition(";")[0]
-    assert set(close.split(", ")) == {"NNI", "NNN"}
+    assert set(close.split(", ")) == {"N-N-I", "N-N-N"}
     # Where groups cost almost nothing, all that cross between them once a step tie: then the smallest is chosen.
     tied = plan(CLUSTER, MODEL, Rates.of_links(CLUSTER, 4, intra_gbps=1e5, inter_gbps=80))
     assert tied.choice is not None and tied.choice.strategy == "IIG" != tied.predictions[0].strategy
@@ -223,7 +223,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
     assert "faster, but too large: " in tight.reason
     none = plan(CLUSTER, MODEL, RATES, budget=1e8)
     assert none.choice is None and none.as_dict()["choice"] is None
-    assert "none fits: GGG needs least" in none.reason and "of 0.1 GB" in none.reason
+    assert "no strategy fits: G-G-G needs the least memory" in none.reason and "of 0.1 GB" in none.reason
     with pytest.raises(ValueError, match="none of the strategies is allowed"):
         plan(CLUSTER, MODEL, RATES, allowed=lambda row: False)
 
@@ -250,7 +250,7 @@ def test_a_key_that_would_help_is_named() -> None:
     rates = Rates.of_links(CLUSTER, 4, 8000, 20)
     found = plan(CLUSTER, model, rates, allowed=lambda row: row.stage < 3)
     _, _, said = found.reason.partition("; with paro_overlap_updates true faster: ")
-    assert said.startswith("NIG (2.3 s, 2.9 GB)")
+    assert said.startswith("N-I-G (2.3 s, 2.9 GB)")
     on = plan(CLUSTER, replace(model, overlap_updates=True), rates, allowed=lambda row: row.stage < 3)
     assert "paro_overlap_updates" not in on.reason
     assert on.choice is not None and found.overlapped == on.choice

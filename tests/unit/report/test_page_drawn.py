@@ -50,7 +50,7 @@ LOOK = """(window, document) => {
   at("pointerdown", 300, 50); at("pointermove", 200, 50); at("pointerup", 200, 50); range();
   key("0");
   at("pointermove", 2, 62); found.said.push(shown("#tip:not([hidden])"));
-  document.querySelector("[aria-label='Show the keys of NIG + LoCo']")?.click();
+  document.querySelector("[aria-label='Show the keys of N-I-G + LoCo']")?.click();
   found.said.push(shown("#setting code"));
   return found;
 }"""
@@ -107,7 +107,8 @@ def test_figures_are_drawn_at_their_size(looked: tuple[dict[str, Any], list[str]
     assert sum(predicted) < sum(measured)
     assert page["spans"] == [sum(len(lane["spans"]) for lane in one["lanes"]) for one in report["timelines"]]
     assert all(colors > 8 for colors in page["colors"])
-    assert page["now"] == "IIG" and page["setting"] == '{"zero_optimization": {"paro_strategy": "NIG"}}'
+    assert page["now"] == "I-I-G"
+    assert page["setting"] == '{"zero_optimization": {"stage": 2, "paro_strategy": "NIG"}}'
     assert page["findings"] == report["findings"][1:]  # the verdict has the first one
     assert looked[0]["NIG-1280"]["setting"] is None  # nothing without loss is faster
     # Of thousands of ranks the slowest are listed.
@@ -126,4 +127,4 @@ def test_timelines_zoom_move_and_tell(looked: tuple[dict[str, Any], list[str]]) 
     assert 0.125 < begin < 0.2 and end - begin == pytest.approx(0.25, abs=0.002)
     pointed, loco = page["said"]
     assert pointed.startswith("forward") and "blocks.0" in pointed
-    assert loco == '{"zero_optimization": {"paro_strategy": "NIG", "zeropp_loco_param": {}}}'
+    assert loco == '{"zero_optimization": {"stage": 2, "paro_strategy": "NIG", "zeropp_loco_param": {}}}'

@@ -28,7 +28,7 @@ def report(**changed: Any) -> dict[str, Any]:
     """A report in which nothing stands out, but for what is changed."""
     parts = {"compute": 0.9, "within": 0.02, "between": 0.03, "update": 0.02, "other": 0.03}
     usual: dict[str, Any] = {
-        "training": {"called": "NIG (p=N, g=I, os=G)", "ranks": 4, "groups": 2, "group_size": 2},
+        "training": {"called": "N-I-G (p=N, g=I, os=G)", "ranks": 4, "groups": 2, "group_size": 2},
         "steps": {"seconds": [1.0, 1.0], "overhead": 0.001},
         "parts": [{"part": part, "seconds": seconds, "predicted": seconds} for part, seconds in parts.items()],
         "hops": [hop("within", 0.02), hop("between", 0.03)],
@@ -44,11 +44,11 @@ FASTER = [choice("ZeRO-3", 2.0, now=True), choice("IIG", 1.2, 1.1), choice("NIG"
 FINDINGS: list[tuple[dict[str, Any], str]] = [
     (
         {"choices": FASTER},
-        "IIG is predicted to be faster: 1.2 s instead of 2 (1.1 GB of model states on each rank, now 1).",
+        "I-I-G is predicted to be faster: 1.2 s instead of 2 (1.1 GB of model states on each rank, now 1).",
     ),
     (
         {"choices": [choice("NIG", 1.0, now=True), choice("NIG + LoCo", 0.5)]},
-        "NIG + LoCo would be faster still, with gradients or updates in 4 bits: 0.5 s instead of 1",
+        "N-I-G + LoCo would be faster still, with gradients or updates in 4 bits: 0.5 s instead of 1",
     ),
     (
         {"hops": [hop("within", 0.3, rate=1e7)]},
@@ -90,9 +90,9 @@ def test_where_nothing_stands_out_it_says_so() -> None:
 def test_a_paragraph_has_the_step_its_parts_and_a_prediction() -> None:
     said = page.paragraph(report(findings=["First.", "Second.", "Third."]))
     assert said == (
-        "A step of NIG (p=N, g=I, os=G) takes 1 s on 4 ranks in 2 group(s) of 2: 0.9 s compute, 0.02 s exposed within "
-        "groups, 0.03 s exposed between groups, 0.02 s the update, and 0.03 s of anything else. The planner predicts "
-        "1 s. First. Second."
+        "A step of N-I-G (p=N, g=I, os=G) takes 1 s on 4 ranks in 2 group(s) of 2: 0.9 s compute, 0.02 s exposed "
+        "within groups, 0.03 s exposed between groups, 0.02 s the update, and 0.03 s of anything else. The planner "
+        "predicts 1 s. First. Second."
     )
 
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.overrides import _function, overridden
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.zero.stage3 import Stage3Optimizer
 from deepspeed_ext.zero.stage12 import Stage12Optimizer
 from tests.harness.half_frozen import make_engine
@@ -79,10 +79,10 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     too_large = " GB of model states"
     warnings = [[text for level, text in lines if level == "WARNING" and too_large in text] for lines in answers]
     assert [len(lines) for lines in warnings] == [1, 0, 0, 0], warnings
-    others = [row for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
+    others = [hyphenate(row) for row in STRATEGIES if kilobytes(row, p, g, os) <= available]
     assert warnings[0][0].removeprefix("[Rank 0] ") == (
-        f"deepspeed_ext: zero_optimization.paro_strategy {name} needs {needed / 1e6:.3g} GB of model states on each "
-        f"rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "
+        f"deepspeed_ext: zero_optimization.paro_strategy {hyphenate(name)} needs {needed / 1e6:.3g} GB of model "
+        f"states on each rank, which has {available / 1e6:.3g} GB (the model's parameters {p / 1e6:.3g} GB, gradients "
         f"{g / 1e6:.3g} GB and optimizer states {os / 1e6:.3g} GB, over 4 ranks in groups of 2). Strategies that "
         f"fit: {', '.join(others) or 'none'}."
     )
@@ -92,9 +92,9 @@ def test_a_model_that_does_not_fit_gets_one_warning(ranks: Any, name: str, what:
     "name, group, meaning",
     [
         ("NIG", 2, None),
-        ("NIG", 4, "one group, so NIG is ZeRO-2 here"),
-        ("IIG", 1, "groups of one rank, so IIG is ZeRO-1 here"),
-        ("INI", 4, "one group, so INI is GNG here"),
+        ("NIG", 4, "one group, so N-I-G is ZeRO-2 here"),
+        ("IIG", 1, "groups of one rank, so I-I-G is ZeRO-1 here"),
+        ("INI", 4, "one group, so I-N-I is G-N-G here"),
         ("GNG", 1, "groups of one rank"),
     ],
 )
@@ -105,7 +105,7 @@ def test_one_warning_says_what_runs(ranks: Any, name: str, group: int, meaning: 
     assert [len(lines) for lines in answers] == [1, 0, 0, 0], answers
     (level, line), *_ = answers[0]
     assert level == "WARNING"  # what DeepSpeed shows
-    what = f"{name} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
+    what = f"{hyphenate(name)} (p={p}, g={g}, os={os}; stage {STRATEGIES[name].stage}) over 4 data-parallel ranks in"
     assert f"{what} {4 // group} group(s) of {group}" in line
     assert line.endswith(f": {meaning} (zero_optimization.paro_group_size is {group})" if meaning else f"of {group}")
 
@@ -202,7 +202,7 @@ def test_a_compiled_model_is_refused_if_it_is_sharded(ranks: Any) -> None:
     for compiled in ("all of it", "a part"):
         for error in ranks(2).run_expect_error(compiled_case, "IIG", compiled):
             assert error.type == "ValueError", error
-            assert "paro_strategy IIG is not supported here: the model comes from torch.compile" in error.message
+            assert "paro_strategy I-I-G is not supported here: the model comes from torch.compile" in error.message
             assert error.message.endswith("and call engine.compile() after it.")
     for name, how in (("NIG", "a part"), ("IIG", "afterwards")):
         assert ranks(2).run(compiled_case, name, how) == [True] * 2
@@ -267,7 +267,7 @@ def unsupported_case(what: str, zero: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["NIG", "IIG"])
 def test_methods_that_other_code_has_replaced_are_refused(ranks: Any, name: str) -> None:
     for error in ranks(1).run_expect_error(replaced_case, name):
-        assert error.type == "ValueError" and f"{name} overrides " in error.message, error.message
+        assert error.type == "ValueError" and f"{hyphenate(name)} overrides " in error.message, error.message
         assert "which other.code has replaced" in error.message and "lora_fp32_gradients" in error.message
 
 

@@ -110,7 +110,7 @@ function settingsOf(values) {
 }
 
 function called({ name, plain }) {
-  return plain ? `plain ${name}` : name === "III" ? "III (HSDP)" : name;
+  return plain ? `plain ${name}` : name === "III" ? "I-I-I (HSDP)" : hyphenated(name);
 }
 
 function verdict(result) {
@@ -177,7 +177,7 @@ function showTable({ plain, predictions, fits, choice }, rows) {
         el(
           "span",
           { class: "whole" },
-          row.name,
+          hyphenated(row.name),
           row === choice ? badge("choice") : null,
           fits(row) ? null : badge("too large"),
         ),
