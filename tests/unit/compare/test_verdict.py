@@ -63,8 +63,8 @@ def test_faster_with_the_same_losses() -> None:
     one = found(fast, fast)
     assert one.problem == "" and one.loss == 0
     assert one.sentence == (
-        "B (b.json, NIG) is 2 times as fast as A (a.json, ZeRO-3): 0.525 s instead of 1.05 s per step, 95% interval "
-        "1.86 to 2.15; losses agree (largest difference 0, bound 1e-05)."
+        "B (b.json, N-I-G) is 2 times as fast as A (a.json, ZeRO-3): 0.525 s instead of 1.05 s per step, 95% "
+        "interval 1.86 to 2.15; losses agree (largest difference 0, bound 1e-05)."
     )
 
 

@@ -14,7 +14,7 @@ from deepspeed import comm as dist
 from deepspeed_ext.config.keys import our_keys
 from deepspeed_ext.config.model import ParoConfig
 from deepspeed_ext.config.refused import REFUSED as KEYS_REFUSED
-from deepspeed_ext.strategy import STRATEGIES
+from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from tests.harness import training
 from tests.harness.sections import CPU, GGG, IIG, III, NIG, NVME, config
 from tests.harness.tiers import deep
@@ -39,7 +39,7 @@ def muon(method: Any) -> dict[str, Any]:
 
 def cannot(key: str, strategy: str) -> str:
     """Return the start of the message that refuses a key beside a strategy, as a pattern."""
-    return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {strategy}: "
+    return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {hyphenate(strategy)}: "
 
 
 def in_zero(key: str) -> str:
@@ -63,6 +63,7 @@ STRATEGY = alone(
         "one of N-N-N, .*G-G-G .*got 'NGI'. N-G-I is not a strategy.*os = I is coarser than g = G",
     ),
     ({"paro_strategy": "fast"}, "one of N-N-N, .*G-G-G .*, or fastest, got 'fast'"),
+    ({"paro_strategy": "N-IG"}, "one of N-N-N, .*, or fastest, got 'N-IG'.$"),
     ({"paro_strategy": "nig"}, "got 'nig'. Did you mean 'N-I-G'\\?"),
     *(
         ({f"paro_{key}": value}, f"paro_{key} is set .* without zero_optimization.paro_strategy")

@@ -75,6 +75,7 @@ MEANT: list[tuple[dict[str, Any], str | None, int]] = [
     ({"stage": 1, "zeropp_loco_param": {}}, "NNG", 1),
     ({"stage": 2, "zeropp_loco_param": {"bits": 8}, "zero_quantized_gradients": True}, "NGG", 2),
     ({"stage": 3, "zeropp_loco_param": {"err_beta": 0}}, "GGG", 3),
+    ({"paro_strategy": "N-I-G"}, "NIG", 2),
     ({"paro_strategy": "NIG", "zeropp_loco_param": {"reset_T": 512}}, "NIG", 2),
     ({**MICS, "zeropp_loco_param": {}}, "III", 3),
     ({"paro_strategy": "IIG", "zero_quantized_gradients": True}, "IIG", 3),
