@@ -27,7 +27,7 @@ from deepspeed_ext.checkpoint.experts import (
 from deepspeed_ext.checkpoint.files import CheckpointFiles, holds_parameters_only
 from deepspeed_ext.checkpoint.folder import CheckpointError
 from deepspeed_ext.comm.agreement import all_reduce_min, raise_together, run_on_all_or_raise
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.zero.flat.arrivals import BeforeUse
@@ -282,7 +282,7 @@ class UniversalCheck(Check):
     """The checks of a load from a universal checkpoint; ranks share the work of checking each parameter's files."""
 
     def _check(self, strict: bool | None) -> None:
-        if layers := native_mixtures(self._engine.module):
+        if layers := deepspeed_moe_layers(self._engine.module):
             raise CheckpointError(
                 f"{self.folder} is a universal checkpoint, in which DeepSpeed has no place for experts of MoE layers "
                 f"({', '.join(layers)}). Load the checkpoint that was converted, with the strategy, group size and "

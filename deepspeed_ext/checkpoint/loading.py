@@ -23,7 +23,7 @@ from deepspeed_ext.checkpoint.outer_states import OuterStates
 from deepspeed_ext.checkpoint.residuals import Residuals
 from deepspeed_ext.checkpoint.restoring import bring_back
 from deepspeed_ext.comm.agreement import raise_together, require_same, run_on_all_or_raise
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.overrides import replaced
 
@@ -110,7 +110,7 @@ def _choose_tag(engine: Engine, load_dir: str, tag: str | None) -> str:
 
 def _convert(engine: Engine, load_dir: str, tag: str, why: str) -> tuple[str, IO[str] | None]:
     """Convert a checkpoint that does not fit this run; see ``converted``."""
-    if layers := native_mixtures(engine.module):
+    if layers := deepspeed_moe_layers(engine.module):
         raise CheckpointError(
             f"{why}\nIt is not converted either, since DeepSpeed's universal checkpoints have no place for "
             f"experts of MoE layers ({', '.join(layers)})."

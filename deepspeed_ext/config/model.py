@@ -14,13 +14,13 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
     FASTEST,
+    FASTEST_KEYS,
     GROUP_SIZE,
     LEAF_BYTES,
     LOCO,
+    MAX_LIVE,
     MICS_HIERARCHICAL,
     MICS_SIZE,
-    MOST_LIVE,
-    OF_FASTEST,
     OUTER,
     OVERLAP_UPDATES,
     QUANTIZED,
@@ -37,23 +37,25 @@ from deepspeed_ext.config.settings import (
     ReportSettings,
     Settings,
     UpdateSettings,
-    allowed,
-    dictionary_of,
-    must_be,
-    no_key,
+    expected_dictionary,
+    key_field,
     parse,
+    unknown_key_error,
+    wrong_value_error,
 )
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate, hyphenated, parse_strategy
 
 STRATEGY_OF_STAGE = {1: "NNG", 2: "NGG", 3: "GGG"}  # DeepSpeed's stage -> the equal strategy
-WITH_OUTER = tuple(name for name, row in STRATEGIES.items() if row.os == Placement.I)  # may have an outer optimizer
+OUTER_STRATEGIES = tuple(
+    name for name, row in STRATEGIES.items() if row.os == Placement.I
+)  # may have an outer optimizer
 
 
-def _strategy_name(name: str | None) -> str | None:
+def _check_strategy_name(name: str | None) -> str | None:
     return name if name in (None, FASTEST) else parse_strategy(name, f", or {FASTEST}").name
 
 
-def _parsed(kind: type[Settings]) -> BeforeValidator:
+def _parse_settings(kind: type[Settings]) -> BeforeValidator:
     return BeforeValidator(lambda given: None if given is None else kind.parse(given))
 
 
@@ -64,73 +66,73 @@ class ParoConfig(BaseModel):
 
     paro_strategy: Annotated[
         str | None,
-        AfterValidator(_strategy_name),
-        allowed(f'one of {hyphenated(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
+        AfterValidator(_check_strategy_name),
+        key_field(f'one of {hyphenated(STRATEGIES)} (placements of p, g, os), or "{FASTEST}"'),
     ] = None
     """The [placement](../zero/README.md) of parameters, gradients and optimizer states, one letter each: N replicated,
     I sharded inside a group, G sharded over all ranks. Sets `stage` if that is absent."""
     paro_group_size: Annotated[
-        int | None, allowed("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
+        int | None, key_field("an integer of at least 1 (ranks in a group), or absent", "ranks per node", ge=1)
     ] = None
     """Data-parallel ranks in a group; a divisor of the data-parallel size."""
-    paro_overlap_updates: Annotated[bool, allowed("true or false")] = False
+    paro_overlap_updates: Annotated[bool, key_field("true or false")] = False
     """With p = N: updated parameters are gathered
     [during the next forward](../zero/README.md#what-goes-under-compute); with p = I they always are."""
     paro_quantized_updates: Annotated[
-        UpdateSettings | None, _parsed(UpdateSettings), allowed(dictionary_of(UpdateSettings))
+        UpdateSettings | None, _parse_settings(UpdateSettings), key_field(expected_dictionary(UpdateSettings))
     ] = None
     """Updated parameters are sent between groups as differences
     [in 4 bits](../loco/README.md#updates-between-groups-in-4-bits); with os = I and N, sums of gradients are. With
     p = N or I with a strategy, or with `stage` 1 or 2 or `mics_shard_size`."""
     paro_outer_optimizer: Annotated[
-        OuterSettings | None, _parsed(OuterSettings), allowed(dictionary_of(OuterSettings))
+        OuterSettings | None, _parse_settings(OuterSettings), key_field(expected_dictionary(OuterSettings))
     ] = None
     """Groups train apart, and [an outer optimizer](../zero/README.md#an-outer-optimizer) brings them together every 30
     steps. With os = I: I-I-I, N-I-I, I-N-I, N-N-I."""
-    paro_parameter_cache_bytes: Annotated[int, allowed("an integer of at least 0 (bytes on each device)", ge=0)] = 0
+    paro_parameter_cache_bytes: Annotated[int, key_field("an integer of at least 0 (bytes on each device)", ge=0)] = 0
     """With `offload_param` and I-N-G, I-I-G or I-G-G: slices of parameters that are
     [on the device as well](../zero/README.md#parameters-in-host-memory)."""
     paro_memory_gb: Annotated[
         float | None,
-        allowed(
+        key_field(
             "a number above 0 (GB, 10^9 bytes, for model states of a rank), or absent",
             "70 % of the device's free memory",
             gt=0,
         ),
     ] = None
     """With `"fastest"`: the memory for model states; the rest is for activations and buffers."""
-    paro_decision_file: Annotated[str, allowed("the path of a file", min_length=1)] = "paro_decision.json"
+    paro_decision_file: Annotated[str, key_field("the path of a file", min_length=1)] = "paro_decision.json"
     """With `"fastest"`: the file in which the decision is kept, for later runs."""
     paro_micro_step_seconds: Annotated[
         float | None,
-        allowed("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
+        key_field("a number of at least 0 (seconds of forward and backward), or absent", "an estimate", ge=0),
     ] = None
     """With `"fastest"`: seconds of forward and backward of a micro-step without communication; see
     [the planner](../planner/README.md#compute)."""
-    paro_report: Annotated[ReportSettings | None, _parsed(ReportSettings), allowed(dictionary_of(ReportSettings))] = (
-        None
-    )
+    paro_report: Annotated[
+        ReportSettings | None, _parse_settings(ReportSettings), key_field(expected_dictionary(ReportSettings))
+    ] = None
     """Some steps are recorded, and [where their time goes](../tools/report/README.md) is shown; also with a plain
     stage."""
     stage3_leaf_bytes: Annotated[
         bool | Annotated[int, Ge(0)],
-        allowed(
-            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MOST_LIVE} gives"
+        key_field(
+            f"a number of bytes (an integer of at least 0, 0 for off), or true for the budget that {MAX_LIVE} gives"
         ),
     ] = 0
     """With stage 3 or p = I or G: modules that fit are [fetched as one](../leaf/README.md)."""
     mics_shard_size: Annotated[
         int,
         Predicate(lambda size: size >= 1 or size == -1),
-        allowed("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
+        key_field("an integer of at least 1 (ranks over which model states are sharded), or -1 for off"),
     ] = -1
     """MiCS, which DeepSpeed has removed: means `paro_strategy` I-I-I with that `paro_group_size`, and cannot be
     combined with these two."""
-    mics_hierarchical_params_gather: Annotated[Any, allowed("true or false")] = False
+    mics_hierarchical_params_gather: Annotated[Any, key_field("true or false")] = False
     """Accepted with `mics_shard_size`; implied, since I-I-I gathers only inside groups."""
-    zeropp_loco_param: Annotated[LocoSettings | None, _parsed(LocoSettings), allowed(dictionary_of(LocoSettings))] = (
-        None
-    )
+    zeropp_loco_param: Annotated[
+        LocoSettings | None, _parse_settings(LocoSettings), key_field(expected_dictionary(LocoSettings))
+    ] = None
     """[LoCo](../loco/README.md), which DeepSpeed has removed: gradients are sent between groups in 4 bits. With a
     strategy, or with `stage` 1, 2 or 3 alone, where groups are nodes."""
 
@@ -147,11 +149,11 @@ class ParoConfig(BaseModel):
         values = {key: section[key] for key in our_keys(section)}
         for key, value in values.items():
             if key not in cls.model_fields:
-                raise no_key(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
+                raise unknown_key_error(SECTION, key, cls.model_fields, "the keys of deepspeed_ext")
             if value is None and cls.model_fields[key].default is None:  # None as default means that the key is absent
-                raise must_be(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
+                raise wrong_value_error(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
         model = parse(cls, values, SECTION)
-        model._revive_mics(section)
+        model._translate_mics(section)
         model._imply_strategy(section)
         if model.paro_strategy is None:
             model._refuse_without_strategy(section)
@@ -164,7 +166,7 @@ class ParoConfig(BaseModel):
         """The strategy; None without a strategy, or if the fastest is requested."""
         return STRATEGIES.get(self.paro_strategy or "")
 
-    def _revive_mics(self, section: Mapping[str, Any]) -> None:
+    def _translate_mics(self, section: Mapping[str, Any]) -> None:
         """Replace the keys of MiCS by ours: I-I-I, with its shard size as group size."""
         size = self.mics_shard_size
         if size == -1:
@@ -217,7 +219,7 @@ class ParoConfig(BaseModel):
     def _refuse_without_strategy(self, section: Mapping[str, Any]) -> None:
         """Refuse keys that do nothing without a strategy."""
         for key in section:
-            if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *OF_FASTEST):
+            if key in (GROUP_SIZE, OVERLAP_UPDATES, OUTER, CACHE_BYTES, *FASTEST_KEYS):
                 raise ValueError(
                     f"{SECTION}.{key} is set ({section[key]!r}) without {SECTION}.{STRATEGY}: "
                     f"add a strategy, one of {hyphenated(STRATEGIES)}, or remove {key}."
@@ -234,7 +236,7 @@ class ParoConfig(BaseModel):
                     f"{SECTION}.stage must be 1, 2 or 3 (or absent) with {STRATEGY} {FASTEST}, got {stage!r}."
                 )
             return
-        for key in OF_FASTEST:
+        for key in FASTEST_KEYS:
             if key in section:
                 raise ValueError(
                     f"{SECTION}.{key} is for {STRATEGY} {FASTEST}, got {STRATEGY} {strategy}. Remove {key}."
@@ -249,10 +251,10 @@ class ParoConfig(BaseModel):
     def _check_outer(self, section: Mapping[str, Any]) -> None:
         """Refuse an outer optimizer with states that are not the group's own, or with quantized inner steps."""
         outer = OuterSettings.key
-        if self.paro_strategy not in WITH_OUTER:
+        if self.paro_strategy not in OUTER_STRATEGIES:
             raise ValueError(
                 f"{outer} needs optimizer states that are sharded inside a group (os = I): {SECTION}.{STRATEGY} must "
-                f"be one of {hyphenated(WITH_OUTER)}, got {hyphenate(self.paro_strategy or '')}. I-I-I shards "
+                f"be one of {hyphenated(OUTER_STRATEGIES)}, got {hyphenate(self.paro_strategy or '')}. I-I-I shards "
                 f"parameters inside a group, N-I-I replicates them."
             )
         for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):

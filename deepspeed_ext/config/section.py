@@ -12,8 +12,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import log_dist
 from pydantic import ConfigDict, PrivateAttr
 
-from deepspeed_ext.config.implied import as_written, imply_stage
-from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, asked_by
+from deepspeed_ext.config.implied import imply_stage, without_implied_stage
+from deepspeed_ext.config.keys import FASTEST, MICS_HIERARCHICAL, QUANTIZED, SECTION, STRATEGY, strategy_key
 from deepspeed_ext.config.model import STRATEGY_OF_STAGE, ParoConfig
 from deepspeed_ext.config.settings import SaveSettings
 from deepspeed_ext.strategy import Strategy, hyphenate
@@ -53,7 +53,7 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     Raises:
         ValueError: see ``ParoConfig.of``; for DeepSpeed's own keys, pydantic's error.
     """
-    written = as_written(section)
+    written = without_implied_stage(section)
     our_fields = ParoConfig.of(written)
     their_keys = {key: value for key, value in written.items() if key not in ParoConfig.model_fields}
     our_values = {key: getattr(our_fields, key) for key in our_fields.model_fields_set}
@@ -66,7 +66,7 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     if written.get(MICS_HIERARCHICAL):
         _log(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
     if their_keys.get("stage") == 0:
-        _log(f"{SECTION}.{asked_by(section)} does nothing at stage 0")
+        _log(f"{SECTION}.{strategy_key(section)} does nothing at stage 0")
     their_keys.pop(QUANTIZED, None)  # replaced by LoCo's settings
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
@@ -105,7 +105,7 @@ def require_optimizer(config: "DeepSpeedConfig") -> None:
         )
 
 
-def undecided(config: "DeepSpeedConfig") -> bool:
+def wants_fastest(config: "DeepSpeedConfig") -> bool:
     """Whether a parsed configuration asks for the fastest strategy."""
     zero = config.zero_config
     return isinstance(zero, ParoZeroConfig) and zero.paro_strategy == FASTEST and zero.stage != 0

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed_ext.config.keys import GROUP_SIZE, OUTER, SECTION, STRATEGY, our_keys
-from deepspeed_ext.config.refused import always, replicated, sharded
+from deepspeed_ext.config.refused import any_strategy, replicates_parameters, shards_parameters
 from deepspeed_ext.strategy import Strategy
 
 
@@ -28,7 +28,7 @@ class Unsupported:
 
     find: Callable[[Any, Any], Any]
     why: str
-    applies: Callable[[Strategy], bool] = always
+    applies: Callable[[Strategy], bool] = any_strategy
     advice: str | Callable[[Any], str] = ""
 
 
@@ -51,7 +51,7 @@ def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine
             )
 
 
-def _other_than_sharded_experts(engine: Any) -> str:
+def _sharded_experts_advice(engine: Any) -> str:
     keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
     # Without one of our keys this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
     plain = f"Remove {keys}, and set {SECTION}.stage to 1 or 2" if keys else f"Set {SECTION}.stage to 1"
@@ -63,7 +63,7 @@ def _has_compiled_modules(model: Any) -> bool:
     return dynamo is not None and any(isinstance(module, dynamo.OptimizedModule) for module in model.modules())
 
 
-def _spread_over_lanes(engine: Any) -> str:
+def _folding_across_tp_ranks(engine: Any) -> str:
     """Return AutoEP's folding of experts into tensor-parallel ranks if ranks with the same experts are then not
     data-parallel to each other; else empty."""
     spec: Any = getattr(engine, "_autoep_folding_spec", None)
@@ -72,7 +72,7 @@ def _spread_over_lanes(engine: Any) -> str:
     return f"{spec.tp_size} tensor-parallel ranks with autoep_size {spec.ep_size}"
 
 
-def native_mixtures(model: Any) -> dict[str, Any]:
+def deepspeed_moe_layers(model: Any) -> dict[str, Any]:
     """Return a model's DeepSpeed MoE layers by name, without layers of AutoEP."""
     layer = sys.modules.get("deepspeed.moe.layer")  # imported if there is such a layer
     return (
@@ -85,9 +85,9 @@ def native_mixtures(model: Any) -> dict[str, Any]:
 _MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
-def _unsharded_mixtures(engine: Any) -> str:
+def _unshardable_moe_layers(engine: Any) -> str:
     """Return why experts of DeepSpeed's MoE layers cannot be sharded; empty if they can, or there are none."""
-    if not engine.has_moe_layers or not native_mixtures(engine.module):
+    if not engine.has_moe_layers or not deepspeed_moe_layers(engine.module):
         return ""
     if engine.pipeline_parallelism:
         return "a pipeline writes each layer's weights to a file, which sharded experts are not in"
@@ -108,7 +108,7 @@ def _has_outer_optimizer(engine: Any) -> str:
     return OUTER if getattr(engine._config.zero_config, OUTER, None) is not None else ""
 
 
-def _divided_sequences(engine: Any) -> str:
+def _sequences_across_groups(engine: Any) -> str:
     """Return how separately training groups split the ranks of one sequence; empty if they do not."""
     size = engine._config.zero_config.paro_group_size
     if not _has_outer_optimizer(engine) or size is None or size % engine.sequence_parallel_size == 0:
@@ -116,19 +116,19 @@ def _divided_sequences(engine: Any) -> str:
     return f"{engine.sequence_parallel_size} ranks share a sequence, and groups have {size}"
 
 
-def _sharded_by_init(model: Any) -> str:
+def _parameter_sharded_by_init(model: Any) -> str:
     """Return the first parameter that ``deepspeed.zero.Init`` has sharded; else empty."""
     return next((name for name, param in model.named_parameters() if hasattr(param, "ds_tensor")), "")
 
 
-def _other_muon(optimizer: object) -> str:
+def _unsupported_muon(optimizer: object) -> str:
     """Return the class of an optimizer that is a Muon, but not DeepSpeed's; else empty."""
     kind = type(optimizer)
     is_supported = any((base.__module__, base.__name__) == (_MUON, "MuonWithAuxAdam") for base in kind.__mro__)
     return kind.__name__ if "muon" in kind.__name__.lower() and not is_supported else ""
 
 
-def _no_matrix(engine: Any, optimizer: Any) -> str:
+def _parameter_without_matrix(engine: Any, optimizer: Any) -> str:
     """Return a parameter that is no matrix in a parameter group for Muon; else empty."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     groups = getattr(optimizer, "param_groups", ())
@@ -139,7 +139,7 @@ def _no_matrix(engine: Any, optimizer: Any) -> str:
     return ""
 
 
-def _mixed_dtypes(engine: Any, optimizer: Any) -> str:
+def _parameter_dtypes(engine: Any, optimizer: Any) -> str:
     """Return the first trained parameter of each dtype; empty if all have the same."""
     names = {id(param): name for name, param in engine.module.named_parameters()}
     first: dict[Any, str] = {}
@@ -151,7 +151,7 @@ def _mixed_dtypes(engine: Any, optimizer: Any) -> str:
 
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
-        lambda engine, optimizer: _spread_over_lanes(engine),
+        lambda engine, optimizer: _folding_across_tp_ranks(engine),
         "AutoEP folds experts into {}, so ranks with the same experts are of several tensor-parallel ones, and in no "
         "group of data-parallel ranks together",
         advice="Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
@@ -167,51 +167,51 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
         advice=f"Remove {OUTER}",
     ),
     Unsupported(
-        lambda engine, optimizer: _divided_sequences(engine),
+        lambda engine, optimizer: _sequences_across_groups(engine),
         "{}, so ranks with parts of one sequence would train apart",
         advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(
         lambda engine, optimizer: (
-            engine.has_moe_layers and engine.pipeline_parallelism and not native_mixtures(engine.module)
+            engine.has_moe_layers and engine.pipeline_parallelism and not deepspeed_moe_layers(engine.module)
         ),
         "AutoEP spreads experts, and DeepSpeed has not made its pipelines fit for that yet",
         advice="Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
-        lambda engine, optimizer: _unsharded_mixtures(engine),
+        lambda engine, optimizer: _unshardable_moe_layers(engine),
         "the model has DeepSpeed MoE layers, and {}",
-        sharded,
-        _other_than_sharded_experts,
+        shards_parameters,
+        _sharded_experts_advice,
     ),
     Unsupported(
-        lambda engine, optimizer: _other_muon(optimizer),
+        lambda engine, optimizer: _unsupported_muon(optimizer),
         "{} steps whole matrices, and has shards of them",
         advice=(
             f"Use DeepSpeed's: set optimizer.type to Muon, or pass MuonWithAuxAdam of {_MUON} to deepspeed.initialize"
         ),
     ),
     Unsupported(
-        lambda engine, optimizer: _no_matrix(engine, optimizer),
+        lambda engine, optimizer: _parameter_without_matrix(engine, optimizer),
         "Muon orthogonalizes matrices, and a parameter group with use_muon true has {}",
         advice="Give it to a group with use_muon false",
     ),
     Unsupported(
-        lambda engine, optimizer: _sharded_by_init(engine.module),
+        lambda engine, optimizer: _parameter_sharded_by_init(engine.module),
         "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded {}",
-        replicated,
+        replicates_parameters,
         f"Build the model without zero.Init, or set {STRATEGY} to one with p = I or G",
     ),
     Unsupported(
-        _mixed_dtypes,
+        _parameter_dtypes,
         "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has {}",
-        sharded,
+        shards_parameters,
         f"Convert the model to one dtype, or set {STRATEGY} to one with p = N",
     ),
     Unsupported(
         lambda engine, optimizer: _has_compiled_modules(engine.module),
         "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
-        sharded,
+        shards_parameters,
         "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
     ),
 )

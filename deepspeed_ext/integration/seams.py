@@ -87,9 +87,9 @@ def parse_our_keys(
 
 @_seam
 def leave_removed_keys_to_us(reject: Callable[..., Any], param_dict: dict[str, Any]) -> Any:
-    from deepspeed_ext.config.keys import without_removed
+    from deepspeed_ext.config.keys import drop_removed_keys
 
-    return reject(without_removed(param_dict))
+    return reject(drop_removed_keys(param_dict))
 
 
 @_seam
@@ -129,13 +129,13 @@ def check_our_keys(
 
 @_seam
 def decide_on_a_strategy(configure: Callable[..., None], self: "Engine", model: "nn.Module") -> None:
-    from deepspeed_ext.config.section import undecided
+    from deepspeed_ext.config.section import wants_fastest
     from deepspeed_ext.integration import plugins
 
-    if undecided(self._config):
-        from deepspeed_ext.planner.fastest import decide_for
+    if wants_fastest(self._config):
+        from deepspeed_ext.planner.fastest import choose_strategy
 
-        decide_for(self, model)
+        choose_strategy(self, model)
     configure(self, model)
     plugins.engine_ready(self)
 

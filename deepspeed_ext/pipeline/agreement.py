@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from deepspeed_ext.comm.agreement import all_gather_texts
 from deepspeed_ext.config.keys import GROUP_SIZE, LOCO, SECTION, STRATEGY
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.strategy import Placement, Strategy
 from deepspeed_ext.zero.optimizer import ParoOptimizer
 
@@ -42,7 +42,9 @@ def settings_of(config: DeepSpeedConfig, strategy: Strategy | None, module: Pipe
         "gradient_clipping": config.gradient_clipping,
         "fp16.enabled": config.float16_config.enabled,
         "bf16.enabled": config.bfloat16_config.enabled,
-        "expert-parallel sizes of MoE layers": sorted({layer.ep_size for layer in native_mixtures(module).values()}),
+        "expert-parallel sizes of MoE layers": sorted(
+            {layer.ep_size for layer in deepspeed_moe_layers(module).values()}
+        ),
     }
 
 

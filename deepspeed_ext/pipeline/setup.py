@@ -17,7 +17,7 @@ from torch import nn
 
 from deepspeed_ext.config.check import use_strategy_of_stage
 from deepspeed_ext.config.keys import FASTEST, QUANTIZED_UPDATES, SECTION, STRATEGY
-from deepspeed_ext.config.section import active_strategy, undecided
+from deepspeed_ext.config.section import active_strategy, wants_fastest
 from deepspeed_ext.config.unsupported import Unsupported, refuse_unsupported
 from deepspeed_ext.overrides import replaced
 from deepspeed_ext.pipeline.agreement import device_of, require_agreement, settings_of
@@ -97,7 +97,7 @@ def _refuse_differences_of_tied_weights(config: DeepSpeedConfig, strategy: Strat
 
 
 def _strategy(config: DeepSpeedConfig, module: PipelineModule, require: Callable[[], None]) -> Strategy | None:
-    if undecided(config):
+    if wants_fastest(config):
         raise ValueError(
             f"{SECTION}.{STRATEGY} {FASTEST} does not support pipelines, since their stages have different models. "
             f"Set one of the strategies; `python -m deepspeed_ext plan` compares them."

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from deepspeed_ext.planner.closed_form import HOST
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
@@ -129,7 +129,7 @@ def plan(
     model: Model,
     rates: Rates,
     budget: float | None = None,
-    sent: Iterable[Compression] = (AS_IT_IS,),
+    sent: Iterable[Compression] = (UNCOMPRESSED,),
     allowed: Callable[[Strategy], bool] = lambda _: True,
 ) -> Plan:
     """Predict all strategies, and choose the fastest that fits; among equally fast strategies, the smallest.

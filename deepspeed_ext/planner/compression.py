@@ -90,6 +90,6 @@ def label(loco: bool, updates: bool) -> str:
     return (" + LoCo" if loco else "") + (" + updates" if updates else "")
 
 
-AS_IT_IS = Compression()
+UNCOMPRESSED = Compression()
 # The compressions that a plan compares: exact, with LoCo, and also with quantized updates.
-FORMS = (AS_IT_IS, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))
+COMPRESSIONS = (UNCOMPRESSED, Compression(LocoSettings()), Compression(LocoSettings(), UpdateSettings()))

@@ -27,7 +27,7 @@ from typing import Any
 
 from deepspeed_ext.comm.owners import ROUNDS
 from deepspeed_ext.planner.closed_form import Move, Overlap, Seconds, Step
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression, label
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression, label
 from deepspeed_ext.planner.memory import Copies, Model, copies, held_bytes, transient_bytes
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
@@ -92,7 +92,7 @@ class Prediction:
 
 
 def predict(
-    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = UNCOMPRESSED
 ) -> Prediction:
     """Predict the cost of a strategy; see Note [Cost model]."""
     return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
@@ -112,7 +112,9 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
     # DDP gathers no updates, so ``overlap.updates`` has no effect on it.
     copies = model.overlaps(strategy).copies
     overlap = Overlap(model.streams or ddp, strategy.p != Placement.N, model.streams, at_once=True, copies=copies)
-    return replace(_prediction(strategy, sizes, replace(model, bucket=bucket), rates, AS_IT_IS, overlap), plain=True)
+    return replace(
+        _prediction(strategy, sizes, replace(model, bucket=bucket), rates, UNCOMPRESSED, overlap), plain=True
+    )
 
 
 def _prediction(

@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import all_reduced
 from deepspeed_ext.comm.process_groups import Topology
-from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, as_given
+from deepspeed_ext.config.keys import CACHE_BYTES, LOCO, OVERLAP_UPDATES, QUANTIZED_UPDATES, configured_value
 from deepspeed_ext.config.section import offloads
 from deepspeed_ext.deepspeed_types import Config, Engine
 from deepspeed_ext.leaf.modules import numel_of
@@ -44,7 +44,7 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
         ),
         regathered=not keeps_gathered,
         streams=not get_accelerator().is_synchronized_device(),
-        overlap=as_given(config._param_dict, "overlap_comm"),
+        overlap=configured_value(config._param_dict, "overlap_comm"),
         overlap_updates=getattr(zero, OVERLAP_UPDATES, False),
         host=_host_parameters(config),
     )
@@ -58,7 +58,7 @@ def _host_parameters(config: Config) -> HostParameters | None:
     return HostParameters(zero.offload_param.pin_memory, float(getattr(zero, CACHE_BYTES, 0)))
 
 
-def same_everywhere(model: Model) -> Model:
+def max_over_ranks(model: Model) -> Model:
     """Return the maximum over all ranks, which may hold different models with tensor parallelism."""
     pairs = [(model.states, model.held), *((family.states, family.held) for family in model.experts)]
     all_states = [states for pair in pairs for states in pair if states is not None]
@@ -94,13 +94,13 @@ def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     return [float(number) for number in result.tolist()]
 
 
-def compression_of(config: Config) -> Compression:
+def configured_compression(config: Config) -> Compression:
     """Return the compression that a parsed configuration sets."""
     loco, updates = (getattr(config.zero_config, key, None) for key in (LOCO, QUANTIZED_UPDATES))
     return Compression(loco, updates)
 
 
-def measured_rates(config: Config, topology: Topology, model: Model) -> Rates:
+def measure_rates(config: Config, topology: Topology, model: Model) -> Rates:
     """Measure the links with a model's dtype and collectives. Collective over all ranks; takes some seconds."""
     pinned = None if model.host is None else model.host.pinned
     return probe.measure(topology, dtype_of(model), config.zero_config.reduce_scatter, pinned)

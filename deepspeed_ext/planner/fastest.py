@@ -23,7 +23,7 @@ from torch import nn
 
 from deepspeed_ext.comm.agreement import broadcast_text, run_on_all_or_raise
 from deepspeed_ext.comm.process_groups import Topology, get_topology, ranks_per_node
-from deepspeed_ext.config.check import decided, possible_strategies
+from deepspeed_ext.config.check import possible_strategies, with_strategy
 from deepspeed_ext.config.implied import imply_stage
 from deepspeed_ext.config.keys import (
     CACHE_BYTES,
@@ -36,11 +36,17 @@ from deepspeed_ext.config.keys import (
     SECTION,
     STRATEGY,
 )
-from deepspeed_ext.config.unsupported import native_mixtures
+from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.described import compression_of, describe_engine, measured_rates, reduced, same_everywhere
+from deepspeed_ext.planner.described import (
+    configured_compression,
+    describe_engine,
+    max_over_ranks,
+    measure_rates,
+    reduced,
+)
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
 from deepspeed_ext.strategy import STRATEGIES, Placement, Strategy, hyphenate
@@ -49,7 +55,7 @@ from deepspeed_ext.version import __version__
 STATES_SHARE = 0.7  # of the device's free memory; the rest is for activations and buffers
 
 
-def decide_for(engine: Engine, model: nn.Module) -> None:
+def choose_strategy(engine: Engine, model: nn.Module) -> None:
     """Set an engine's configuration to the fastest strategy for this model. Collective over all ranks.
 
     Args:
@@ -64,7 +70,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
         groups.mpu = engine.mpu  # the engine sets this later, but the process groups are needed now
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
     strategies = _allowed(engine, model)
-    description = same_everywhere(describe_engine(engine, model))
+    description = max_over_ranks(describe_engine(engine, model))
     flops = _flops(config, model)
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
@@ -87,7 +93,7 @@ def decide_for(engine: Engine, model: nn.Module) -> None:
             f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or let it choose from more than "
             f"{', '.join(map(str, strategies))}."
         )
-    engine._config = decided(config, STRATEGIES[name])
+    engine._config = with_strategy(config, STRATEGIES[name])
     # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if new_plan is not None and dist.get_rank() == 0:
@@ -103,7 +109,7 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
         reasons.append("there is no optimizer, whose states are all that the others shard")
-    if native_mixtures(model):  # p = I saves no memory for an expert that a single rank of the group has
+    if deepspeed_moe_layers(model):  # p = I saves no memory for an expert that a single rank of the group has
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
@@ -151,9 +157,9 @@ def _orthogonalizing(config: Config, model: nn.Module) -> float:
 
 
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
-    rates = measured_rates(config, topology, model)
+    rates = measure_rates(config, topology, model)
     names = {row.name for row in allowed}
-    return plan(topology.sizes, model, rates, budget, [compression_of(config)], lambda row: row.name in names)
+    return plan(topology.sizes, model, rates, budget, [configured_compression(config)], lambda row: row.name in names)
 
 
 def _budget(config: Config, model: nn.Module) -> float:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from deepspeed_ext.comm.collectives import is_pairwise
 from deepspeed_ext.comm.hops import GatherHop, ReduceHop
 from deepspeed_ext.comm.process_groups import Topology, get_topology
-from deepspeed_ext.config.keys import SECTION, STRATEGY, as_given
+from deepspeed_ext.config.keys import SECTION, STRATEGY, configured_value
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.config.unsupported import UNSUPPORTED, refuse_unsupported
 from deepspeed_ext.deepspeed_types import Config, Engine, ZeroConfig
@@ -296,7 +296,7 @@ def use_streams(config: Config, strategy: Strategy) -> list[str]:
     zero = config.zero_config
     # DeepSpeed rejects overlap_comm at stage 1 if the caller manages accumulation.
     possible = strategy.stage > 1 or config.managed_gradient_accumulation
-    if not zero.overlap_comm and as_given(config._param_dict, "overlap_comm") is None and possible:
+    if not zero.overlap_comm and configured_value(config._param_dict, "overlap_comm") is None and possible:
         zero.overlap_comm = True
         changed.append(f"{SECTION}.overlap_comm true")
     return changed

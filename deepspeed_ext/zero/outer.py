@@ -41,7 +41,7 @@ from deepspeed_ext.comm.hops import GatherHop, ReduceHop, Transfer, Update
 from deepspeed_ext.comm.packing import fill_up, record_on_current_stream
 from deepspeed_ext.comm.spans import ShardSpan, Span
 from deepspeed_ext.comm.transfer_queue import Started, TransferQueue
-from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.config.settings import MAX_TRANSFER_NUMEL, OuterSettings
 from deepspeed_ext.zero.context import Context
 from deepspeed_ext.zero.shards import FlatShard
 
@@ -197,8 +197,8 @@ class OuterOptimizer(InnerStepsOnly):
             for number, numel in enumerate(numels):
                 common = Span(before, numel).common(elements)
                 before += numel
-                for start in range(common.start, common.stop, MOST_AT_ONCE):
-                    span = Span(start, min(MOST_AT_ONCE, common.stop - start)).shifted(numel - before)
+                for start in range(common.start, common.stop, MAX_TRANSFER_NUMEL):
+                    span = Span(start, min(MAX_TRANSFER_NUMEL, common.stop - start)).shifted(numel - before)
                     yield self._make(number, span, offset)
 
     def _make(self, number: int, span: Span, offset: int) -> Fragment:

@@ -5,7 +5,7 @@
 from dataclasses import replace
 from typing import Any
 
-from deepspeed_ext.planner.compression import AS_IT_IS
+from deepspeed_ext.planner.compression import UNCOMPRESSED
 from deepspeed_ext.planner.costs import PLAIN
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rate, Rates
@@ -63,7 +63,7 @@ def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> De
         rates = replace(rates, gather=hops, reduce=hops)
     reduction = replace(ring, bandwidth=ring.bandwidth / 2)
     flat, cluster = FlatRates(ring, reduction, reduction), Cluster(sizes, group_size)
-    return Described(letters, letters != name, AS_IT_IS, cluster, "gloo", model, rates, flat)
+    return Described(letters, letters != name, UNCOMPRESSED, cluster, "gloo", model, rates, flat)
 
 
 def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from deepspeed_ext.comm.process_groups import LOCAL_SIZE_VARIABLES, ranks_per_node
 from deepspeed_ext.config.settings import OuterSettings
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import FORMS
+from deepspeed_ext.planner.compression import COMPRESSIONS
 from deepspeed_ext.planner.memory import HostParameters, Model
 from deepspeed_ext.planner.rates import GIGA, MICRO, Latencies, Rates, bytes_per_second
 from deepspeed_ext.strategy import GroupSizes, Placement
@@ -167,9 +167,9 @@ def run(arguments: argparse.Namespace) -> None:
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
-    plans = [plan(sizes, model, rates, budget, [form], allowed) for form in FORMS]
+    plans = [plan(sizes, model, rates, budget, [form], allowed) for form in COMPRESSIONS]
     if saves is not None:
-        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, FORMS, strict=True)]
+        plans = [plan_saves(exact, saves, form) for exact, form in zip(plans, COMPRESSIONS, strict=True)]
     by_name = zip(("exact", "loco", "both"), plans, strict=True)
     document = {name: _document(planned, saves) for name, planned in by_name}
     table: Callable[[], str] = partial(report.table, plans, saves)

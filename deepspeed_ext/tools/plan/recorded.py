@@ -34,7 +34,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import PLAIN, UPDATE_TOUCHES, Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import BITS, GIGA, HopRates, Latencies, Rate, Rates, hop_latency
@@ -198,7 +198,7 @@ class Recorded:
         described = self.described
         return self.predict(described.name, described.cluster, described.model, described.sent).total_seconds
 
-    def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = AS_IT_IS) -> Prediction:
+    def predict(self, name: str, cluster: Cluster, model: Model, sent: Compression = UNCOMPRESSED) -> Prediction:
         """Predict a strategy, or a plain stage; see Note [Prediction from a record].
 
         Args:

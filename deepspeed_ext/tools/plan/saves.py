@@ -68,7 +68,7 @@ from typing import Any, NamedTuple
 
 from deepspeed_ext.planner.choice import Plan
 from deepspeed_ext.planner.closed_form import UPDATE
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
@@ -291,7 +291,7 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
     """
 
     def of(row: Prediction) -> SavedPrediction:
-        return predict_saves(saves, row, plan.sizes, plan.model, plan.rates, AS_IT_IS if row.plain else sent)
+        return predict_saves(saves, row, plan.sizes, plan.model, plan.rates, UNCOMPRESSED if row.plain else sent)
 
     predictions = tuple(map(of, plan.predictions))
     choice = None if plan.choice is None else predictions[plan.predictions.index(plan.choice)]
@@ -299,7 +299,7 @@ def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
 
 
 def predict_saves(
-    saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = AS_IT_IS
+    saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = UNCOMPRESSED
 ) -> SavedPrediction:
     """Add the cost of saves to a prediction; see Note [Cost of a save].
 

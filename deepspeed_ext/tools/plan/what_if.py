@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
 from deepspeed_ext.planner.choice import TIE, best
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import GIGA
@@ -19,7 +19,7 @@ from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
 Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all bits
 ALL: Bits = (None, None)
 _FORMS = (
-    AS_IT_IS,
+    UNCOMPRESSED,
     *(Compression(LocoSettings(bits=bits)) for bits in (8, 4)),
     *(Compression(LocoSettings(bits=bits), UpdateSettings(bits=bits)) for bits in (8, 4)),
 )
@@ -81,7 +81,7 @@ class WhatIf:
         """Return the prediction of the running strategy on this cluster."""
         return self._row(self.recorded.described.name, self.recorded.described.sent)
 
-    def _row(self, name: str, sent: Compression = AS_IT_IS) -> Row:
+    def _row(self, name: str, sent: Compression = UNCOMPRESSED) -> Row:
         prediction = self.recorded.predict(name, self.cluster, self.model, sent)
         return Row(prediction, prediction.total_seconds + self.recorded.unexplained, _bits(sent))
 

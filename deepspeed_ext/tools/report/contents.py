@@ -29,9 +29,15 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.compression import FORMS, Compression
+from deepspeed_ext.planner.compression import COMPRESSIONS, Compression
 from deepspeed_ext.planner.costs import Prediction
-from deepspeed_ext.planner.described import compression_of, describe_engine, dtype_of, measured_rates, same_everywhere
+from deepspeed_ext.planner.described import (
+    configured_compression,
+    describe_engine,
+    dtype_of,
+    max_over_ranks,
+    measure_rates,
+)
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes
@@ -144,7 +150,7 @@ def _origin(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
-    config, strategy, sent = engine._config, active_strategy(engine._config), compression_of(engine._config)
+    config, strategy, sent = engine._config, active_strategy(engine._config), configured_compression(engine._config)
     stage = int(config.zero_config.stage)
     letters = "" if strategy is None else f"p={strategy.p.name}, g={strategy.g.name}, os={strategy.os.name}"
     parameters = list(engine.module.parameters())
@@ -243,11 +249,11 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         topology = get_topology(groups._get_sequence_data_parallel_group()) if current is None else current.whole
         if not probes:
             return topology.sizes, None, []
-        model = same_everywhere(describe_engine(engine, engine.module))
+        model = max_over_ranks(describe_engine(engine, engine.module))
         model = replace(model, compute=compute / model.accumulation)
-        rates = measured_rates(engine._config, topology, model)
-        sent = compression_of(engine._config)
-        forms = [form for form in FORMS if form.label != sent.label]
+        rates = measure_rates(engine._config, topology, model)
+        sent = configured_compression(engine._config)
+        forms = [form for form in COMPRESSIONS if form.label != sent.label]
         planned = plan(topology.sizes, model, rates, None, [*forms, sent])
     except ValueError as error:
         return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]

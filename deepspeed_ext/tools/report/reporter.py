@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from deepspeed_ext.comm import watching
 from deepspeed_ext.comm.process_groups import Topology, ranks_per_node
-from deepspeed_ext.config.settings import UNDISTURBED, ReportSettings
+from deepspeed_ext.config.settings import UNRECORDED_STEPS, ReportSettings
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
 from deepspeed_ext.strategy import StateBytes
@@ -159,7 +159,7 @@ class _Reporter:
         self._end()
         steps = recorder.steps()
         seconds = [end - begin for begin, end in itertools.pairwise(map(clock.seconds, self._ends))]
-        undisturbed = seconds[:UNDISTURBED] + seconds[UNDISTURBED + self._settings.steps :]
+        undisturbed = seconds[:UNRECORDED_STEPS] + seconds[UNRECORDED_STEPS + self._settings.steps :]
         report = make(self._engine, steps, undisturbed, self._held, self._settings.probe)
         if report is not None:
             write(report, Path(self._settings.folder))
@@ -170,7 +170,7 @@ class _Reporter:
             logger.warning(
                 f"deepspeed_ext: there is no report: the training ended after {self._taken} optimizer steps, and the "
                 f"report needs {self._settings.last + 1} ({ReportSettings.key}.after {self._settings.after}, and "
-                f"{2 * UNDISTURBED + self._settings.steps} around and with those that are recorded)."
+                f"{2 * UNRECORDED_STEPS + self._settings.steps} around and with those that are recorded)."
             )
 
 

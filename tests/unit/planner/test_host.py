@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from deepspeed_ext.config.settings import LocoSettings, UpdateSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import Prediction, predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, HostParameters, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -26,7 +26,7 @@ MODEL = Model(
 FEW_BITS = Compression(LocoSettings(), UpdateSettings())
 
 
-def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES) -> Prediction:
+def of(name: str, model: Model = MODEL, sent: Compression = UNCOMPRESSED, rates: Rates = RATES) -> Prediction:
     return predict(STRATEGIES[name], CLUSTER, model, rates, sent)
 
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from deepspeed_ext.config.model import WITH_OUTER
-from deepspeed_ext.config.settings import MOST_AT_ONCE, OuterSettings
+from deepspeed_ext.config.model import OUTER_STRATEGIES
+from deepspeed_ext.config.settings import MAX_TRANSFER_NUMEL, OuterSettings
 from deepspeed_ext.planner.costs import predict
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -30,7 +30,7 @@ def of(name: str, settings: OuterSettings, model: Model = MODEL, sizes: GroupSiz
     return predict_outer(STRATEGIES[name], sizes, model, RATES, settings)
 
 
-@pytest.mark.parametrize("name", WITH_OUTER)
+@pytest.mark.parametrize("name", OUTER_STRATEGIES)
 def test_an_outer_step_by_hand(name: str) -> None:
     row, found = STRATEGIES[name], of(name, OuterSettings())
     alone = predict(row, CLUSTER, MODEL, RATES)
@@ -38,7 +38,7 @@ def test_an_outer_step_by_hand(name: str) -> None:
     assert found.average.volume.inter == pytest.approx(9e8 / 30)
     assert found.average.volume.intra == pytest.approx(row.volume(CLUSTER, MODEL.states, 4).intra)
     assert found.held == pytest.approx(4 * TRAINED / 4 + 8 * TRAINED / 16)
-    assert found.transfer == 4 * MOST_AT_ONCE and found.average.host == 0
+    assert found.transfer == 4 * MAX_TRANSFER_NUMEL and found.average.host == 0
     assert found.average.memory == alone.memory
     assert found.average.total_memory == pytest.approx(alone.total_memory + found.held + found.transfer)
     # Three pieces of at most 2^26 elements there in 4.5e8 bytes, and as many back.
@@ -47,7 +47,7 @@ def test_an_outer_step_by_hand(name: str) -> None:
     assert found.average.seconds["between"] == found.average.busy["between"] == pytest.approx(found.exposed / 30)
 
 
-@pytest.mark.parametrize("name", WITH_OUTER)
+@pytest.mark.parametrize("name", OUTER_STRATEGIES)
 def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
     found = of(name, STREAMING)
     each_way = 3 / 16 * TRAINED * 4.125 / 8
@@ -61,7 +61,7 @@ def test_fragments_in_few_bits_under_inner_steps_by_hand(name: str) -> None:
     slower = of(name, STREAMING, replace(MODEL, compute=0.01)).average
     assert slower.total_seconds == pytest.approx(0.04) and slower.seconds["between"] == 0
     assert slower.busy["between"] == pytest.approx(5 * fragment / 30)
-    for delay, copied in ((0, MOST_AT_ONCE), (1, 1.5e8)):
+    for delay, copied in ((0, MAX_TRANSFER_NUMEL), (1, 1.5e8)):
         whole = of(name, STREAMING.model_copy(update={"fragments": 1, "delay": delay}))
         assert whole.transfer == pytest.approx(4 * copied + ERRORS) and whole.received == found.received
 

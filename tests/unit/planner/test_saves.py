@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from deepspeed_ext.config.settings import LocoSettings
-from deepspeed_ext.planner.compression import AS_IT_IS, Compression
+from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression
 from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
@@ -107,7 +107,7 @@ def test_ranks_that_have_all_experts_together_write_them(
     assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
 
 
-def of(name: str, model: Model = MODEL, sent: Compression = AS_IT_IS, rates: Rates = RATES, **more: Any) -> Any:
+def of(name: str, model: Model = MODEL, sent: Compression = UNCOMPRESSED, rates: Rates = RATES, **more: Any) -> Any:
     """Predict saves of a strategy; ``more``: other saves or sizes."""
     saves, sizes = more.get("saves", SAVES), more.get("sizes", CLUSTER)
     return predict_saves(saves, predict(STRATEGIES[name], sizes, model, rates, sent), sizes, model, rates, sent)

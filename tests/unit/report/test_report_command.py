@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_ext.config.implied import imply_stage_of_raw
+from deepspeed_ext.config.implied import imply_stage_in_section
 from deepspeed_ext.config.section import ParoZeroConfig, parse_section
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 from deepspeed_ext.tools.main import main
@@ -71,13 +71,13 @@ def test_what_cannot_run_is_refused(
 def test_the_key_changes_nothing_else() -> None:
     parsed = parse_section({"stage": 3, "paro_report": {"steps": 2}})
     assert isinstance(parsed, ParoZeroConfig) and parsed.named_strategy is None  # a plain stage stays plain
-    assert ReportSettings.asked_for(parsed) == ReportSettings(steps=2)
-    imply_stage_of_raw(without := {"paro_report": {}})
+    assert ReportSettings.from_environment_or_config(parsed) == ReportSettings(steps=2)
+    imply_stage_in_section(without := {"paro_report": {}})
     assert without == {"paro_report": {}}  # it implies no stage
     parsed = parse_section({"paro_strategy": "NIG", "paro_report": {}})
     assert isinstance(parsed, ParoZeroConfig) and parsed.stage == 2
-    assert ReportSettings.asked_for(parsed) == ReportSettings()
-    assert ReportSettings.asked_for(parse_section({"paro_strategy": "NIG"})) is None
+    assert ReportSettings.from_environment_or_config(parsed) == ReportSettings()
+    assert ReportSettings.from_environment_or_config(parse_section({"paro_strategy": "NIG"})) is None
     with pytest.raises(ValueError, match=r"paro_group_size is set \(2\) without zero_optimization.paro_strategy"):
         parse_section({"stage": 2, "paro_report": {}, "paro_group_size": 2})
 
@@ -85,7 +85,7 @@ def test_the_key_changes_nothing_else() -> None:
 def test_the_variable_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ReportSettings(folder="elsewhere", after=3, steps=1, probe=False)
     monkeypatch.setenv(REPORT_VARIABLE, settings.as_variable())
-    assert ReportSettings.asked_for(object()) == settings
+    assert ReportSettings.from_environment_or_config(object()) == settings
     monkeypatch.setenv(REPORT_VARIABLE, "yes")
     with pytest.raises(ValueError, match=f"{REPORT_VARIABLE} must be a dictionary in JSON"):
-        ReportSettings.asked_for(object())
+        ReportSettings.from_environment_or_config(object())
