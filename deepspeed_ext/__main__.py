@@ -8,7 +8,7 @@ from deepspeed_ext.tools import main as cli
 _EXPECTED = ("applied", "hooked", "as expected")
 
 
-def report_patches() -> None:
+def print_patches() -> None:
     """Print each symbol of DeepSpeed that we replace, and its state."""
     patcher.import_all()
     if (version := fork.version()) is not None:
@@ -34,7 +34,7 @@ def patch_problems() -> list[str]:
 
 def main() -> None:
     """Run a command; without one, print the report."""
-    cli.main(report_patches, patch_problems)
+    cli.main(print_patches, patch_problems)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,7 @@ class LocoSettings(Settings):
         return self.bits + 16 / self.block_size
 
     @property
-    def kept_bits(self) -> float:
+    def error_feedback_bits(self) -> float:
         """Return the bits of a gradient's stored error, including its share of a scale."""
         if not self.error_feedback:
             return 0.0

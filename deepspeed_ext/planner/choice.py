@@ -57,10 +57,10 @@ class Plan:
         compute, within, between = (chosen.seconds[part] for part in ("compute", "within", "between"))
         text = (
             f"{hyphenate(chosen.name)}: predicted {chosen.total_seconds:.3g} s per step: {compute:.3g} s compute, and "
-            f"exposed {within:.3g} s within groups and {between:.3g} s between{self._copied(chosen)}; "
+            f"exposed {within:.3g} s within groups and {between:.3g} s between{self._copies_clause(chosen)}; "
             f"{chosen.total_memory / 1e9:.3g}{limit} GB on each rank"
         )
-        close = [row for row in self.predictions if self.fits(row) and self._ties(row) and self._larger(row)]
+        close = [row for row in self.predictions if self.fits(row) and self._is_tied(row) and self._is_larger(row)]
         if close:
             text += f"; as fast within {TIE:.0%}, with more memory: {hyphenated(row.name for row in close)}"
         faster = [row for row in self.predictions if not self.fits(row) and self._is_faster(row)]
@@ -75,32 +75,32 @@ class Plan:
             )
         if self.model.all_matrices:
             text += "; plain stages are left out: with Muon they also move whole gradients and momentum"
-        return text + self._compared()
+        return text + self._plain_rival_clause()
 
-    def _copied(self, row: Prediction) -> str:
+    def _copies_clause(self, row: Prediction) -> str:
         copies = row.seconds[HOST]
         return "" if self.model.host is None else f", and {copies:.3g} s of copies from and to the host"
 
-    def _compared(self) -> str:
+    def _plain_rival_clause(self) -> str:
         """Return a clause about the smallest plain stage at least as fast as the choice; empty if there is none."""
         assert self.choice is not None
-        rivals = [row for row in self.plain if self.fits(row) and (self._ties(row) or self._is_faster(row))]
+        rivals = [row for row in self.plain if self.fits(row) and (self._is_tied(row) or self._is_faster(row))]
         if not rivals:
             return ""
         row = min(rivals, key=lambda row: (row.total_memory, row.total_seconds))
-        speed = "as fast" if self._ties(row) else "faster"
-        price = ", with more memory" if self._larger(row) else ": no strategy is needed"
+        speed = "as fast" if self._is_tied(row) else "faster"
+        price = ", with more memory" if self._is_larger(row) else ": no strategy is needed"
         return f"; {speed}: plain {_figures(row)}{price}"
 
     def _is_faster(self, row: Prediction) -> bool:
         assert self.choice is not None
-        return row.total_seconds < self.choice.total_seconds and not self._ties(row)
+        return row.total_seconds < self.choice.total_seconds and not self._is_tied(row)
 
-    def _ties(self, row: Prediction) -> bool:
+    def _is_tied(self, row: Prediction) -> bool:
         assert self.choice is not None
         return abs(row.total_seconds - self.choice.total_seconds) <= TIE * self.choice.total_seconds
 
-    def _larger(self, row: Prediction) -> bool:
+    def _is_larger(self, row: Prediction) -> bool:
         assert self.choice is not None
         return row.total_memory > self.choice.total_memory
 

@@ -71,17 +71,19 @@ class Compression:
             return Volume(intra * ratio, inter * ratio)
         return Volume(intra, inter * self.updates.sums.wire_bits / (BITS * gradient_bytes))
 
-    def kept_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
+    def error_bytes_in_step(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds during a step: the errors before and after it."""
-        return 2 * self.saved_bytes(strategy, sizes, trainable)
+        return 2 * self.error_bytes(strategy, sizes, trainable)
 
-    def saved_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
+    def error_bytes(self, strategy: Strategy, sizes: GroupSizes, trainable: float) -> float:
         """Return the bytes of error feedback that a rank holds between steps, and saves."""
         if sizes.groups == 1:
             return 0.0  # nothing is sent between groups
-        total = 0.0 if self.loco is None else self.loco.kept_bits / BITS * trainable / sizes.shards(Placement.I)
+        total = (
+            0.0 if self.loco is None else self.loco.error_feedback_bits / BITS * trainable / sizes.shards(Placement.I)
+        )
         if self.updates is not None and strategy.os != Placement.G:
-            total += self.updates.sums.kept_bits / BITS * trainable / sizes.shards(Placement.G)
+            total += self.updates.sums.error_feedback_bits / BITS * trainable / sizes.shards(Placement.G)
         return total
 
 

@@ -28,11 +28,11 @@ from typing import Any
 from deepspeed_ext.comm.owners import ROUNDS
 from deepspeed_ext.planner.closed_form import Move, Overlap, Seconds, Step
 from deepspeed_ext.planner.compression import UNCOMPRESSED, Compression, label
-from deepspeed_ext.planner.memory import Copies, Model, copies, held_bytes, transient_bytes
+from deepspeed_ext.planner.memory import Copies, Model, count_copies, held_bytes, transient_bytes
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, Placement, StateBytes, Strategy, Volume
 
-UPDATE_TOUCHES = 2.5  # bytes that an update reads and writes, per byte of optimizer states
+UPDATE_TRAFFIC = 2.5  # bytes that an update reads and writes, per byte of optimizer states
 # Strategies that equal a plain stage, which has no groups.
 PLAIN = {"NNN": "DDP", "NNG": "ZeRO-1", "NGG": "ZeRO-2", "GGG": "ZeRO-3"}
 DDP_BUCKET = 25 * 2**20  # bytes; PyTorch's default
@@ -121,7 +121,7 @@ def _prediction(
     strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression, overlap: Overlap
 ) -> Prediction:
     families = model.families(sizes)
-    host_copies = copies(strategy, families, sent)
+    host_copies = count_copies(strategy, families, sent)
     volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, sent, host_copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
     of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
@@ -137,9 +137,9 @@ def _prediction(
         gathers=model.gathers,
         accumulation=model.accumulation,
         compute=model.compute,
-        update=UPDATE_TOUCHES * memory.optimizer / rates.memory,
+        update=UPDATE_TRAFFIC * memory.optimizer / rates.memory,
         overlap=overlap,
-        orthogonalize=_orthogonalizing(strategy, families),
+        orthogonalize=_orthogonalize_seconds(strategy, families),
     )
     return Prediction(
         strategy.name,
@@ -194,7 +194,7 @@ def _exchange(exchanged: Sequence[Volume], layers: int, rates: Rates) -> Move:
     return Move(within, between, rounds)
 
 
-def _orthogonalizing(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
+def _orthogonalize_seconds(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]]) -> float:
     """Return the seconds for which a rank orthogonalizes its shares of all families, in proportion to their bytes."""
     (_, model), *_ = families
     shares = [ranks.group_size if strategy.os == Placement.N else ranks.shards(strategy.os) for ranks, _ in families]

@@ -40,12 +40,12 @@ from deepspeed_ext.config.unsupported import deepspeed_moe_layers
 from deepspeed_ext.deepspeed_types import Config, Engine, is_partitioned
 from deepspeed_ext.planner import probe
 from deepspeed_ext.planner.choice import Plan, plan
-from deepspeed_ext.planner.described import (
+from deepspeed_ext.planner.engine_model import (
     configured_compression,
     describe_engine,
     max_over_ranks,
     measure_rates,
-    reduced,
+    reduce_integers,
 )
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.models import micro_step_flops, orthogonalizing_flops
@@ -69,9 +69,9 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     if engine.mpu is not None:
         groups.mpu = engine.mpu  # the engine sets this later, but the process groups are needed now
     topology = get_topology(groups._get_sequence_data_parallel_group(), config.zero_config.paro_group_size)
-    strategies = _allowed(engine, model)
+    strategies = _allowed_strategies(engine, model)
     description = max_over_ranks(describe_engine(engine, model))
-    flops = _flops(config, model)
+    flops = _max_micro_step_flops(config, model)
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
@@ -84,8 +84,8 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
         dtype, _ = engine.get_data_types()
         description, compute = _with_compute(description, config, flops, dtype)
         if description.all_matrices:
-            description = replace(description, orthogonalizing=_orthogonalizing(config, model))
-        new_plan = _measured_plan(config, topology, description, strategies, _budget(config, model))
+            description = replace(description, orthogonalizing=_orthogonalize_seconds(config, model))
+        new_plan = _measured_plan(config, topology, description, strategies, _memory_budget(config, model))
         name = broadcast_text(new_plan.choice.strategy if new_plan.choice else "", 0)
     if not name:
         assert new_plan is not None
@@ -97,11 +97,11 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     # Frameworks read the stage from the raw section.
     imply_stage(config._param_dict[SECTION], STRATEGIES[name].stage)
     if new_plan is not None and dist.get_rank() == 0:
-        say(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
+        warn(f'{SECTION}.{STRATEGY} "{FASTEST}" is {new_plan.reason}; {compute}')
         file.keep(name, inputs, new_plan.as_dict())
 
 
-def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
+def _allowed_strategies(engine: Engine, model: nn.Module) -> list[Strategy]:
     """Return the strategies that the configuration, the engine and the model allow."""
     possible = possible_strategies(engine._config)
     reasons = []
@@ -127,10 +127,10 @@ def _allowed(engine: Engine, model: nn.Module) -> list[Strategy]:
     return sharded if reasons else possible
 
 
-def _flops(config: Config, model: nn.Module) -> float:
+def _max_micro_step_flops(config: Config, model: nn.Module) -> float:
     """Return the largest number of FLOPs of a micro-step on any rank."""
     samples = micro_step_flops(model, config.train_micro_batch_size_per_gpu)
-    (most,) = reduced([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
+    (most,) = reduce_integers([samples / groups._get_sequence_parallel_world_size()], dist.ReduceOp.MAX)
     return most
 
 
@@ -142,18 +142,18 @@ def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype
     seconds = config.zero_config.paro_micro_step_seconds
     if seconds is not None:
         return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, as {MICRO_STEP} says"
-    rate = probe.flops(dtype)
+    rate = probe.measure_flops(dtype)
     source = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
     return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you know better)"
 
 
-def _orthogonalizing(config: Config, model: nn.Module) -> float:
+def _orthogonalize_seconds(config: Config, model: nn.Module) -> float:
     """Estimate in the same way the seconds in which one rank would orthogonalize all of Muon's matrices."""
     # Imported only with Muon, since the import compiles kernels.
     from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
     method = (config.optimizer_params or {}).get("ns_method", "gram")
-    return orthogonalizing_flops(model, method) / probe.flops(ns_compute_dtype(method))
+    return orthogonalizing_flops(model, method) / probe.measure_flops(ns_compute_dtype(method))
 
 
 def _measured_plan(config: Config, topology: Topology, model: Model, allowed: list[Strategy], budget: float) -> Plan:
@@ -162,7 +162,7 @@ def _measured_plan(config: Config, topology: Topology, model: Model, allowed: li
     return plan(topology.sizes, model, rates, budget, [configured_compression(config)], lambda row: row.name in names)
 
 
-def _budget(config: Config, model: nn.Module) -> float:
+def _memory_budget(config: Config, model: nn.Module) -> float:
     """Return the bytes for model states on the rank with the least memory."""
     memory_gb = config.zero_config.paro_memory_gb
     if memory_gb is not None:
@@ -174,11 +174,11 @@ def _budget(config: Config, model: nn.Module) -> float:
     # Parameters that are on the device already count as free memory, because they are model states.
     tensors = [getattr(p, "ds_tensor", p) for p in model.parameters()]
     free += sum(p.nbytes for p in tensors if p.device.type == kind)
-    (least,) = reduced([STATES_SHARE * free], dist.ReduceOp.MIN)
+    (least,) = reduce_integers([STATES_SHARE * free], dist.ReduceOp.MIN)
     return least
 
 
-def _named(experts: Experts) -> dict[str, Any]:
+def _experts_input(experts: Experts) -> dict[str, Any]:
     """Return the fields of experts as inputs; older decisions do not have ``matrices``."""
     return {key: value for key, value in asdict(experts).items() if key != "matrices" or value}
 
@@ -205,7 +205,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
         MICRO_STEP: zero.paro_micro_step_seconds,
         **({"matrices": model.matrices} if model.matrices else {}),  # older decisions do not have this key
         **({CACHE_BYTES: zero.paro_parameter_cache_bytes} if zero.paro_parameter_cache_bytes else {}),
-        **({"experts": [_named(family) for family in model.experts]} if model.experts else {}),
+        **({"experts": [_experts_input(family) for family in model.experts]} if model.experts else {}),
     }
 
 
@@ -214,7 +214,7 @@ def _inputs(config: Config, topology: Topology, model: Model, allowed: list[Stra
 _KEYS = ("strategy", "date", "version", "inputs", "plan")
 
 
-def say(message: str) -> None:
+def warn(message: str) -> None:
     """Log at level WARNING, which DeepSpeed shows by default, because the user did not choose the strategy."""
     log_dist(f"deepspeed_ext: {message}", ranks=[0], level=logging.WARNING)
 
@@ -233,10 +233,10 @@ class Decisions:
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
                 shown, date = hyphenate(name), entry["date"]
-                say(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {shown}, as decided on {date} ({self.path})')
+                warn(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {shown}, as decided on {date} ({self.path})')
                 return name
         if entries:
-            say(f"{self.path} has no decision for this run: deciding anew")
+            warn(f"{self.path} has no decision for this run: deciding anew")
         return None
 
     def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class Decisions:
             temporary.write_text(text + "\n")
             temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
-            say(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
+            warn(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -269,5 +269,5 @@ class Decisions:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not quietly:
-                say(f"{self.path} cannot be read ({type(error).__name__}: {error}): deciding anew")
+                warn(f"{self.path} cannot be read ({type(error).__name__}: {error}): deciding anew")
             return []

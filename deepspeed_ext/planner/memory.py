@@ -260,11 +260,11 @@ class Model:
         """Return which communication overlaps with compute."""
         sharded = strategy.p != Placement.N
         gradients = sharded or self.streams if self.overlap is None else self.overlap
-        copies = self.streams and (self.host is None or self.host.pinned)
-        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams, copies=copies)
+        count_copies = self.streams and (self.host is None or self.host.pinned)
+        return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams, copies=count_copies)
 
 
-def copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:
+def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:
     """Return the copies between host and device of all families; only the first family has the cache."""
     total = Copies()
     for number, (ranks, family) in enumerate(families):
@@ -306,4 +306,4 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: C
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
-    return total + sent.kept_bytes(strategy, sizes, trainable)
+    return total + sent.error_bytes_in_step(strategy, sizes, trainable)

@@ -120,7 +120,7 @@ class Latencies(NamedTuple):
         )
 
 
-NONE = Latencies()
+NO_LATENCY = Latencies()
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Rates:
         ranks_per_node: int,
         intra_gbps: float,
         inter_gbps: float,
-        latency: Latencies = NONE,
+        latency: Latencies = NO_LATENCY,
         memory: float = float("inf"),
         host: float = float("inf"),
     ) -> "Rates":
@@ -176,7 +176,7 @@ class Rates:
         rank_bandwidth, node_bandwidth = intra_gbps * GIGA / BITS, inter_gbps * GIGA / BITS
         m, one_node = sizes.group_size, sizes.ranks <= ranks_per_node
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
-        flows, rings = min(m, ranks_per_node), _rings(sizes, ranks_per_node)
+        flows, rings = min(m, ranks_per_node), _max_rings(sizes, ranks_per_node)
         hops = HopRates(
             intra=Rate(latency.intra, rank_bandwidth if within_node else min(rank_bandwidth, node_bandwidth / rings)),
             inter=Rate(latency.inter, rank_bandwidth if one_node else min(rank_bandwidth, node_bandwidth / flows)),
@@ -195,7 +195,7 @@ class Rates:
         return {**hops, "memory": _finite(self.memory), "host": _finite(self.host)}
 
 
-def _rings(sizes: GroupSizes, ranks_per_node: int) -> int:
+def _max_rings(sizes: GroupSizes, ranks_per_node: int) -> int:
     """Return the largest number of groups on one node that span several nodes; at least 1."""
     m, most = sizes.group_size, 1
     for first in range(0, sizes.ranks, ranks_per_node):

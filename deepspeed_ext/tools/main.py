@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from deepspeed_ext.comm.process_groups import default_group_size, inter_ranks, intra_ranks, ranks_per_node
 from deepspeed_ext.config.keys import LEAF_BYTES, THRESHOLD
 from deepspeed_ext.strategy import GroupSizes
-from deepspeed_ext.tools.compare import cli as comparing
-from deepspeed_ext.tools.doctor import cli as examining
-from deepspeed_ext.tools.plan import cli as planning
-from deepspeed_ext.tools.report import cli as reporting
+from deepspeed_ext.tools.compare import cli as compare_cli
+from deepspeed_ext.tools.doctor import cli as doctor_cli
+from deepspeed_ext.tools.plan import cli as plan_cli
+from deepspeed_ext.tools.report import cli as report_cli
 from deepspeed_ext.version import __version__
 
 
-def report_versions() -> None:
+def print_versions() -> None:
     """Print the versions that matter."""
     import deepspeed
     import torch
@@ -34,7 +34,7 @@ def report_versions() -> None:
     print(f"python        {platform.python_version()}")
 
 
-def report_groups(ranks: int | None, group_size: int | None) -> None:
+def print_groups(ranks: int | None, group_size: int | None) -> None:
     """Print the groups that would be formed, by default for the ranks in the launcher's environment."""
     ranks = ranks or int(os.environ.get("WORLD_SIZE", "1"))
     m = group_size or default_group_size(range(ranks), ranks_per_node())
@@ -69,12 +69,12 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     """Run a command (for ``report``, the part before its script), and return the exit status."""
-    if arguments.command == comparing.NAME:
-        return comparing.run_command(arguments, script)
+    if arguments.command == compare_cli.NAME:
+        return compare_cli.run_command(arguments, script)
     if arguments.command == "plan":
-        planning.run(arguments)
-    elif arguments.command == reporting.NAME:
-        reporting.prepare(arguments, script, arguments.local_rank)
+        plan_cli.run(arguments)
+    elif arguments.command == report_cli.NAME:
+        report_cli.prepare(arguments, script, arguments.local_rank)
     elif arguments.command == "convert":
         from deepspeed_ext.checkpoint.to_universal import convert
 
@@ -88,13 +88,13 @@ def _run(arguments: argparse.Namespace, script: Sequence[str]) -> int:
 
 def _split(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Return our arguments, and the script's after ``--``, in which argparse would look for our options."""
-    if not {comparing.NAME, reporting.NAME} & set(words) or comparing.SEPARATOR not in words:
+    if not {compare_cli.NAME, report_cli.NAME} & set(words) or compare_cli.SEPARATOR not in words:
         return words, ()
-    index = words.index(comparing.SEPARATOR)
+    index = words.index(compare_cli.SEPARATOR)
     return words[:index], words[index + 1 :]
 
 
-def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
+def main(print_patches: Callable[[], None] = lambda: None, patch_problems: Callable[[], list[str]] = list) -> None:
     """Run a command, or print the report.
 
     Args:
@@ -111,12 +111,12 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
     for name, add, text in (
         ("leaf-modules", add_leaf_arguments, "what ZeRO-3 would fetch as one of a model"),
         ("convert", add_convert_arguments, "make a universal checkpoint of an ordinary one"),
-        ("plan", planning.add_arguments, "what each strategy would cost, and which to use"),
-        (reporting.NAME, reporting.add_arguments, "run a script, and show where its steps' time goes"),
-        ("doctor", examining.add_arguments, "what is wrong with the nodes of a launch"),
+        ("plan", plan_cli.add_arguments, "what each strategy would cost, and which to use"),
+        (report_cli.NAME, report_cli.add_arguments, "run a script, and show where its steps' time goes"),
+        ("doctor", doctor_cli.add_arguments, "what is wrong with the nodes of a launch"),
         (
-            comparing.NAME,
-            comparing.add_arguments,
+            compare_cli.NAME,
+            compare_cli.add_arguments,
             "run a script under several configurations in turns: which is faster",
         ),
     ):
@@ -128,19 +128,19 @@ def main(report_patches: Callable[[], None] = lambda: None, patch_problems: Call
         if group_options != (None, None):
             parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
         if arguments.command == "doctor":
-            sys.exit(examining.run(arguments, patch_problems))
+            sys.exit(doctor_cli.run(arguments, patch_problems))
         try:
             status = _run(arguments, script)
         except ValueError as error:
             parser.exit(2, f"{error}\n")
-        if arguments.command == reporting.NAME:
-            reporting.run(script[0])  # outside of the try, because the script's own ValueErrors need a traceback
+        if arguments.command == report_cli.NAME:
+            report_cli.run(script[0])  # outside of the try, because the script's own ValueErrors need a traceback
         if status:
             parser.exit(status)
         return
-    report_versions()
-    report_patches()
+    print_versions()
+    print_patches()
     try:
-        report_groups(*group_options)
+        print_groups(*group_options)
     except ValueError as error:
         parser.exit(2, f"\n{error}\n")

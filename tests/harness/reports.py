@@ -10,7 +10,7 @@ from deepspeed_ext.planner.costs import PLAIN
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rate, Rates
 from deepspeed_ext.strategy import GroupSizes, hyphenate
-from deepspeed_ext.tools.plan.recorded import KEY, Cluster, Described, FlatRates
+from deepspeed_ext.tools.plan.recorded_training import KEY, Cluster, FlatRates, PlannerInput
 
 LETTERS = {"NIG": "p=N, g=I, os=G", "IIG": "p=I, g=I, os=G"}
 STEP = 0.5  # seconds
@@ -52,7 +52,7 @@ def _lanes(strategy: str, speed: float) -> list[dict[str, Any]]:
     return [{"lane": lane, "spans": spans} for lane, spans in lanes.items()]
 
 
-def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> Described:
+def planner_input(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> PlannerInput:
     """Return what a report has for the planner, at 500 Mbit/s; reductions over all ranks send twice a ring's bytes."""
     letters = {stage: letters for letters, stage in PLAIN.items()}.get(name, name)
     sizes = GroupSizes(ranks, group_size)
@@ -63,7 +63,7 @@ def described(name: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> De
         rates = replace(rates, gather=hops, reduce=hops)
     reduction = replace(ring, bandwidth=ring.bandwidth / 2)
     flat, cluster = FlatRates(ring, reduction, reduction), Cluster(sizes, group_size)
-    return Described(letters, letters != name, UNCOMPRESSED, cluster, "gloo", model, rates, flat)
+    return PlannerInput(letters, letters != name, UNCOMPRESSED, cluster, "gloo", model, rates, flat)
 
 
 def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
             | {"bytes_between": nbytes, "gb": gb, "fits": name != "NIG + LoCo" or None, "now": name == strategy}
             for name, (step, within, between, nbytes, gb) in choices.items()
         ],
-        KEY: described(strategy, ranks, group_size).as_dict(),
+        KEY: planner_input(strategy, ranks, group_size).as_dict(),
         "findings": findings,
         "paragraph": f"A step of {called} takes {STEP} s. {findings[0]}",
     }

@@ -19,7 +19,7 @@ from deepspeed_ext.progress import bar
 from deepspeed_ext.tools.arguments import new_file, number
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run
-from deepspeed_ext.tools.compare.turn import AUTO, UNFINISHED, VARIABLE, Turn
+from deepspeed_ext.tools.compare.run_spec import AUTO, UNFINISHED, VARIABLE, Turn
 from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
 
 NAME = "compare"

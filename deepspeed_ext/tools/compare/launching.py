@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed_ext.tools.compare.turn import VARIABLE, Turn
+from deepspeed_ext.tools.compare.run_spec import VARIABLE, Turn
 
 PLACEHOLDER = "{config}"
 LAUNCHERS = ("deepspeed", "torchrun")

@@ -30,7 +30,7 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.deepspeed_types import Engine
 from deepspeed_ext.model_bytes import held
 from deepspeed_ext.tools.clocks import Clock, device_name, make_clock
-from deepspeed_ext.tools.compare.turn import UNFINISHED, Turn
+from deepspeed_ext.tools.compare.run_spec import UNFINISHED, Turn
 from deepspeed_ext.version import __version__
 
 Losses = list[list[Tensor]]  # losses of micro-batches by step; the last step has not ended

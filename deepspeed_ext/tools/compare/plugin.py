@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from deepspeed_ext.tools.compare.turn import current
+from deepspeed_ext.tools.compare.run_spec import current
 
 if TYPE_CHECKING:
     from deepspeed_ext.deepspeed_types import Engine

@@ -94,7 +94,7 @@ def _examine_links(launch: Launch) -> dict[str, list[tuple[float, float]]] | Non
 
     topology = get_topology(None, launch.options.group_size)
     hops = {level: GatherHop(getattr(topology, level), level) for level in _SUBJECTS}
-    samples = {level: probe.samples(hop, torch.float32) for level, hop in hops.items()}
+    samples = {level: probe.sample_hop(hop, torch.float32) for level, hop in hops.items()}
     return None if launch.rank else samples
 
 

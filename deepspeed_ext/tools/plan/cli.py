@@ -24,7 +24,7 @@ from deepspeed_ext.strategy import GroupSizes, Placement
 from deepspeed_ext.tools.arguments import count, import_callable, new_file, number, sub_key
 from deepspeed_ext.tools.plan import page, report
 from deepspeed_ext.tools.plan.outer import plan_outer
-from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
+from deepspeed_ext.tools.plan.recorded_training import Cluster, RecordedTraining
 from deepspeed_ext.tools.plan.saves import Saves, plan_saves
 from deepspeed_ext.tools.plan.what_if import WhatIf
 
@@ -32,7 +32,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 FLOPS, FROZEN_FLOPS = 6, 4  # per parameter and token, forward and backward
 TERMINAL = Path("-")  # value of --json
 # Option, the option that it needs, and the reason.
-NEEDED = (
+REQUIRED = (
     ("trainable", "params", "of a --model those count that require a gradient"),
     ("largest_layer", "params", "of a --model it is counted"),
     ("expert_params", "params", "of a --model those count that DeepSpeed has marked"),
@@ -59,12 +59,12 @@ EXCLUSIVE = (
     ("outer", "offload_optimizer", "only the outer optimizer's own states can be in host memory"),
 )
 
-# Options that go with --from; those of ``_REPLACING`` replace recorded values of the cluster.
-_REPLACING = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
-WITH_RECORD = (*_REPLACING, "memory_gb", "accumulation", "overlap_updates", "json")
+# Options that go with --from; those of ``_CLUSTER_OPTIONS`` replace recorded values of the cluster.
+_CLUSTER_OPTIONS = ("nodes", "ranks_per_node", "group_size", "intra_gbps", "inter_gbps", "latency_us")
+OPTIONS_WITH_FROM = (*_CLUSTER_OPTIONS, "memory_gb", "accumulation", "overlap_updates", "json")
 
 
-_SOME, _RANKS, _AMOUNT, _REST = number(count), number(int), number(float), number(float, zero=True)
+_COUNT, _WHOLE, _POSITIVE, _NON_NEGATIVE = number(count), number(int), number(float), number(float, zero=True)
 _SWITCH: Mapping[str, Any] = {"action": "store_true"}
 _Adder = Callable[..., argparse.Action]
 
@@ -86,17 +86,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("the model")
     either = _adder(model.add_mutually_exclusive_group(required=True))
     either("--model", "PKG:FN", "makes the model; on the meta device it is free", str)
-    either("--params", "N", "its number of parameters instead, such as 7e9 or 7B", _SOME)
+    either("--params", "N", "its number of parameters instead, such as 7e9 or 7B", _COUNT)
     either("--page", "FILE", "write a calculator as one HTML file, which needs no installation or options", new_file)
     either("--from", "FILE", "report.json of your own script: predict it on other links, nodes, strategies", Path)
     _add_model(_adder(model))
     _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher it is that of the launch")))
     add = _adder(parser.add_argument_group("how often to save, if --mtbf-hours is given"))
     failures = "mean hours between failures of the whole job: those of one node, divided by the number of nodes"
-    add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _AMOUNT)
-    add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _AMOUNT)
-    add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _AMOUNT)
-    add("--restart-seconds", "S", "from a failure until training goes on, with the load (default: 0)", _REST)
+    add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _POSITIVE)
+    add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _POSITIVE)
+    add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _POSITIVE)
+    add("--restart-seconds", "S", "from a failure until training goes on, with the load (default: 0)", _NON_NEGATIVE)
     add("--async-save", None, "checkpoint.async_save: training goes on while files are written")
     add = _adder(parser.add_argument_group("output"))
     add("--json", "FILE", "write the plans; - for the terminal, instead of the table", new_file)
@@ -106,35 +106,37 @@ def _add_model(add: _Adder) -> None:
     non_negative = number(count, zero=True)
     add("--trainable", "N", "of these (default: all)", non_negative)
     add("--largest-layer", "N", "parameters of the largest module, with --params", non_negative)
-    add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _SOME)
-    add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _RANKS)
+    add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _COUNT)
+    add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _WHOLE)
     add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
-    add("--accumulation", "S", "micro-steps of a step (default: 1)", _RANKS)
-    add("--micro-step-seconds", "S", "of forward and backward, without communication (default: 0)", _REST)
+    add("--accumulation", "S", "micro-steps of a step (default: 1)", _WHOLE)
+    add("--micro-step-seconds", "S", "of forward and backward, without communication (default: 0)", _NON_NEGATIVE)
     flops = "6 FLOPs for each token and parameter, 4 for a frozen one"
-    add("--tokens", "N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _SOME)
-    add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _AMOUNT)
+    add("--tokens", "N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _COUNT)
+    add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _POSITIVE)
     add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates under the next forward")
     muon = "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters)"
     seconds = "seconds that one rank would take to orthogonalize them all (default: 0)"
-    add("--muon", "S", f"{muon}; S: {seconds}", _REST, nargs="?", const=0.0)
+    add("--muon", "S", f"{muon}; S: {seconds}", _NON_NEGATIVE, nargs="?", const=0.0)
     outer = "with paro_outer_optimizer, for strategies with os = I: its steps, and other sub-keys"
     example, steps = "such as 30 bits=4 fragments=5 delay=2", partial(sub_key, alone="steps")
     add("--outer", ("H", "KEY=VALUE"), f"{outer}, {example}", steps, nargs="+")
     add("--offload-param", None, "offload_param: parameters in pinned host memory (p = I and G)")
-    add("--parameter-cache-gb", "G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _REST)
+    add(
+        "--parameter-cache-gb", "G", "paro_parameter_cache_bytes, in 10^9 bytes: on each device as well", _NON_NEGATIVE
+    )
     add("--offload-optimizer", None, "optimizer states in host memory")
 
 
 def _add_cluster(add: _Adder) -> None:
-    add("--nodes", None, None, _RANKS)
-    add("--ranks-per-node", None, None, _RANKS)
-    add("--group-size", None, "paro_group_size (default: ranks per node)", _RANKS)
-    add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _AMOUNT)
-    add("--inter-gbps", "G", "Gbit/s that a node receives from others", _AMOUNT)
-    add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _AMOUNT)
-    add("--latency-us", "U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _REST)
-    add("--memory-gb", "G", "10^9 bytes of a rank for model states", _AMOUNT)
+    add("--nodes", None, None, _WHOLE)
+    add("--ranks-per-node", None, None, _WHOLE)
+    add("--group-size", None, "paro_group_size (default: ranks per node)", _WHOLE)
+    add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _POSITIVE)
+    add("--inter-gbps", "G", "Gbit/s that a node receives from others", _POSITIVE)
+    add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _POSITIVE)
+    add("--latency-us", "U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _NON_NEGATIVE)
+    add("--memory-gb", "G", "10^9 bytes of a rank for model states", _POSITIVE)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -153,11 +155,11 @@ def run(arguments: argparse.Namespace) -> None:
         what_if = _what_if(arguments)
         _write(arguments.json, what_if.as_dict(), what_if.table)
         return
-    settings = _outer(arguments)
+    settings = _outer_settings(arguments)
     launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    nodes, per_node = _nodes(arguments, launched)
+    nodes, per_node = _node_counts(arguments, launched)
     sizes = GroupSizes(nodes * per_node, arguments.group_size or per_node)
-    model, saves = _model(arguments), _saves(arguments, per_node)
+    model, saves = _model(arguments), _save_settings(arguments, per_node)
     rates = _rates(arguments, sizes, per_node, launched)
     if not first_rank and launched:  # not earlier: all ranks must take part in measuring rates
         return
@@ -176,7 +178,7 @@ def run(arguments: argparse.Namespace) -> None:
     if settings is not None:
         outer = plan_outer(sizes, model, rates, settings, budget)
         document["outer"] = outer.as_dict()
-        _add_key(document["outer"]["predictions"])
+        _add_saves_key(document["outer"]["predictions"])
         table = lambda: f"{report.table(plans, saves)}\n\n{report.outer_table(outer)}"  # noqa: E731
     _write(arguments.json, document, table)
 
@@ -195,8 +197,8 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
     Raises:
         ValueError: the report cannot be used.
     """
-    recorded = Recorded.read(vars(arguments)["from"])
-    old, model = recorded.described.cluster, recorded.described.model
+    recorded = RecordedTraining.read(vars(arguments)["from"])
+    old, model = recorded.planner_input.cluster, recorded.planner_input.model
     per_node = arguments.ranks_per_node or old.ranks_per_node
     ranks = old.sizes.ranks
     if arguments.nodes or arguments.ranks_per_node:
@@ -217,11 +219,11 @@ def _document(planned: Plan, saves: Saves | None) -> dict[str, Any]:
     """Return a plan as plain values; ``saves`` is None if saves are not predicted."""
     document = planned.as_dict() | {"reason": report.reason(planned)}
     document["saves"] = None if saves is None else saves.as_dict()
-    _add_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
+    _add_saves_key([*document["predictions"], *document["plain"], *filter(None, [document["choice"]])])
     return document
 
 
-def _add_key(rows: Sequence[dict[str, Any]]) -> None:
+def _add_saves_key(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         row.setdefault("saves", None)
 
@@ -236,10 +238,12 @@ def _check(arguments: argparse.Namespace) -> None:
             f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(other_options[0])}."
         )
     if "from" in options:
-        for option in sorted(options - {"from", *WITH_RECORD}):
-            raise ValueError(f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, WITH_RECORD))} do.")
+        for option in sorted(options - {"from", *OPTIONS_WITH_FROM}):
+            raise ValueError(
+                f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, OPTIONS_WITH_FROM))} do."
+            )
         return
-    for option, needed, reason in NEEDED:
+    for option, needed, reason in REQUIRED:
         if option in options and needed not in options:
             raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{reason and ': '}{reason}.")
     for option, other, reason in EXCLUSIVE:
@@ -258,7 +262,7 @@ def _flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
+def _outer_settings(arguments: argparse.Namespace) -> OuterSettings | None:
     """Return the settings of --outer; None without it."""
     if arguments.outer is None:
         return None
@@ -269,7 +273,7 @@ def _outer(arguments: argparse.Namespace) -> OuterSettings | None:
     return OuterSettings.parse(dict(arguments.outer), "--outer", "{where} {key}")
 
 
-def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
+def _save_settings(arguments: argparse.Namespace, per_node: int) -> Saves | None:
     """Return the storage and failure rate of a run; None without --mtbf-hours."""
     if arguments.mtbf_hours is None:
         return None
@@ -283,7 +287,7 @@ def _saves(arguments: argparse.Namespace, per_node: int) -> Saves | None:
     )
 
 
-def _nodes(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
+def _node_counts(arguments: argparse.Namespace, launched: bool) -> tuple[int, int]:
     """Return the number of nodes and of ranks per node."""
     requested = arguments.nodes, arguments.ranks_per_node
     if not launched:
@@ -339,10 +343,10 @@ def _model(arguments: argparse.Namespace) -> Model:
         overlap_updates=arguments.overlap_updates,
         orthogonalizing=arguments.muon or 0.0,
     )
-    return _offloaded(model, arguments)
+    return _with_offload(model, arguments)
 
 
-def _offloaded(model: Model, arguments: argparse.Namespace) -> Model:
+def _with_offload(model: Model, arguments: argparse.Namespace) -> Model:
     """Return the model with its offloaded states, including those of experts."""
     offloaded = {"parameters": arguments.offload_param, "optimizer": arguments.offload_optimizer}
     no_bytes = {name: 0.0 for name, enabled in offloaded.items() if enabled}

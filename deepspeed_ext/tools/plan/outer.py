@@ -103,14 +103,14 @@ class _Bits:
 
     change: float
     weight: float
-    kept: float = 0.0
+    error_feedback: float = 0.0
 
     @classmethod
     def of(cls, settings: OuterSettings, groups: int) -> "_Bits":
         if settings.bits >= 16:
             return cls(settings.bits, settings.bits)
         changes, weights = outer_step_settings(settings.bits)
-        return cls(changes.wire_bits, weights.wire_bits, changes.kept_bits if groups > 1 else 0.0)
+        return cls(changes.wire_bits, weights.wire_bits, changes.error_feedback_bits if groups > 1 else 0.0)
 
 
 def predict_outer(
@@ -162,7 +162,7 @@ def predict_outer(
 def _memory(elements: float, bits: _Bits, sizes: GroupSizes, settings: OuterSettings) -> tuple[float, float, float]:
     """Return the outer optimizer's bytes on the device and on the host, and the bytes of a transfer."""
     shard, row = elements / sizes.shards(Placement.I), elements / sizes.shards(Placement.G)
-    states, errors = _FP32 * (shard + 2 * row), bits.kept / BITS * shard
+    states, errors = _FP32 * (shard + 2 * row), bits.error_feedback / BITS * shard
     fragment = shard / settings.fragments
     copied = fragment if settings.delay else min(fragment, MAX_TRANSFER_NUMEL)
     transfer = _FP32 * copied + errors / settings.fragments

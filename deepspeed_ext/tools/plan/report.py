@@ -12,7 +12,7 @@ from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.rates import GIGA, Rate
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.tools.plan.outer import OuterPlan
-from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, figure
+from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, format_figure
 
 EXACT = "exact"
 _INFINITE = float("inf")
@@ -52,9 +52,9 @@ _HOST_COLUMNS: Sequence[_Column] = (
     ("busy", 8, _seconds("busy", HOST)),
 )
 _SAVE_COLUMNS: Sequence[_Column] = (
-    ("save, s: sync", 15, lambda row: figure(row.saves.synchronous.held)),
-    ("async", 8, lambda row: figure(row.saves.asynchronous.held)),
-    ("every: s", 11, lambda row: figure(row.saves.schedule.seconds)),
+    ("save, s: sync", 15, lambda row: format_figure(row.saves.synchronous.held)),
+    ("async", 8, lambda row: format_figure(row.saves.asynchronous.held)),
+    ("every: s", 11, lambda row: format_figure(row.saves.schedule.seconds)),
     ("steps", 9, lambda row: str(row.saves.schedule.steps)),
     ("lost %", 8, lambda row: f"{100 * row.saves.schedule.lost:.2f}"),
 )
@@ -88,11 +88,17 @@ def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
     rows.sort(key=lambda row: (row[0].total_seconds, row[0].total_memory))
     width = max(len(hyphenate(row.name)) for row, _ in rows)
     columns = [*(_HOST_COLUMNS if any(row.host for row, _ in rows) else ()), *(_SAVE_COLUMNS if saves else ())]
-    lines = [*_notes(first, saves), *(f"  {line}" for line in rates(first)), "", _titles(width, columns)]
+    lines = [*_note_lines(first, saves), *(f"  {line}" for line in rate_lines(first)), "", _titles(width, columns)]
     for row, plan in rows:
         mark = "  <-- choice" if row is plan.choice else "" if plan.fits(row) else _TOO_LARGE
         lines.append(_line(row, width, _cells(row, columns), mark))
-    lines += ["", *(f"{_form(plan)}, {reason(plan)}" if _form(plan) != EXACT else reason(plan) for plan in plans)]
+    lines += [
+        "",
+        *(
+            f"{_compression_clause(plan)}, {reason(plan)}" if _compression_clause(plan) != EXACT else reason(plan)
+            for plan in plans
+        ),
+    ]
     return "\n".join(lines)
 
 
@@ -124,14 +130,14 @@ def outer_table(plan: OuterPlan) -> str:
     return "\n".join(lines)
 
 
-def _form(plan: Plan) -> str:
+def _compression_clause(plan: Plan) -> str:
     """Return a clause on the compression."""
     first = plan.predictions[0]
     few_bits = [name for name, on in (("LoCo", first.loco), ("updates in few bits", first.updates)) if on]
     return f"with {' and '.join(few_bits)}" if few_bits else EXACT
 
 
-def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
+def _note_lines(plan: Plan, saves: Saves | None) -> Iterator[str]:
     """Yield lines on the cluster and on assumptions."""
     n, m, k = plan.sizes.ranks, plan.sizes.group_size, plan.sizes.groups
     limit = "no limit" if plan.budget is None else f"{plan.budget / GIGA:g} GB"
@@ -149,7 +155,7 @@ def _notes(plan: Plan, saves: Saves | None) -> Iterator[str]:
         )
 
 
-def rates(plan: Plan) -> list[str]:
+def rate_lines(plan: Plan) -> list[str]:
     """Return a line for each direction of hops, and for memory and copies if their rates are known."""
     lines = []
     for kind, hops in (("all-gather", plan.rates.gather), ("reduce-scatter", plan.rates.reduce)):

@@ -170,7 +170,7 @@ class Files(NamedTuple):
         return self.ranks * self.each
 
 
-class Contents(NamedTuple):
+class SaveFiles(NamedTuple):
     """The files of one save: of weights, of optimizer states, and of errors."""
 
     weights: tuple[Files, ...]
@@ -182,7 +182,7 @@ class Contents(NamedTuple):
         return (*self.weights, self.states, self.errors)
 
     @classmethod
-    def of(cls, strategy: Strategy, families: Sequence[Family]) -> "Contents":
+    def of(cls, strategy: Strategy, families: Sequence[Family]) -> "SaveFiles":
         """Return the files of a strategy; see Note [Cost of a save].
 
         Args:
@@ -270,9 +270,10 @@ class SavePrediction:
         others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
         other, then = next((name, schedule) for name, schedule in others.items() if name != self.kind)
         return (
-            f"save every {now.steps} steps ({figure(now.seconds)} s): {self.kind} saves hold training up for "
-            f"{figure(now.held)} s and take {figure(now.lasts)} s, and {now.lost:.2%} of the time is lost; {other} "
-            f"ones hold it up for {figure(then.held)} s, and lose {then.lost:.2%} at every {then.steps} steps"
+            f"save every {now.steps} steps ({format_figure(now.seconds)} s): {self.kind} saves block training for "
+            f"{format_figure(now.held)} s and take {format_figure(now.lasts)} s, and {now.lost:.2%} of the time is "
+            f"lost; {other} saves every {then.steps} steps would block it for {format_figure(then.held)} s, and lose "
+            f"{then.lost:.2%}"
         )
 
 
@@ -313,15 +314,15 @@ def predict_saves(
     """
     strategy, step = STRATEGIES[row.strategy], row.total_seconds
     families = [
-        Family(ranks, part.states, sent.saved_bytes(strategy, ranks, part.trainable))
+        Family(ranks, part.states, sent.error_bytes(strategy, ranks, part.trainable))
         for ranks, part in model.families(sizes)
     ]
-    files = Contents.of(strategy, families)
+    files = SaveFiles.of(strategy, families)
     of_first = sum(file.each for file in files.all)
     of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
-    at_once = (0.0 if row.plain else _crossing(strategy, families, rates)) + waits + of_states + writing
+    at_once = (0.0 if row.plain else _reorder_seconds(strategy, families, rates)) + waits + of_states + writing
     # Optimizer states are copied during forward and backward, which is the step without its update.
     overlapped = min(of_states, step - row.seconds[UPDATE])
     blocked = waits + of_states - overlapped
@@ -337,14 +338,14 @@ def predict_saves(
     return SavedPrediction(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)
 
 
-def figure(value: float) -> str:
+def format_figure(value: float) -> str:
     """Return seconds or steps with three digits, or all digits of a larger integer part."""
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def _crossing(strategy: Strategy, families: Sequence[Family], rates: Rates) -> float:
+def _reorder_seconds(strategy: Strategy, families: Sequence[Family], rates: Rates) -> float:
     """Return the seconds for restoring DeepSpeed's order of partitions with stripes."""
     if strategy.p != Placement.N or strategy.os == Placement.N:
         return 0.0
-    there_and_back = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())
-    return rates.gather.seconds(there_and_back * 0.5)
+    exchanged = sum((strategy.exchange(part.sizes, part.states.optimizer) for part in families), Volume())
+    return rates.gather.seconds(exchanged * 0.5)

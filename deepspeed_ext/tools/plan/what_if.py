@@ -14,7 +14,7 @@ from deepspeed_ext.planner.costs import PLAIN, Prediction
 from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import GIGA
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
-from deepspeed_ext.tools.plan.recorded import Cluster, Recorded
+from deepspeed_ext.tools.plan.recorded_training import Cluster, RecordedTraining
 
 Bits = tuple[int | str | None, int | str | None]  # of gradients, and of updates, between groups; None for all bits
 ALL: Bits = (None, None)
@@ -62,7 +62,7 @@ class WhatIf:
         budget: bytes that a rank has for model states; None for no limit.
     """
 
-    recorded: Recorded
+    recorded: RecordedTraining
     cluster: Cluster
     model: Model
     budget: float | None = None
@@ -70,7 +70,7 @@ class WhatIf:
     @cached_property
     def rows(self) -> list[Row]:
         """Return predictions of all strategies in all forms, and of the plain stages; the fastest first."""
-        running = self.recorded.described.sent
+        running = self.recorded.planner_input.sent
         forms = [form for form in _FORMS if _bits(form) != _bits(running)] + [running]
         rows = [self._row(name, form) for form in forms for name, row in STRATEGIES.items() if form.allows(row)]
         rows += [] if self.model.all_matrices else [self._row(stage) for stage in PLAIN.values()]
@@ -79,7 +79,7 @@ class WhatIf:
     @cached_property
     def now(self) -> Row:
         """Return the prediction of the running strategy on this cluster."""
-        return self._row(self.recorded.described.name, self.recorded.described.sent)
+        return self._row(self.recorded.planner_input.name, self.recorded.planner_input.sent)
 
     def _row(self, name: str, sent: Compression = UNCOMPRESSED) -> Row:
         prediction = self.recorded.predict(name, self.cluster, self.model, sent)
@@ -105,10 +105,10 @@ class WhatIf:
     @property
     def sentence(self) -> str:
         """Return a sentence on the fastest strategies, and the time of the running one."""
-        name, described = hyphenate(self.now.name), self.recorded.described
+        name, planner_input = hyphenate(self.now.name), self.recorded.planner_input
         took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted:.3g} s)"
         now = f"now {name} takes {took}"
-        if (self.cluster, self.model) != (described.cluster, described.model):
+        if (self.cluster, self.model) != (planner_input.cluster, planner_input.model):
             now = f"{name}, as now, would take {self.now.seconds:.3g} s; where it was recorded, it takes {took}"
         fitting = [row for row in self.rows if self.fits(row)]
         if not fitting:
@@ -147,7 +147,7 @@ class WhatIf:
         row = rows.get(ALL, next(iter(rows.values())))
         cells = [f"{rows[bits].seconds:.3g}" if bits in rows else "" for bits in columns]
         cells += [f"{nbytes / GIGA:.3g}" for nbytes in (row.prediction.total_memory, row.prediction.volume.inter)]
-        mark = "  <-- now" if name == self.recorded.described.name else ""
+        mark = "  <-- now" if name == self.recorded.planner_input.name else ""
         mark += "" if self.fits(row) else "  (too large)"
         return f"{hyphenate(name):<11}{''.join(f'{cell:>10}' for cell in cells)}{mark}"
 

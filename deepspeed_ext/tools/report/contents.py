@@ -31,10 +31,10 @@ from deepspeed_ext.leaf.modules import numel_of
 from deepspeed_ext.planner.choice import Plan, plan
 from deepspeed_ext.planner.compression import COMPRESSIONS, Compression
 from deepspeed_ext.planner.costs import Prediction
-from deepspeed_ext.planner.described import (
+from deepspeed_ext.planner.engine_model import (
     configured_compression,
     describe_engine,
-    dtype_of,
+    gradient_dtype,
     max_over_ranks,
     measure_rates,
 )
@@ -42,8 +42,8 @@ from deepspeed_ext.planner.memory import Model
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import GroupSizes, StateBytes
 from deepspeed_ext.tools.clocks import device_name
-from deepspeed_ext.tools.plan import recorded
-from deepspeed_ext.tools.report import flat, measures, page
+from deepspeed_ext.tools.plan import recorded_training
+from deepspeed_ext.tools.report import flat_collectives, measures, page
 from deepspeed_ext.tools.report.measures import BETWEEN, WITHIN, Step
 from deepspeed_ext.version import __version__
 
@@ -76,7 +76,7 @@ def make(
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
     if dist.get_rank() != 0:  # no collectives after this line: they would hang
         return None
-    now, described = (None, None) if predictions is None else (predictions.now, predictions.described)
+    now, planner_input = (None, None) if predictions is None else (predictions.now, predictions.planner_input)
     usual = median(undisturbed) if undisturbed else None
     predicted = {} if now is None else {**now.seconds, measures.OTHER: now.seconds["host"]}
     report = {
@@ -100,7 +100,7 @@ def make(
         "ranks": ranks,
         "timelines": timelines if slowest != fastest else timelines[:1],
         "choices": [] if predictions is None else predictions.choices(),
-        recorded.KEY: None if described is None else described.as_dict(),
+        recorded_training.KEY: None if planner_input is None else planner_input.as_dict(),
         "findings": [],
     }
     report["findings"] = page.findings(report) + problems
@@ -194,7 +194,7 @@ class Predictions:
     rates: Rates
     now: Prediction | None
     all: Sequence[Prediction]
-    described: recorded.Described | None
+    planner_input: recorded_training.PlannerInput | None
 
     def choices(self) -> list[dict[str, Any]]:
         """Return a row of ``report.json`` for each strategy; only a device has a memory limit."""
@@ -266,22 +266,22 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
     ]
     rows = sorted([*rows, *planned.plain], key=lambda row: (row.total_seconds, row.total_memory))
     now = _running(engine, planned, sent)
-    described = _described(engine, now, topology.sizes, model, rates, sent)
-    return topology.sizes, Predictions(rates, now, rows, described), []
+    planner_input = _planner_input(engine, now, topology.sizes, model, rates, sent)
+    return topology.sizes, Predictions(rates, now, rows, planner_input), []
 
 
-def _described(
+def _planner_input(
     engine: Engine, now: Prediction | None, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression
-) -> recorded.Described | None:
+) -> recorded_training.PlannerInput | None:
     """Return the input of ``plan --from``; None if it does not predict such trainings. Collective."""
     if now is None or engine.pipeline_parallelism:
         return None
     # With model parallelism, some of a node's ranks hold other parts of the model, so ``ranks_per_node`` is not used.
     per_node = ranks_per_node() if sizes.ranks == dist.get_world_size() else None
-    cluster = recorded.Cluster(sizes, per_node or sizes.group_size)
+    cluster = recorded_training.Cluster(sizes, per_node or sizes.group_size)
     backend = "gloo" if get_accelerator().is_synchronized_device() else "nccl"  # determines how latencies scale
-    flat_rates = flat.measure(engine._config, dtype_of(model))
-    return recorded.Described(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
+    flat_rates = flat_collectives.measure(engine._config, gradient_dtype(model))
+    return recorded_training.PlannerInput(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
 def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:

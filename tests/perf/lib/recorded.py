@@ -15,7 +15,7 @@ import torch.distributed as dist
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import StateBytes
 from deepspeed_ext.tools.clocks import HostClock
-from deepspeed_ext.tools.plan.recorded import Recorded
+from deepspeed_ext.tools.plan.recorded_training import RecordedTraining
 from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import measures
 from deepspeed_ext.tools.report.contents import make
@@ -121,21 +121,21 @@ class WhatIfMeasurement(BlocksMeasurement):
     def turn(self, method: Method) -> Turn:
         return self.turns.steps_in_a_row(method, self.args.steps)
 
-    def _record(self, method: Any) -> Recorded:
+    def _record(self, method: Any) -> RecordedTraining:
         """Return what a report has of a method. Collective."""
         _, steps = recorded_turn(method, self.turn, self.setting.ranks_per_node)
         report = [make(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
         dist.broadcast_object_list(report)
         assert report[0] is not None
-        return Recorded.of(report[0])
+        return RecordedTraining.of(report[0])
 
     def complete(self, row: Row, rates: Any) -> None:
         super().complete(row, rates)
         own = self._recorded[row.method]
         row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
-            cluster = replace(recorded.described.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
-            found = WhatIf(recorded, cluster, recorded.described.model)
+            cluster = replace(recorded.planner_input.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
+            found = WhatIf(recorded, cluster, recorded.planner_input.model)
             seconds = next(o.seconds for o in found.rows if o.prediction.name == row.method and 8 not in o.bits)
             row.more |= {f"seconds_predicted_{source}": seconds, f"error_{source}": seconds / row.median - 1}
 

@@ -159,7 +159,7 @@ def test_how_often_to_save(plan: Plan) -> None:
     steps = (2 * held * 86400) ** 0.5 / float(row[12])
     assert row[15:17] == ["10.8", "0"] and int(row[18]) == pytest.approx(steps, abs=2)
     written = json.loads(plan(*where, *fails, "--async-save", "--outer", "9", "--json", "-"))
-    assert " s): asynchronous saves hold training up for " in written["exact"]["reason"]
+    assert " s): asynchronous saves block training for " in written["exact"]["reason"]
     found = {one["strategy"]: one for one in written["exact"]["predictions"]}
     assert found["IIG"]["host"] == 2.625e9 and found["NIG"]["host"] == 14e9 + 2.625e9
     predictions = written["outer"]["predictions"]
@@ -219,7 +219,7 @@ def test_missing_arguments_get_clear_errors(refused: Plan, arguments: list[str],
 @pytest.fixture
 def report(tmp_path: Path) -> Path:
     """A report of plain ZeRO-3 on two nodes of two ranks."""
-    path, described = tmp_path / "report.json", reports.described("ZeRO-3").as_dict()
+    path, described = tmp_path / "report.json", reports.planner_input("ZeRO-3").as_dict()
     path.write_text(json.dumps(reports.report() | {"planner": described}))
     return path
 
@@ -248,7 +248,7 @@ def test_a_recorded_script_elsewhere(plan: Plan, report: Path) -> None:
         ("", {"planner": None}, "nothing for the planner: .* Record again"),
         ("", {"planner": {}}, "'planner' in the report is of another version .* Record again"),
         ("", {"parts": 3}, "expected the report.json of paro_report"),
-        ("--nodes 2", {"planner": reports.described(ranks=2).as_dict()}, "give --inter-gbps"),
+        ("--nodes 2", {"planner": reports.planner_input(ranks=2).as_dict()}, "give --inter-gbps"),
     ],
 )
 def test_reports_that_cannot_be_used(

@@ -15,7 +15,7 @@ import pytest
 
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import Launcher, RunFailed, environment, run
-from deepspeed_ext.tools.compare.turn import VARIABLE, Turn
+from deepspeed_ext.tools.compare.run_spec import VARIABLE, Turn
 
 TURN = Turn(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
 CONFIG = Path("/configs/a.json")

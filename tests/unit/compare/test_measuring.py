@@ -18,7 +18,7 @@ from deepspeed_ext.config.section import active_strategy
 from deepspeed_ext.tools import clocks
 from deepspeed_ext.tools.compare import measuring
 from deepspeed_ext.tools.compare.measuring import Measurement
-from deepspeed_ext.tools.compare.turn import UNFINISHED, VARIABLE, Turn, current
+from deepspeed_ext.tools.compare.run_spec import UNFINISHED, VARIABLE, Turn, current
 from tests.harness import training
 from tests.harness.pipelines import Pipe, train_pipeline
 from tests.harness.tiers import deep

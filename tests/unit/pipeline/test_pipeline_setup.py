@@ -61,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "paro_quantized_updates cannot be combined with tied layers (embedding)",
     ),
     ({"stage": 3}, "cannot be built under deepspeed.zero.Init"),
-    ({"stage": 2}, "NGG is not supported here: DualPipeVEngine runs another schedule than 1F1B"),
+    ({"stage": 2}, "N-G-G is not supported here: DualPipeVEngine runs another schedule than 1F1B"),
 ]
 
 

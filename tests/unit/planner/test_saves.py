@@ -15,7 +15,7 @@ from deepspeed_ext.planner.costs import predict, predict_plain_stage
 from deepspeed_ext.planner.memory import Experts, Model
 from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
-from deepspeed_ext.tools.plan.saves import Contents, Family, Saves, Schedule, daly, predict_saves, share_lost, young
+from deepspeed_ext.tools.plan.saves import Family, SaveFiles, Saves, Schedule, daly, predict_saves, share_lost, young
 
 pytestmark = pytest.mark.quick
 
@@ -83,7 +83,7 @@ def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: f
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_of_files_by_hand(name: str) -> None:
     row = STRATEGIES[name]
-    files = Contents.of(row, [Family(CLUSTER, STATES, ERRORS)])
+    files = SaveFiles.of(row, [Family(CLUSTER, STATES, ERRORS)])
     writers, states = {"N": (1, 4.8e9), "I": (4, 1.2e9), "G": (8, 0.6e9)}[name[2]]
     weights = {"N": (1, 2e9 + 1.2e9), "I": (writers, 0.3e9), "G": (writers, 0.15e9)}[name[0]]
     assert (files.states, files.errors, *files.weights) == ((writers, states), (8, ERRORS), weights)
@@ -103,7 +103,7 @@ def test_ranks_that_have_all_experts_together_write_them(
 ) -> None:
     sizes = GroupSizes(8, m)
     own = Family(sizes.of_experts(size), ModelStates.of(2 * 10**8))
-    files = Contents.of(STRATEGIES[name], [Family(sizes, STATES), own])
+    files = SaveFiles.of(STRATEGIES[name], [Family(sizes, STATES), own])
     assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
 
 

@@ -176,7 +176,7 @@ def test_models_and_optimizers_are_refused_with_advice(
 ) -> None:
     for error in ranks(n).run_expect_error(unsupported_case, what, zero):
         assert error.type == "ValueError", error
-        place = f"zero_optimization.paro_strategy {zero['paro_strategy']} is not supported here: "
+        place = f"zero_optimization.paro_strategy {hyphenate(zero['paro_strategy'])} is not supported here: "
         assert error.message == place + why
     for other in allowed:
         ranks(n).run(unsupported_case, *other)

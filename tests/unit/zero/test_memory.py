@@ -249,7 +249,7 @@ def test_updates_in_few_bits_leave_nothing_but_errors_of_sums(ranks: Any, kernel
     shard = numel / cluster.ranks
     for rows in ranks(4).run(few_bits_case, cases):
         for (name, zero), left, after, within in rows:
-            errors = sent.kept_bytes(STRATEGIES[name], cluster, numel)
+            errors = sent.error_bytes_in_step(STRATEGIES[name], cluster, numel)
             assert within == pytest.approx(errors, rel=0.02), name
             assert after == pytest.approx(errors / 2, rel=0.02), name
             assert left == pytest.approx(after, abs=0.02 * shard), (name, zero)

@@ -64,7 +64,9 @@ def max_over_ranks(model: Model) -> Model:
     all_states = [states for pair in pairs for states in pair if states is not None]
     numbers = [model.largest_layer, model.fetches, model.regathered, model.matrices]
     numbers += [family.matrices for family in model.experts]
-    maxima = reduced([*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX)
+    maxima = reduce_integers(
+        [*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX
+    )
     largest, fetches, regathered, matrices, *state_values = maxima
     of_experts, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
     max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
@@ -88,7 +90,7 @@ def max_over_ranks(model: Model) -> Model:
     )
 
 
-def reduced(numbers: list[float], op: dist.ReduceOp) -> list[float]:
+def reduce_integers(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Reduce integers over all ranks, and return the result."""
     result = all_reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in result.tolist()]
@@ -103,9 +105,9 @@ def configured_compression(config: Config) -> Compression:
 def measure_rates(config: Config, topology: Topology, model: Model) -> Rates:
     """Measure the links with a model's dtype and collectives. Collective over all ranks; takes some seconds."""
     pinned = None if model.host is None else model.host.pinned
-    return probe.measure(topology, dtype_of(model), config.zero_config.reduce_scatter, pinned)
+    return probe.measure(topology, gradient_dtype(model), config.zero_config.reduce_scatter, pinned)
 
 
-def dtype_of(model: Model) -> torch.dtype:
+def gradient_dtype(model: Model) -> torch.dtype:
     """Return a dtype of a gradient's size."""
     return {2: torch.bfloat16}.get(model.gradient_bytes, torch.float32)
