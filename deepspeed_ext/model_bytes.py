@@ -82,7 +82,7 @@ def nbytes(parameters: list[nn.Parameter], each: int | None = None) -> float:
 # States of an engine ##############################################################################
 
 
-def held(engine: Engine) -> StateBytes:
+def measure_state_bytes(engine: Engine) -> StateBytes:
     """Return the bytes of an engine's model states on this rank, with any optimizer, DeepSpeed's or ours.
 
     Each storage counts once and completely; if it holds two states, it counts as the first. Buckets and gathered

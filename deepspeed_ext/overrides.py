@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _Class = TypeVar("_Class", bound=type)
-_NOTED = "_deepspeed_problems"
+_PROBLEMS_ATTRIBUTE = "_deepspeed_problems"
 _KNOWN = ("deepspeed", "deepspeed_ext", "torch")  # packages whose methods are expected
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -59,13 +59,13 @@ def replaced(target: Any, /, **attributes: Any) -> Iterator[None]:
 
 def checked(cls: _Class) -> _Class:
     """Class decorator: check a class with one of DeepSpeed's among its bases, and record mismatches."""
-    setattr(cls, _NOTED, tuple(_find_problems(cls)))
+    setattr(cls, _PROBLEMS_ATTRIBUTE, tuple(_find_problems(cls)))
     return cls
 
 
 def problems(cls: type) -> tuple[str, ...]:
     """Return the mismatches of a checked class with DeepSpeed's class, one clause each."""
-    clauses: tuple[str, ...] = getattr(cls, _NOTED)
+    clauses: tuple[str, ...] = getattr(cls, _PROBLEMS_ATTRIBUTE)
     return clauses
 
 

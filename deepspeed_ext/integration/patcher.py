@@ -30,17 +30,17 @@ _hooked: list[Any] = []  # replacements, in the order of their hooks
 _unknown: list[str] = []  # hooks without a row in the table of patches
 
 
-def _listed() -> tuple[Patch, ...]:
+def _active_patches() -> tuple[Patch, ...]:
     """Return the patches that may be applied; with a DeepSpeed that has hooks, only those of other packages."""
-    return patches.BESIDE if fork.version() is not None else patches.PATCHES + patches.BESIDE
+    return patches.OTHER_PACKAGES if fork.version() is not None else patches.PATCHES + patches.OTHER_PACKAGES
 
 
 def modules() -> frozenset[str]:
     """Return the modules that are patched after their import."""
-    return frozenset({f"deepspeed.{fork.MODULE}", *(patch.module for patch in _listed() if patch.replace)})
+    return frozenset({f"deepspeed.{fork.MODULE}", *(patch.module for patch in _active_patches() if patch.replace)})
 
 
-def foreign() -> str | None:
+def unsupported_reason() -> str | None:
     """Return why this DeepSpeed version is not supported; None if it may be."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
@@ -65,8 +65,8 @@ def apply(module: str) -> None:
     A symbol with an unexpected signature is not replaced. With an unsupported DeepSpeed no symbol is replaced. Gates
     are replaced in both cases, to refuse our keys.
     """
-    missing = [patch for patch in _listed() if patch.module == module and not _is_in_place(patch)]
-    unsupported = any(patch.replace for patch in missing) and foreign() is not None
+    missing = [patch for patch in _active_patches() if patch.module == module and not _is_in_place(patch)]
+    unsupported = any(patch.replace for patch in missing) and unsupported_reason() is not None
     for patch in missing:
         if patch.replace is None or ((unsupported or patch.problem()) and not patch.gate):
             continue
@@ -84,7 +84,7 @@ def apply(module: str) -> None:
         history.append(_Applied(owner, name, original, replacement))
         # Modules that imported the function by name keep calling the original unless replaced there, too.
         for holder in (owner, *_importers(history[-1])):
-            _exchange(holder, name, old_values, replacement)
+            _replace_attribute(holder, name, old_values, replacement)
 
 
 def _is_in_place(patch: Patch) -> bool:
@@ -116,7 +116,7 @@ def _importers(applied: _Applied) -> list[Any]:
     return [module for module in candidates if applied.name in getattr(module, "__dict__", ())]
 
 
-def _exchange(owner: Any, name: str, old: Iterable[Any], new: Any) -> bool:
+def _replace_attribute(owner: Any, name: str, old: Iterable[Any], new: Any) -> bool:
     """Replace an attribute whose value is one of ``old``, and return whether it was."""
     value = inspect.getattr_static(owner, name, None)
     is_old = any(value is candidate for candidate in old)
@@ -131,9 +131,10 @@ def undo() -> None:
         for applied in history:
             for holder in _importers(applied):
                 if holder is not applied.owner:
-                    _exchange(holder, applied.name, [applied.replacement], applied.original)
+                    _replace_attribute(holder, applied.name, [applied.replacement], applied.original)
         are_restored = [
-            _exchange(applied.owner, applied.name, [applied.replacement], applied.original) for applied in history
+            _replace_attribute(applied.owner, applied.name, [applied.replacement], applied.original)
+            for applied in history
         ]
         if are_restored[-1]:
             del _applied[path]
@@ -164,7 +165,7 @@ def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[
     return replacement
 
 
-def surplus() -> list[str]:
+def unmatched_hooks() -> list[str]:
     """Return the hooks without a patch; all modules of the table must have been imported."""
     patched_ids = set()
     for patch in patches.REPLACED:
@@ -188,7 +189,7 @@ def status() -> list[tuple[Patch, str]]:
     Imports nothing.
     """
     rows = []
-    other_packages = [patch for patch in patches.BESIDE if patch.module in sys.modules and _exists(patch)]
+    other_packages = [patch for patch in patches.OTHER_PACKAGES if patch.module in sys.modules and _exists(patch)]
     for patch in (*patches.PATCHES, *other_packages):
         if patch.module not in sys.modules:
             state = "not imported"
@@ -214,7 +215,7 @@ def _unreplaced(patch: Patch) -> str:
 def override_problems() -> list[str]:
     """Return where DeepSpeed's classes differ from the expectations of our subclasses. Imports them."""
     problems: list[str] = []
-    for cls in patches.OVERRIDING:
+    for cls in patches.OVERRIDING_CLASSES:
         module, _, name = cls.partition(":")
         try:
             problems += overrides.problems(getattr(importlib.import_module(module), name))
@@ -231,7 +232,7 @@ def require() -> None:
     Raises:
         RuntimeError: this DeepSpeed is not supported, or a symbol has moved or changed.
     """
-    problems = [problem for problem in [foreign()] if problem]
+    problems = [problem for problem in [unsupported_reason()] if problem]
     is_supported = not problems
     for patch in patches.PATCHES:
         importlib.import_module(patch.module)

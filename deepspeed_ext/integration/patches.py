@@ -167,7 +167,7 @@ REPLACED: tuple[Patch, ...] = (
 
 # Functions that our code replaces temporarily, during one of its calls.
 _CONVERTER = "deepspeed.checkpoint.ds_to_universal"
-REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
+REPLACED_DURING_CALLS: tuple[Patch, ...] = (
     Patch(
         "deepspeed.runtime.engine:get_fp32_state_dict_from_zero_checkpoint",
         "bug fix: take weights from the tag that is loaded",
@@ -196,10 +196,10 @@ REPLACED_WITHIN_CALLS: tuple[Patch, ...] = (
     Patch(f"{STAGES}._synchronize_tied_weights", "load layers one by one", "(self)"),
 )
 
-PATCHES = REPLACED + REPLACED_WITHIN_CALLS
+PATCHES = REPLACED + REPLACED_DURING_CALLS
 
 # Our classes with overrides, which are checked on import.
-OVERRIDING = (
+OVERRIDING_CLASSES = (
     "deepspeed_ext.zero.stage12:Stage12Optimizer",
     "deepspeed_ext.zero.stage3:Stage3Optimizer",
     "deepspeed_ext.zero.sharded.coordinator:GroupCoordinator",
@@ -207,7 +207,7 @@ OVERRIDING = (
 )
 
 # Symbols of other packages, replaced if imported and with the expected signature. Nothing else depends on them.
-BESIDE: tuple[Patch, ...] = (
+OTHER_PACKAGES: tuple[Patch, ...] = (
     Patch(
         "accelerate.utils.deepspeed:HfDeepSpeedConfig.set_stage_and_offload",
         "make Accelerate, HF Trainer and TRL read the stage that a strategy implies, in time for zero.Init",

@@ -34,15 +34,15 @@ def lazily(target: str) -> Replace:
         target: ``module:function``, imported at the first call.
     """
     module, _, name = target.partition(":")
-    return _replacing(module, name, lambda: getattr(importlib.import_module(module), name))
+    return _make_replace(module, name, lambda: getattr(importlib.import_module(module), name))
 
 
 def _seam(behavior: Callable[..., Any]) -> Replace:
     """Decorator that turns a function of this module into a replacement."""
-    return _replacing(behavior.__module__, behavior.__name__, lambda: behavior)
+    return _make_replace(behavior.__module__, behavior.__name__, lambda: behavior)
 
 
-def _replacing(module: str, name: str, resolve: Callable[[], Callable[..., Any]]) -> Replace:
+def _make_replace(module: str, name: str, resolve: Callable[[], Callable[..., Any]]) -> Replace:
     def replace(original: Callable[..., Any], require: Callable[[], None] | None = None) -> Callable[..., Any]:
         extra = {} if require is None else {"require": require}
         behavior: Callable[..., Any] | None = None

@@ -26,7 +26,7 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 
 from deepspeed_ext.strategy import GroupSizes, ModelStates, Strategy, Volume, parse_strategy, plain_name
-from deepspeed_ext.tools.compare.verdict import BOUNDS, difference
+from deepspeed_ext.tools.compare.verdict import BOUNDS, loss_difference
 from scripts import ROOT
 from scripts.emulation.launching import RunFailed, exit_on_signals, launch
 
@@ -161,7 +161,7 @@ def print_costs(runs: tuple[TrainingRun, TrainingRun]) -> None:
 
 def checks_of(a: TrainingRun, b: TrainingRun) -> list[Check]:
     """Return the checks: the same training; B's traffic between groups and its optimizer state match the formulas."""
-    loss = difference(a.losses, b.losses)
+    loss = loss_difference(a.losses, b.losses)
     deviation = abs(b.measured.inter / b.formula.inter - 1)
     held = abs(b.report["optimizer_bytes"] / b.optimizer_formula - 1)
     share, due = b.measured.inter / a.measured.inter, b.formula.inter / a.formula.inter

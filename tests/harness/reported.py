@@ -19,6 +19,7 @@ from deepspeed_ext.planner.rates import HopRates, Rate, Rates
 from deepspeed_ext.strategy import hyphenate
 from deepspeed_ext.tools.plan.recorded_training import FlatRates, RecordedTraining
 from deepspeed_ext.tools.plan.what_if import WhatIf
+from deepspeed_ext.tools.report import flat_collectives
 from tests.harness.training import Job, train
 
 LINKS = Rates(*[HopRates(Rate(0.0, 1e9), Rate(0.0, 1e8))] * 2)  # to measure them would take seconds

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepspeed_ext.tools.compare.launching import RunFailed
-from deepspeed_ext.tools.compare.verdict import BOUNDS, difference
+from deepspeed_ext.tools.compare.verdict import BOUNDS, loss_difference
 from scripts.emulation.launching import exit_on_signals, launch, start_rank
 from tests.perf.lib import records
 
@@ -213,7 +213,7 @@ def measure(args: argparse.Namespace) -> Found:
             reports = run_case(name, ranks)
             found[ranks, name] += reports
             for one, plain in zip(reports, found[ranks, PLAIN], strict=False):
-                if difference(one["losses"], plain["losses"][:1] * len(one["losses"])) > BOUNDS["float32"]:
+                if loss_difference(one["losses"], plain["losses"][:1] * len(one["losses"])) > BOUNDS["float32"]:
                     raise RunFailed(f"{name}, {ranks} rank(s): losses {one['losses']}, not {plain['losses'][0]}")
             milliseconds = statistics.median(reports[0]["seconds"][WARM_UP_STEPS:]) * 1e3
             print(f"round {number + 1}, {ranks} rank(s), {name}: {milliseconds:.1f} ms", file=sys.stderr)

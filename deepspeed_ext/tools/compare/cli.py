@@ -19,12 +19,16 @@ from deepspeed_ext.progress import bar
 from deepspeed_ext.tools.arguments import new_file, number
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import PLACEHOLDER, Launcher, RunFailed, environment, exit_on_signals, run
-from deepspeed_ext.tools.compare.run_spec import AUTO, UNFINISHED, VARIABLE, Turn
-from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, table
+from deepspeed_ext.tools.compare.run_spec import AUTO, UNFINISHED, VARIABLE, RunSpec
+from deepspeed_ext.tools.compare.verdict import Comparison, ConfigRuns, compare, table
 
 NAME = "compare"
 SEPARATOR = "--"  # before the script
-_EARLY = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")  # read before a configuration is parsed
+_READ_EARLY = (
+    "tensor_parallel",
+    "sequence_parallel_size",
+    "data_parallel_size",
+)  # read before a configuration is parsed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,16 +84,16 @@ def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
         raise ValueError(f"--folder {folder} cannot be made: {error}.") from error
     exit_on_signals()
     reports: list[list[dict[str, Any]]] = [[] for _ in contents]
-    with bar(arguments.rounds * len(contents), "turns", "turn") as shown:
+    with bar(arguments.rounds * len(contents), "turns", "turn") as progress_bar:
         for round_, index in _order(arguments):
             letter = string.ascii_uppercase[index]
-            shown.set_postfix_str(letter)
+            progress_bar.set_postfix_str(letter)
             try:
                 reports[index].append(_take_turn(arguments, script, folder, round_, index, contents[index]))
             except RunFailed as failure:
                 print(f"{failure}\n\n{letter} ({arguments.configs[index]}) failed in round {round_}.", file=sys.stderr)
                 return 1
-            shown.update()
+            progress_bar.update()
     return _conclude(arguments, reports)
 
 
@@ -141,7 +145,7 @@ def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
         ValueError: the configuration has such a key or value.
     """
     use = f"Write {PLACEHOLDER} where the script takes the path of its configuration."
-    if early := [key for key in _EARLY if key in content]:
+    if early := [key for key in _READ_EARLY if key in content]:
         raise ValueError(f"{path} has {early[0]}, which DeepSpeed reads before anything can be replaced. {use}")
     if any(AUTO in section.values() for section in content.values() if isinstance(section, dict)):
         raise ValueError(f'{path} has a value "{AUTO}", which a framework replaces in its own configuration. {use}')
@@ -176,13 +180,13 @@ def _take_turn(
     report, log = folder / f"{stem}.json", folder / f"{stem}{node}.log"
     report.unlink(missing_ok=True)  # a report of an earlier comparison would hide a failure
     replaced = None if any(PLACEHOLDER in word for word in script) else content
-    turn = Turn(arguments.steps, arguments.warm_up, str(report), replaced)
+    turn = RunSpec(arguments.steps, arguments.warm_up, str(report), replaced)
     launcher = Launcher(arguments.launcher, arguments.turn_ranks, arguments.hostfile, arguments.launch)
     command = launcher.command(script, arguments.configs[index].absolute())
     with environment(turn) as env:
         run(command, env, log, arguments.timeout)
     written: dict[str, Any] = json.loads(report.read_text()) if report.is_file() else {}
-    problem, due = "", arguments.warm_up + arguments.steps
+    problem, expected_steps = "", arguments.warm_up + arguments.steps
     if not written:
         problem = (
             f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
@@ -190,9 +194,7 @@ def _take_turn(
             f"not have that folder (--folder on a file system that all nodes share)."
         )
     elif UNFINISHED in written:
-        problem = (
-            f"the script ended after {written[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {due}."
-        )
+        problem = f"the script ended after {written[UNFINISHED]} optimizer steps, expected --warm-up + --steps = {expected_steps}."
     if problem:
         raise RunFailed(f"{launching.tail(log)}\n\n{problem}\nwhole log: {log}")
     return written
@@ -200,33 +202,33 @@ def _take_turn(
 
 def _conclude(arguments: argparse.Namespace, reports: list[list[dict[str, Any]]]) -> int:
     """Print and write the verdict; return the exit status."""
-    contestants = [
-        Contestant(string.ascii_uppercase[index], path.name, reports[index])
+    config_runs = [
+        ConfigRuns(string.ascii_uppercase[index], path.name, reports[index])
         for index, path in enumerate(arguments.configs)
     ]
-    first, *others = contestants
+    first, *others = config_runs
     comparisons = [compare(first, other, arguments.loss_bound) for other in others]
     info = first.first
     print(
         f"{info['ranks']} rank(s) of {info['device']}, {info['dtype']}, DeepSpeed {info['versions']['deepspeed']}; "
         f"{arguments.rounds} round(s) of {arguments.steps} steps, after {arguments.warm_up} of warm-up\n"
     )
-    print(table(contestants, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")
+    print(table(config_runs, comparisons), "", *(comparison.sentence for comparison in comparisons), sep="\n")
     if arguments.json:
-        document = _document(arguments, contestants, comparisons)
+        document = _document(arguments, config_runs, comparisons)
         arguments.json.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
     return int(any(comparison.problem for comparison in comparisons) and not arguments.ignore_losses)
 
 
 def _document(
-    arguments: argparse.Namespace, contestants: Sequence[Contestant], comparisons: Sequence[Comparison]
+    arguments: argparse.Namespace, config_runs: Sequence[ConfigRuns], comparisons: Sequence[Comparison]
 ) -> dict[str, Any]:
     options = {name: getattr(arguments, name) for name in ("rounds", "steps", "warm_up", "order", "seed")}
     return {
         **options,
         "configs": [
             {"letter": config.letter, "file": config.file, "turns": [_finite(report) for report in config.reports]}
-            for config in contestants
+            for config in config_runs
         ],
         "comparisons": [comparison.as_dict() for comparison in comparisons],
         "losses_agree": not any(comparison.problem for comparison in comparisons),

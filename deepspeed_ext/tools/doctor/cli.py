@@ -21,7 +21,7 @@ from pathlib import Path
 
 from deepspeed_ext.strategy import parse_strategy
 from deepspeed_ext.tools.arguments import count, number
-from deepspeed_ext.tools.doctor.findings import WIDTH, Finding, Level, Section, by_value, report_text, worst
+from deepspeed_ext.tools.doctor.findings import WIDTH, Finding, Level, Section, by_value, report_text, worst_level
 from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, RendezvousError, connect
 from deepspeed_ext.version import __version__
 
@@ -120,17 +120,17 @@ def examine(launch: Launch, checks: Mapping[str, Check], document: Path | None, 
         problem = f"there is no folder for {document} on {launch.hosts[0]}, where rank 0 writes it."
         _print_error(problem)
     # Only rank 0 needs the folder, but without it all ranks must stop: the others would wait for rank 0.
-    if launch.agree("error", problem):
+    if launch.broadcast_and_confirm("error", problem):
         return COULD_NOT_RUN
     run_checks(launch, checks, report)
-    status = 1 if worst(report.sections) == Level.WRONG else 0
+    status = 1 if worst_level(report.sections) == Level.WRONG else 0
     if launch.rank == 0:
         try:
             _show(launch, report.sections, status, document)
         except OSError as error:  # do not raise: the other ranks wait for the status
             _print_error(f"the report could not be written: {error}")
             status = COULD_NOT_RUN
-    return int(launch.agree("status", str(status)))
+    return int(launch.broadcast_and_confirm("status", str(status)))
 
 
 def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> None:
@@ -142,12 +142,12 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
     responsive = set(range(launch.world))
     obstacle: Finding | None = None  # reason to skip all later checks that communicate over process groups
     if GROUPS in launch.options.skip:
-        obstacle = _left_out(f"it needs {GROUPS}, which are skipped", "Do not skip them")
+        obstacle = _skipped_finding(f"it needs {GROUPS}, which are skipped", "Do not skip them")
     limits = {title: max(launch.options.timeout, check.least_seconds) for title, check in checks.items()}
     patience = 2 * sum(limit + _GRACE for limit in limits.values())
     for title, check in checks.items():
         reason = obstacle.found if obstacle else ""
-        if check.together and launch.broadcast(f"{title}/obstacle", reason, patience):
+        if check.collective and launch.broadcast(f"{title}/obstacle", reason, patience):
             if obstacle and launch.rank == 0:
                 report.sections.append(Section(title, (obstacle,), {}))
             continue
@@ -159,8 +159,8 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
             continue
         findings, answers, failed = _judge(check, launch, outcomes, responsive - set(outcomes))
         report.sections.append(Section(title, tuple(findings), answers))
-        if (failed and check.together) or responsive - set(outcomes):
-            obstacle = obstacle or _left_out(f"{title} failed", "Fix that")
+        if (failed and check.collective) or responsive - set(outcomes):
+            obstacle = obstacle or _skipped_finding(f"{title} failed", "Fix that")
         responsive = set(outcomes)
 
 
@@ -199,8 +199,10 @@ def _judge(
     findings = [_failure(launch, ranks, error) for error, ranks in errors.items()]
     if lost:
         advice = "See what these ranks have printed, and whether their processes and hosts still run."
-        findings.append(Finding(launch.located(lost), Level.WRONG, "no answer: dead, or out of reach", advice))
-    if answers and not (check.together and findings):
+        findings.append(
+            Finding(launch.ranks_with_hosts(lost), Level.WRONG, "no answer: dead, or out of reach", advice)
+        )
+    if answers and not (check.collective and findings):
         try:
             findings += check.judge(answers, launch)
         except Exception as error:
@@ -210,10 +212,10 @@ def _judge(
 
 def _failure(launch: Launch, ranks: list[int], error: str) -> Finding:
     text = f"the check itself failed: {' '.join(error.split())[:600]}"
-    return Finding(launch.located(ranks), Level.WRONG, text)
+    return Finding(launch.ranks_with_hosts(ranks), Level.WRONG, text)
 
 
-def _left_out(reason: str, advice: str) -> Finding:
+def _skipped_finding(reason: str, advice: str) -> Finding:
     return Finding("left out", Level.LOOK, reason, f"{advice}, and run the doctor again.")
 
 

@@ -16,7 +16,17 @@ from deepspeed_ext.strategy import GroupSizes
 from deepspeed_ext.tools.doctor.findings import Finding, Level, by_value, ranks_text
 from deepspeed_ext.tools.doctor.launch import Answers, Check, Launch
 
-_SENT = ("NCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "DEEPSPEED_EXT_", "DS_")
+_PREFIXES = (
+    "NCCL_",
+    "TORCH_NCCL_",
+    "TORCH_DISTRIBUTED_",
+    "GLOO_",
+    "CUDA_",
+    "PYTORCH_",
+    "OMP_",
+    "DEEPSPEED_EXT_",
+    "DS_",
+)
 # Launchers set CUDA_VISIBLE_DEVICES per rank, and interfaces may have different names on different hosts.
 _MAY_DIFFER = {"CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA"}
 _ON, _ANY, _LOOPBACK = r"(?!(0|false|no|off)$).+", r".+", r"=?lo(,.*)?"
@@ -70,7 +80,7 @@ def _examine(launch: Launch) -> dict[str, Any]:
 
     device = get_accelerator()
     return {
-        "variables": {name: value for name, value in launch.environment.items() if name.startswith(_SENT)},
+        "variables": {name: value for name, value in launch.environment.items() if name.startswith(_PREFIXES)},
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "on_host": bool(device.is_synchronized_device()),

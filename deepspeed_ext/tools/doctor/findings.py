@@ -54,12 +54,12 @@ class Section:
         return {"title": self.title, "findings": findings, "measured": {str(k): v for k, v in self.measured.items()}}
 
 
-def judged(subject: str, problem: str, advice: str, fine: str, level: Level = Level.LOOK) -> Finding:
-    """Return a finding of this level if there is a problem; otherwise an OK finding with the text ``fine``."""
-    return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, fine)
+def finding_for(subject: str, problem: str, advice: str, ok_text: str, level: Level = Level.LOOK) -> Finding:
+    """Return a finding of this level if there is a problem; otherwise an OK finding with the text ``ok_text``."""
+    return Finding(subject, level, problem, advice) if problem else Finding(subject, Level.OK, ok_text)
 
 
-def worst(sections: Iterable[Section]) -> Level:
+def worst_level(sections: Iterable[Section]) -> Level:
     """Return the worst level of all findings."""
     return max((finding.level for section in sections for finding in section.findings), default=Level.OK)
 
@@ -73,7 +73,7 @@ def report_text(sections: Sequence[Section], color: bool = False, width: int = W
         lines.append(section.title)
         lines += [line for finding in section.findings for line in _lines(finding, columns, color, width)] + [""]
     counts = ", ".join(f"{levels.count(level)} {level.word}" for level in Level)
-    return "\n".join([*lines, f"{_level_text(worst(sections), color).strip()}: {counts}"])
+    return "\n".join([*lines, f"{_level_text(worst_level(sections), color).strip()}: {counts}"])
 
 
 def _lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
@@ -118,15 +118,15 @@ def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:
 
 def bytes_text(nbytes: float) -> str:
     """Return bytes as ``64 KiB``, ``1.5 GiB`` and the like."""
-    return _scaled(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+    return _with_unit(nbytes, 1024, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def rate_text(rate: float) -> str:
     """Return bytes per second as ``11.9 MB/s``, in the powers of 1000 that networks use."""
-    return _scaled(rate, 1000, 999.5, ("B/s", "KB/s", "MB/s", "GB/s"))
+    return _with_unit(rate, 1000, 999.5, ("B/s", "KB/s", "MB/s", "GB/s"))
 
 
-def _scaled(number: float, base: int, limit: float, units: Sequence[str]) -> str:
+def _with_unit(number: float, base: int, limit: float, units: Sequence[str]) -> str:
     while number >= limit and len(units) > 1:
         number, units = number / base, units[1:]
     return f"{number:.3g} {units[0]}"

@@ -93,7 +93,7 @@ class Launch:
         except ValueError:
             return None
 
-    def located(self, ranks: Collection[int]) -> str:
+    def ranks_with_hosts(self, ranks: Collection[int]) -> str:
         """Return ranks and their hosts as ``ranks 0-3 on node1, node2``."""
         return f"{ranks_text(ranks)} on {', '.join(dict.fromkeys(self.hosts[rank] for rank in sorted(ranks)))}"
 
@@ -130,7 +130,7 @@ class Launch:
             host = socket.gethostname()
             raise RendezvousError(f"rank {self.rank} on {host} has lost rank 0: {_first_line(error)}") from error
 
-    def agree(self, key: str, text: str) -> str:
+    def broadcast_and_confirm(self, key: str, text: str) -> str:
         """Broadcast rank 0's text. Rank 0 waits until the other ranks have received it."""
         text = self.broadcast(key, text, self.options.timeout + _MARGIN)
         # Rank 0 may serve the store. If it exited earlier, the other ranks could not read the text.
@@ -152,7 +152,7 @@ class Check:
 
     examine: Callable[[Launch], Any]
     judge: Callable[[Answers, Launch], list[Finding]]
-    together: bool = False
+    collective: bool = False
     least_seconds: float = 0.0
 
 

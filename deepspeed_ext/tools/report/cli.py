@@ -12,14 +12,14 @@ from pathlib import Path
 from deepspeed_ext.config.settings import REPORT_VARIABLE, ReportSettings
 
 NAME = "report"
-_USUAL = ReportSettings()
+_DEFAULTS = ReportSettings()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``report``, without importing DeepSpeed yet."""
-    parser.add_argument("--folder", default=_USUAL.folder, help="where the report goes (default: %(default)s)")
-    parser.add_argument("--after", type=int, default=_USUAL.after, help="steps of warm-up (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=_USUAL.steps, help="that are recorded (default: %(default)s)")
+    parser.add_argument("--folder", default=_DEFAULTS.folder, help="where the report goes (default: %(default)s)")
+    parser.add_argument("--after", type=int, default=_DEFAULTS.after, help="steps of warm-up (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=_DEFAULTS.steps, help="that are recorded (default: %(default)s)")
     parser.add_argument("--no-probe", dest="probe", action="store_false", help="measure no links, and predict nothing")
     parser.epilog = "The script, with its arguments, comes after --."
 

@@ -49,10 +49,10 @@ from deepspeed_ext.version import __version__
 
 FORMAT = 1
 _STAGES = ("training without ZeRO", "ZeRO-1", "ZeRO-2", "ZeRO-3")
-_SAME = 1e-6  # relative difference of predicted seconds that count as equal
+_EQUAL_SECONDS = 1e-6  # relative difference of predicted seconds that count as equal
 
 
-def make(
+def build_report(
     engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], held: StateBytes, probes: bool
 ) -> dict[str, Any] | None:
     """Return the report on rank 0, None on other ranks. Collective over all ranks.
@@ -70,7 +70,7 @@ def make(
     # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
-    step = measures.middle(steps)
+    step = measures.median_step(steps)
     timelines = [_timeline(which, rank, ranks, step) for which, rank in (("slowest", slowest), ("fastest", fastest))]
     measured = json.loads(broadcast_text(json.dumps(summary), slowest))
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
@@ -130,8 +130,8 @@ def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step
         "seconds": step.seconds,
         "lanes": measures.timeline(step) if rank == dist.get_rank() else [],
     }
-    shown: dict[str, Any] = json.loads(broadcast_text(json.dumps(row), rank))
-    return shown
+    gathered: dict[str, Any] = json.loads(broadcast_text(json.dumps(row), rank))
+    return gathered
 
 
 def _origin(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -262,10 +262,10 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
     rows = [
         row
         for row in planned.predictions
-        if not math.isclose(row.total_seconds, twins.get(row.name, math.nan), rel_tol=_SAME)
+        if not math.isclose(row.total_seconds, twins.get(row.name, math.nan), rel_tol=_EQUAL_SECONDS)
     ]
     rows = sorted([*rows, *planned.plain], key=lambda row: (row.total_seconds, row.total_memory))
-    now = _running(engine, planned, sent)
+    now = _running_prediction(engine, planned, sent)
     planner_input = _planner_input(engine, now, topology.sizes, model, rates, sent)
     return topology.sizes, Predictions(rates, now, rows, planner_input), []
 
@@ -284,7 +284,7 @@ def _planner_input(
     return recorded_training.PlannerInput(now.strategy, now.plain, sent, cluster, backend, model, rates, flat_rates)
 
 
-def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
+def _running_prediction(engine: Engine, planned: Plan, sent: Compression) -> Prediction | None:
     """Return the prediction of the running strategy or plain stage."""
     if getattr(engine._config.zero_config, OUTER, None) is not None:
         return None  # inner and outer steps differ
@@ -298,7 +298,7 @@ def _running(engine: Engine, planned: Plan, sent: Compression) -> Prediction | N
 # Files ############################################################################################
 
 
-def write(report: dict[str, Any], folder: Path) -> None:
+def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write the page, the trace and the JSON report. If that fails, keep the previous files.
 
     An error is only logged, because the training continues.

@@ -20,11 +20,11 @@ _SCRIPTS = ("dom.js", "bars.js", "spans.js", "view.js", "timeline.js", "tables.j
 _HOPS = {WITHIN: "within groups", BETWEEN: "between groups"}
 _PARTS = {COMPUTE: "compute", **{hop: f"exposed {name}" for hop, name in _HOPS.items()}, UPDATE: "the update"}
 # Thresholds of findings.
-_WORTH = 0.05  # share of a step
-_SLOW = 2.0  # ratio of a hop's probed rate to its reached rate
-_UNEVEN = 0.1  # share of the median of compute
-_LARGER = 0.1  # share of the bytes of model states
-_MORE = 0.2  # share of the received bytes
+_MIN_GAIN = 0.05  # share of a step
+_SLOW_RATIO = 2.0  # ratio of a hop's probed rate to its reached rate
+_EXCESS_COMPUTE = 0.1  # share of the median of compute
+_EXCESS_MEMORY = 0.1  # share of the bytes of model states
+_EXCESS_RECEIVED = 0.2  # share of the received bytes
 _OVERHEAD = 0.02  # share of a step
 
 _NESTED = "training"  # the lane with nested spans
@@ -54,7 +54,7 @@ def paragraph(report: Report) -> str:
 
 def findings(report: Report) -> list[str]:
     """Return findings as sentences, the most important first."""
-    return [*_faster(report), *_slow_hops(report), *_step_findings(report), *_amounts(report)]
+    return [*_faster_strategies(report), *_slow_hops(report), *_step_findings(report), *_excess_findings(report)]
 
 
 def _step(report: Report) -> float:
@@ -65,27 +65,27 @@ def _parts(report: Report) -> dict[str, float]:
     return {row["part"]: row["seconds"] for row in report["parts"]}
 
 
-def _faster(report: Report) -> Iterator[str]:
+def _faster_strategies(report: Report) -> Iterator[str]:
     fitting = [row for row in report["choices"] if row["fits"] is not False]
     now = next((row for row in report["choices"] if row["now"]), None)
     if now is None:
         return
     exact = _best([row for row in fitting if " + " not in row["strategy"]] or [now])
     lossy = _best([*fitting, now])
-    if exact["step"] < (1 - _WORTH) * now["step"]:
-        yield _gain(exact, now, "is predicted to be faster")
+    if exact["step"] < (1 - _MIN_GAIN) * now["step"]:
+        yield _gain_sentence(exact, now, "is predicted to be faster")
     # 4 bits change the training slightly, so they are reported separately for the user to decide.
-    if lossy["step"] < (1 - 2 * _WORTH) * min(exact["step"], now["step"]):
-        yield _gain(lossy, now, "would be faster still, with gradients or updates in 4 bits")
-    elif exact["step"] >= (1 - _WORTH) * now["step"]:
-        yield f"No strategy is predicted to be faster by more than {_WORTH:.0%}."
+    if lossy["step"] < (1 - 2 * _MIN_GAIN) * min(exact["step"], now["step"]):
+        yield _gain_sentence(lossy, now, "would be faster still, with gradients or updates in 4 bits")
+    elif exact["step"] >= (1 - _MIN_GAIN) * now["step"]:
+        yield f"No strategy is predicted to be faster by more than {_MIN_GAIN:.0%}."
 
 
 def _best(rows: Sequence[Report]) -> Report:
     return best(rows, lambda row: float(row["step"]), lambda row: float(row["gb"]))
 
 
-def _gain(row: Report, now: Report, how: str) -> str:
+def _gain_sentence(row: Report, now: Report, how: str) -> str:
     memory = f"{row['gb']:.3g} GB of model states on each rank, now {now['gb']:.3g}"
     return f"{hyphenate(row['strategy'])} {how}: {row['step']:.3g} s instead of {now['step']:.3g} ({memory})."
 
@@ -93,10 +93,10 @@ def _gain(row: Report, now: Report, how: str) -> str:
 def _slow_hops(report: Report) -> Iterator[str]:
     for hop in report["hops"]:
         share = hop["exposed"] / _step(report)
-        if share < _WORTH:
+        if share < _MIN_GAIN:
             continue
         reached, probed = hop["rate"], hop["probed_rate"]
-        if reached and probed and probed > _SLOW * reached:
+        if reached and probed and probed > _SLOW_RATIO * reached:
             yield (
                 f"What crosses {_HOPS[hop['hop']]} reaches {reached / 1e6:.3g} MB/s a rank, where the probe finds "
                 f"{probed / 1e6:.3g}: messages are small, ranks come late, or compute takes the cores that move them."
@@ -107,23 +107,23 @@ def _slow_hops(report: Report) -> Iterator[str]:
 
 def _step_findings(report: Report) -> Iterator[str]:
     share = _parts(report)[OTHER] / _step(report)
-    if share > 2 * _WORTH:
+    if share > 2 * _MIN_GAIN:
         yield (
             f"{share:.0%} of the step is neither compute, update nor an exposed hop: copies into and out of buckets, "
             f"the data loader, the script, or ranks that wait for one another."
         )
     usual = median([row["compute"] for row in report["ranks"]] or [0.0])
     worst = max(report["ranks"], key=lambda row: float(row["compute"]), default={"compute": 0.0})
-    if usual and worst["compute"] > (1 + _UNEVEN) * usual:  # never true for one rank
+    if usual and worst["compute"] > (1 + _EXCESS_COMPUTE) * usual:  # never true for one rank
         yield (
             f"Rank {worst['rank']} on {worst['host']} computes {worst['compute'] / usual:.2g} times as long as the "
             f"median rank, and the others wait for it."
         )
 
 
-def _amounts(report: Report) -> Iterator[str]:
+def _excess_findings(report: Report) -> Iterator[str]:
     for row in report["memory"]:
-        if row["formula"] and row["bytes"] > (1 + _LARGER) * row["formula"]:
+        if row["formula"] and row["bytes"] > (1 + _EXCESS_MEMORY) * row["formula"]:
             yield (
                 f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}, where the strategy needs "
                 f"{row['formula'] / 1e9:.3g}."
@@ -131,7 +131,7 @@ def _amounts(report: Report) -> Iterator[str]:
     for hop in report["hops"]:
         formula = hop["formula_bytes"]
         # Fewer bytes are normal: modules may be kept, and a thread's transfer may count for the next step.
-        if formula and hop["bytes"] > (1 + _MORE) * formula:
+        if formula and hop["bytes"] > (1 + _EXCESS_RECEIVED) * formula:
             source = "its group" if hop["hop"] == WITHIN else "other groups"
             yield (
                 f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step, where the formula has "

@@ -67,7 +67,7 @@ def _clock(place: Any) -> None:
     """See that moments are of the device that trains, and of the stream that they are marked on."""
     clock = make_clock()
     place.report.check("it is the device's", isinstance(clock, DeviceClock) == place.cuda)
-    place.report.check("the current stream trains", clock.trains())
+    place.report.check("the current stream trains", clock.on_training_lane())
     if not place.cuda:
         return
     # Made before, since the first one takes long; several, since two streams may share a queue of the hardware.
@@ -79,7 +79,7 @@ def _clock(place: Any) -> None:
     for other in others:  # beside the stream that sleeps
         with get_accelerator().stream(other):
             early.append(clock.mark())
-            place.report.check("another stream does not train", not clock.trains())
+            place.report.check("another stream does not train", not clock.on_training_lane())
     clock.settle()
     slept = clock.seconds(end) - clock.seconds(begin)
     place.report.figure("seconds of a sleep", slept)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from deepspeed_ext.comm.collectives import pairwise_all_to_all
-from deepspeed_ext.model_bytes import held, storage_bytes
+from deepspeed_ext.model_bytes import measure_state_bytes, storage_bytes
 from deepspeed_ext.planner.compression import Compression
 from deepspeed_ext.strategy import Placement, StateBytes, parse_strategy
 from deepspeed_ext.zero.sharded.coordinator import forget
@@ -438,7 +438,7 @@ class Ours(Engine):
         wait_for_updates()
 
     def _states(self) -> StateBytes:
-        states, families = held(self._engine), self._engine.optimizer.families.values()
+        states, families = measure_state_bytes(self._engine), self._engine.optimizer.families.values()
         # Errors of gradients, and of sums that come back, are kept from step to step, too.
         hops = [family.reduce.inter for family in families]
         errors = sum(getattr(kept, "nbytes", lambda: 0)() for hop in hops for kept in (hop.errors, hop.sums.errors))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule
 from torch import Tensor
 
-from deepspeed_ext.model_bytes import held
+from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.planner.rates import Rates
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates, StateBytes
 from scripts.emulation.traffic import TrafficMeter
@@ -74,7 +74,7 @@ class Pipeline(Method):
 
     def _states(self) -> StateBytes:
         if self.name != STOCK:
-            states = held(self._engine)
+            states = measure_state_bytes(self._engine)
             return StateBytes(states.parameters, states.gradients, 0)
         parameters = list(self._engine.module.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

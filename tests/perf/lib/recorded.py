@@ -18,7 +18,7 @@ from deepspeed_ext.tools.clocks import HostClock
 from deepspeed_ext.tools.plan.recorded_training import RecordedTraining
 from deepspeed_ext.tools.plan.what_if import WhatIf
 from deepspeed_ext.tools.report import measures
-from deepspeed_ext.tools.report.contents import make
+from deepspeed_ext.tools.report.contents import build_report
 from deepspeed_ext.tools.report.measures import Step, hop_of
 from deepspeed_ext.tools.report.recorder import Recorder
 from deepspeed_ext.tools.report.reporter import attach
@@ -57,7 +57,7 @@ class RecordedMeasurement(OverlapMeasurement):
         """Take a turn with a recorder."""
         turn, steps = recorded_turn(self.made[name], self.turn, self.setting.ranks_per_node)
         self._seconds[name] += turn.seconds
-        self._parts[name] += map(measures.parts, steps[-self.args.steps :])
+        self._parts[name] += map(measures.step_parts, steps[-self.args.steps :])
 
     def complete(self, row: Row, rates: Rates | None) -> None:
         means = [statistics.fmean(parts[name] for parts in self._parts[row.method]) for name in measures.PARTS]
@@ -124,7 +124,7 @@ class WhatIfMeasurement(BlocksMeasurement):
     def _record(self, method: Any) -> RecordedTraining:
         """Return what a report has of a method. Collective."""
         _, steps = recorded_turn(method, self.turn, self.setting.ranks_per_node)
-        report = [make(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
+        report = [build_report(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
         dist.broadcast_object_list(report)
         assert report[0] is not None
         return RecordedTraining.of(report[0])

@@ -147,7 +147,7 @@ def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch:
     turns: list[tuple[str, dict[str, Any] | None]] = []
 
     def taken(launch: list[str], env: dict[str, str], log: Path, seconds: float) -> None:
-        turn = command.Turn.decode(env[command.VARIABLE])
+        turn = command.RunSpec.decode(env[command.VARIABLE])
         turns.append((log.stem, turn.config))
         report = {"strategy": "ZeRO-2", "ranks": 2, "device": "cpu", "dtype": "float32", "samples": 8}
         memory = dict.fromkeys(("peak_bytes", "parameter_bytes", "optimizer_bytes"), 1)

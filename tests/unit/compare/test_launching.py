@@ -15,9 +15,9 @@ import pytest
 
 from deepspeed_ext.tools.compare import launching
 from deepspeed_ext.tools.compare.launching import Launcher, RunFailed, environment, run
-from deepspeed_ext.tools.compare.run_spec import VARIABLE, Turn
+from deepspeed_ext.tools.compare.run_spec import VARIABLE, RunSpec
 
-TURN = Turn(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
+TURN = RunSpec(10, 3, "/folder/1-A.json", {"zero_optimization": {"stage": 3}})
 CONFIG = Path("/configs/a.json")
 SCRIPT = ["train.py", "--deepspeed_config={config}", "--epochs", "1"]
 MODULE = ["-m", "package.train", "--config", "{config}"]
@@ -61,7 +61,7 @@ def test_variables_reach_other_nodes_beside_the_users(tmp_path: Path, monkeypatc
         assert file.stat().st_mode & 0o777 == 0o600  # the lines may be secrets
     assert not file.exists()
     assert lines == {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "/lib/a=b.so", VARIABLE: TURN.encode()}
-    assert Turn.decode(found[VARIABLE]) == TURN and found["PATH"] == os.environ["PATH"]
+    assert RunSpec.decode(found[VARIABLE]) == TURN and found["PATH"] == os.environ["PATH"]
     assert file.is_absolute()  # so that the runner finds it in any folder
     assert not re.search(r"[^\w@%+=:,./-]", lines[VARIABLE])  # which it would quote
 

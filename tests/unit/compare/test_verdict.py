@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_ext.tools.compare.verdict import Comparison, Contestant, compare, difference, ratio, table
+from deepspeed_ext.tools.compare.verdict import Comparison, ConfigRuns, compare, loss_difference, ratio, table
 
 pytestmark = pytest.mark.quick
 
@@ -21,10 +21,10 @@ def series(seconds: float, noise: float = 0.02, rounds: int = 3, steps: int = 10
 
 def test_ratios_and_their_intervals() -> None:
     found, other = ratio(series(1.0), series(2.0, seed=1)), ratio(series(2.0, seed=1), series(1.0))
-    assert found.value == pytest.approx(2, rel=0.02) and found.shows_a_difference
+    assert found.value == pytest.approx(2, rel=0.02) and found.is_significant
     assert 1.95 < found.low < found.value < found.high < 2.05
     assert other.value == pytest.approx(1 / found.value) and other.high < 0.55
-    misses = sum(ratio(series(1, seed=s), series(1, seed=100 + s)).shows_a_difference for s in range(40))
+    misses = sum(ratio(series(1, seed=s), series(1, seed=100 + s)).is_significant for s in range(40))
     assert misses <= 8  # of the same; one of twenty, were it not for few rounds
     # A machine that slows between rounds changes nothing, nor does a slow step; rounds that disagree do.
     pair = series(1.0), series(1.5, seed=1)
@@ -36,9 +36,9 @@ def test_ratios_and_their_intervals() -> None:
 
 
 def test_losses_differ_by_the_worst_step() -> None:
-    assert difference([2.0, 4.0, -1.0], [2.0, 4.4, -1.0]) == pytest.approx(0.4 / 4.4)
-    assert difference([0.0, 1.0], [0.0, 1.0]) == 0 and difference([0.0], [1e-9]) == 1
-    assert all(difference([1.0, wrong], [1.0, wrong]) == math.inf for wrong in (math.nan, math.inf))
+    assert loss_difference([2.0, 4.0, -1.0], [2.0, 4.4, -1.0]) == pytest.approx(0.4 / 4.4)
+    assert loss_difference([0.0, 1.0], [0.0, 1.0]) == 0 and loss_difference([0.0], [1e-9]) == 1
+    assert all(loss_difference([1.0, wrong], [1.0, wrong]) == math.inf for wrong in (math.nan, math.inf))
 
 
 LOSSES = [1.0, 0.5, 0.25]
@@ -55,7 +55,7 @@ def found(
 ) -> Comparison:
     """Compare reports of rounds with as many of the first configuration."""
     first = first or [report(1.0) for _ in others]
-    return compare(Contestant("A", "a.json", first), Contestant("B", "b.json", others), bound)
+    return compare(ConfigRuns("A", "a.json", first), ConfigRuns("B", "b.json", others), bound)
 
 
 def test_faster_with_the_same_losses() -> None:
@@ -115,7 +115,7 @@ def test_more_samples_in_a_step_count() -> None:
 
 
 def test_the_table_has_a_row_each_in_columns() -> None:
-    contestants = [Contestant("A", "a.json", [report(1.0)]), Contestant("B", "b.json", [report(0.5, strategy="NIG")])]
+    contestants = [ConfigRuns("A", "a.json", [report(1.0)]), ConfigRuns("B", "b.json", [report(0.5, strategy="NIG")])]
     titles, *rows = table(contestants, [compare(*contestants)]).splitlines()
     assert [row.split()[:4] for row in rows] == [["A", "a.json", "ZeRO-3", "1.05"], ["B", "b.json", "N-I-G", "0.525"]]
     for title, value in (("times", "2 ("), ("peak GB", "2  "), ("optimizer", "0.3")):

@@ -138,7 +138,7 @@ OUTER = alone(
     (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits says in how many bits"),
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
 )
-BESIDE: list[Row] = [
+OTHER_PACKAGES: list[Row] = [
     beside(NIG, in_zero("zenflow"), {"zenflow": {}}),
     beside(
         IIG,
@@ -323,7 +323,7 @@ REFUSED = {
     "strategy": STRATEGY,
     "report": REPORT,
     "outer optimizer": OUTER,
-    "beside a strategy": BESIDE,
+    "beside a strategy": OTHER_PACKAGES,
     "MiCS": MICS,
     "LoCo": LOCO,
     "quantized updates": QUANTIZED_UPDATES,
@@ -371,7 +371,7 @@ def test_refused_alike_before_any_communication(ranks: Any, how: str, kind: str)
 
 
 def test_every_reason_to_refuse_is_tested() -> None:
-    messages = [message for *_, message in BESIDE]
+    messages = [message for *_, message in OTHER_PACKAGES]
     for row in KEYS_REFUSED:
         assert any(message.startswith(f"^{re.escape(row.key)} cannot be combined") for message in messages), row.key
 

@@ -176,7 +176,7 @@ def test_clocks_and_copies() -> None:
 
 def test_links_are_plotted() -> None:
     samples = [[2.0**16, 0.002], [2.0**20, 0.01], [2.0**22, 0.04]]
-    one, two, compared = links.judge_links({0: {"intra": samples, "inter": samples}, 1: None}, launch())
+    one, two, compared = links.judge_hops({0: {"intra": samples, "inter": samples}, 1: None}, launch())
     assert one.subject == "inside groups" and two.subject == "between groups" and len(one.details) == 3
     assert one.details[0].startswith("  64 KiB ####") and one.details[2].count("#") == 30
     assert "105 MB/s" in one.found and "64 KiB take 2 ms" in one.found and "1 times" in compared.found

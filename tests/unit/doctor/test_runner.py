@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from deepspeed_ext.planner import probe
 from deepspeed_ext.tools.doctor import links
 from deepspeed_ext.tools.doctor.cli import CHECKS, Report, add_arguments, examine, run, run_checks
-from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst
+from deepspeed_ext.tools.doctor.findings import Finding, Level, Section, report_text, worst_level
 from deepspeed_ext.tools.doctor.launch import Check, Launch, Options, RendezvousError, connect
 from scripts.emulation.launching import free_port
 
@@ -28,8 +28,8 @@ def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
     first, second, third = ranks(3).run(failing_case)
     findings = {title: [(subject, level, found) for subject, level, found in some] for title, some in first[0]}
     assert findings["good"] == [("answers", "ok", "0, 1, 2")]
-    ((subject, level, found), (_, _, judged)) = findings["raises"]
-    assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and judged == "0, 2"
+    ((subject, level, found), (_, _, finding_for)) = findings["raises"]
+    assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and finding_for == "0, 2"
     assert found == "the check itself failed: OSError: no such disk"
     assert "it did not end within 2 s" in findings["hangs"][0][2] and findings["hangs"][1][2] == "0, 1"
     assert findings["bad judge"] == [(findings["bad judge"][0][0], "wrong", "the check itself failed: KeyError: 7")]
@@ -52,8 +52,8 @@ def failing_case() -> tuple[list[Any], bool]:
     def listed(answers: Any, launch: Launch) -> list[Finding]:
         return [Finding("answers", Level.OK, ", ".join(map(str, sorted(answers))))]
 
-    def make(examine: Any, together: bool = False, judge: Any = listed, seconds: float = 60) -> Check:
-        return Check(examine, judge, together, seconds)
+    def make(examine: Any, collective: bool = False, judge: Any = listed, seconds: float = 60) -> Check:
+        return Check(examine, judge, collective, seconds)
 
     checks = {
         "good": make(lambda launch: launch.rank),
@@ -61,9 +61,9 @@ def failing_case() -> tuple[list[Any], bool]:
         "hangs": make(lambda launch: time.sleep(60 if launch.rank == 2 else 0), seconds=0),
         "bad judge": make(lambda launch: None, judge=lambda answers, launch: {}[7]),
         "process groups": replace(links.PROCESS_GROUPS, least_seconds=60),
-        "together": make(lambda launch: dist.barrier(), together=True),
-        "fails together": make(lambda launch: fail(launch, 0, RuntimeError("a link is down")), together=True),
-        "left out": make(lambda launch: dist.barrier(), together=True),
+        "together": make(lambda launch: dist.barrier(), collective=True),
+        "fails together": make(lambda launch: fail(launch, 0, RuntimeError("a link is down")), collective=True),
+        "left out": make(lambda launch: dist.barrier(), collective=True),
     }
     store, options = PrefixStore("doctor", _get_default_store()), Options(timeout=2, group_size=1)
     run_checks(Launch(rank, rank, ["a", "a", "b"], options, store=store), checks, report := Report())
@@ -89,11 +89,12 @@ def measuring_case() -> list[tuple[str, str, str]]:
     store = PrefixStore("doctor", _get_default_store())
     launch = Launch(dist.get_rank(), dist.get_rank(), ["a"] * 4, Options(timeout=60, group_size=2), store=store)
     with mock.patch.object(probe, "SIZES", (2**12, 2**14)), mock.patch.object(links, "SIZES", (2**12, 2**14)):
-        together = {"process groups": links.PROCESS_GROUPS, "links": links.LINKS}
-        together |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
-        run_checks(launch, together, report := Report())
+        collective = {"process groups": links.PROCESS_GROUPS, "links": links.LINKS}
+        collective |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
+        run_checks(launch, collective, report := Report())
     return [
-        (one.title, worst([one]).word, " ".join(finding.found for finding in one.findings)) for one in report.sections
+        (one.title, worst_level([one]).word, " ".join(finding.found for finding in one.findings))
+        for one in report.sections
     ]
 
 

@@ -32,7 +32,7 @@ def test_each_patch_has_a_reason_and_a_signature() -> None:
 
 def test_each_symbol_is_replaced_by_what_is_there() -> None:
     """What is imported lazily is named by a string."""
-    for patch in (*patches.REPLACED, *patches.BESIDE):
+    for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES):
         assert patch.replace is not None
         assert callable(pkgutil.resolve_name(f"{patch.replace.__module__}:{patch.replace.__name__}")), patch.target
 

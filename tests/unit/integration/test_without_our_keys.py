@@ -34,7 +34,7 @@ from tests.harness.logs import logged
 from tests.harness.snapshots import error_of
 from tests.harness.training import Job
 
-REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.BESIDE)]
+REPLACED = [patch.target.removeprefix("deepspeed.") for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES)]
 ELSEWHERE = ("accelerate", "torch", "transformers")  # called in tests of their own
 INSIDE = {name for name in REPLACED if not name.startswith(ELSEWHERE)}
 OF_CHECKPOINTS = {name for name in INSIDE if re.search("checkpoint|ckpt|zero_to_fp32", name)}
@@ -143,7 +143,7 @@ def calls_seen(names: set[str]) -> Iterator[None]:
     codes: dict[types.CodeType, dict[Any, str]] = {}  # what is replaced lazily has one code, and originals of its own
     for path, (applied,) in patcher._applied.items():
         function = getattr(applied.replacement, "__func__", applied.replacement)
-        target = next(patch.target for patch in (*patches.REPLACED, *patches.BESIDE) if patch.path == path)
+        target = next(patch.target for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES) if patch.path == path)
         codes.setdefault(function.__code__, {})[function.__wrapped__] = target.removeprefix("deepspeed.")
 
     def note(frame: types.FrameType, event: str, _: object) -> None:

@@ -63,7 +63,7 @@ def test_known_differences_are_no_problems() -> None:
 
 def test_speeds_and_choices_are_judged_by_common_rounds() -> None:
     found = speed(row("NIG", 1.0, 2.0, 4.0), row("ZeRO-3", 3.0, 6.0))
-    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0, 3.0)) and found.shows_a_difference
+    assert (found.value, found.low, found.high) == pytest.approx((3.0, 3.0, 3.0)) and found.is_significant
     (line,) = slower([row("IIG", 5.0), row("ZeRO-3", 29.0)], "ZeRO-3", {"IIG": 6.0, "NIG": 9.0})
     assert line == "IIG is 5.80 times as fast as ZeRO-3 (5.80 to 5.80), not 6"
     rows = [row("NNG", 1.0, predicted=1.0, memory=30.0), row("NIG", 1.2, predicted=0.9, memory=20.0)]

@@ -12,7 +12,7 @@ from deepspeed import comm as dist
 from deepspeed.runtime.pipe import schedule
 
 from deepspeed_ext.comm import collectives
-from deepspeed_ext.model_bytes import held
+from deepspeed_ext.model_bytes import measure_state_bytes
 from deepspeed_ext.strategy import STRATEGIES, GroupSizes, ModelStates
 from scripts.emulation.traffic import TrafficMeter
 from tests.harness import pipelines
@@ -72,7 +72,7 @@ def flush_case(names: tuple[str, ...]) -> list[tuple[int, list[int], int, int]]:
         states = []
 
         def note(engine: Any, states: list[Any] = states) -> None:
-            states.append(held(engine))
+            states.append(measure_state_bytes(engine))
 
         engine._INSTRUCTION_MAP = {**engine._INSTRUCTION_MAP, schedule.ReduceTiedGrads: note}
         meter = TrafficMeter()

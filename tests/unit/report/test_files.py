@@ -19,7 +19,7 @@ import torch
 from deepspeed.utils import logger
 
 from deepspeed_ext.tools import clocks
-from deepspeed_ext.tools.report.contents import _origin, write
+from deepspeed_ext.tools.report.contents import _origin, write_report
 from deepspeed_ext.tools.report.page import chrome_trace, render
 from tests.harness import reports
 
@@ -88,12 +88,12 @@ def test_spans_that_overlap_without_nesting_get_another_thread() -> None:
 
 
 def test_a_report_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write(reports.report(), tmp_path)
+    write_report(reports.report(), tmp_path)
     before = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
     assert before.keys() == {"report.html", "report.json", "trace.json"}
     (tmp_path / ".trace.json.part").mkdir()  # which is written after the figures
     with mock.patch.object(logger, "propagate", True):
-        write(reports.report("IIG"), tmp_path)
+        write_report(reports.report("IIG"), tmp_path)
     (tmp_path / ".trace.json.part").rmdir()
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == before
     assert "the report could not be written" in caplog.text

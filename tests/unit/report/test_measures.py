@@ -17,31 +17,31 @@ def test_intervals_are_united_and_subtracted() -> None:
     some = measures.union([(3.0, 4.0), (0.0, 1.0), (0.5, 2.0), (2.0, 2.0), (2.0, 2.5)])
     assert some == [(0.0, 2.5), (3.0, 4.0)]
     assert measures.length(some) == 3.5
-    assert measures.without(some, [(0.5, 1.0), (2.0, 3.5)]) == [(0.0, 0.5), (1.0, 2.0), (3.5, 4.0)]
+    assert measures.subtract(some, [(0.5, 1.0), (2.0, 3.5)]) == [(0.0, 0.5), (1.0, 2.0), (3.5, 4.0)]
 
 
 def by_hop(charges: measures.Charges) -> dict[str, float]:
-    return {hop: seconds for hop in (WITHIN, BETWEEN) if (seconds := measures._total(charges, (1, hop)))}
+    return {hop: seconds for hop in (WITHIN, BETWEEN) if (seconds := measures._sum_charges(charges, (1, hop)))}
 
 
 def test_waits_are_charged_to_communications() -> None:
     step = Step(1, 0.0, 10.0, waits=(Wait(2.0, 3.0, True, REDUCE, "layer"), Wait(4.0, 4.5, True, GATHER)))
-    found = measures.exposed(step)
+    found = measures.charge_waits(step)
     assert dict(found) == {("inter_reduce_scatter", BETWEEN, "layer"): 1.0, ("intra_all_gather", WITHIN, ""): 0.5}
     # A wait for a thread, to what that waits for: both are on the wire throughout.
     waits = (Wait(1.0, 4.0, True), Wait(1.5, 2.5, False, GATHER), Wait(2.5, 3.0, False, REDUCE))
     wire = (Communication("inter_reduce_scatter", BETWEEN, 1.0, 0.0, 3.5), GATHER)
-    found = measures.exposed(Step(1, 0.0, 10.0, waits=waits, communications=wire))
+    found = measures.charge_waits(Step(1, 0.0, 10.0, waits=waits, communications=wire))
     # Between groups 2.5 to 3.0; and by the wire 1.0 to 1.5, 3.0 to 3.5.
     assert by_hop(found) == pytest.approx({WITHIN: 1.0, BETWEEN: 1.5})
     # One inside another one, once.
     waits = (Wait(0.0, 4.0, True), Wait(1.0, 2.0, True, GATHER))
     wire = (Communication("inter_reduce_scatter", BETWEEN, 1.0, 0.0, 4.0),)
-    found = measures.exposed(Step(1, 0.0, 10.0, waits=waits, communications=wire))
+    found = measures.charge_waits(Step(1, 0.0, 10.0, waits=waits, communications=wire))
     assert by_hop(found) == {WITHIN: 1.0, BETWEEN: 3.0}
     # Of two hops on the wire, to the slower one; of 0 to 1 and 3 to 4 nothing is known.
     step = Step(1, 0.0, 10.0, waits=(Wait(0.0, 4.0, True),), communications=(GATHER, REDUCE))
-    assert by_hop(measures.exposed(step)) == {BETWEEN: 2.0}
+    assert by_hop(measures.charge_waits(step)) == {BETWEEN: 2.0}
 
 
 def test_a_process_group_is_within_or_between_groups_or_neither() -> None:
@@ -57,7 +57,7 @@ def test_parts_add_up_to_the_step() -> None:
         Phase(measures.UPDATE, 6.0, 7.0),
     )
     waits = (Wait(3.5, 4.5, True, REDUCE), Wait(6.5, 7.0, True, GATHER), Wait(0.0, 9.0, False, REDUCE))
-    found = measures.parts(Step(1, 0.0, 8.0, phases, waits))
+    found = measures.step_parts(Step(1, 0.0, 8.0, phases, waits))
     assert found == pytest.approx(
         {"compute": 1.5 + 4.0 - 1.5, "within": 0.5, "between": 1.0, "update": 0.5, "other": 2.0}
     )

@@ -110,9 +110,9 @@ def memory_case(
         micro_step(False)
         numels = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in engine.module.parameters()]
         states = ModelStates.of(sum(n for n, _ in numels), sum(n for n, trainable in numels if trainable), **BYTES)
-        between = model_bytes.held(engine)
+        between = model_bytes.measure_state_bytes(engine)
         micro_step(True)
-        rows.append((name, states, between, model_bytes.held(engine).gradients))
+        rows.append((name, states, between, model_bytes.measure_state_bytes(engine).gradients))
         engine.destroy()
     return rows
 
@@ -157,7 +157,7 @@ def peak_case(names: tuple[str, ...], group: int) -> list[tuple[str, float, floa
         gc.collect()
         due = STRATEGIES[name].memory(cluster, states).total
         # All that is in use now, less the states that are held now, is not model states.
-        other = bytes_in_use() - model_bytes.held(engine).total
+        other = bytes_in_use() - model_bytes.measure_state_bytes(engine).total
         peaks = [peak_of(partial(micro_step, boundary)) for boundary in (False, True)]
         rows.append((name, *(peak - other - due for peak in peaks)))
         engine.destroy()
