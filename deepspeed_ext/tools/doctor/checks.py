@@ -238,7 +238,8 @@ def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
     if options.offload_optimizer:
         each = offloaded + (need if None in device.values() else 0.0)
         texts = [
-            f"{name} has {free_here / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need {each * len(ranks) / 1e9:.1f} GB"
+            f"{name} has {free_here / 1e9:.1f} GB free, and its {len(ranks)} rank(s) need "
+            f"{each * len(ranks) / 1e9:.1f} GB"
             for name, ranks in launch.ranks_of_hosts().items()
             if (free_here := min((host[rank] for rank in ranks if rank in host), default=math.inf)) < each * len(ranks)
         ]

@@ -168,9 +168,9 @@ class _Reporter:
         """Log at the end of an engine or of a process that no report was made."""
         if dist.is_initialized() and dist.get_rank() == 0:
             logger.warning(
-                f"deepspeed_ext: there is no report: the training ended after {self._step_count} optimizer steps, and the "
-                f"report needs {self._settings.last + 1} ({ReportSettings.key}.after {self._settings.after}, and "
-                f"{2 * UNRECORDED_STEPS + self._settings.steps} around and with those that are recorded)."
+                f"deepspeed_ext: no report was written: the training ended after {self._step_count} optimizer steps, "
+                f"and a report needs {self._settings.last + 1}: {ReportSettings.key}.after {self._settings.after}, "
+                f"then {2 * UNRECORDED_STEPS + self._settings.steps} that are timed or recorded."
             )
 
 
