@@ -194,8 +194,8 @@ def _take_turn(
             f"not have that folder (--folder on a file system that all nodes share)."
         )
     elif UNFINISHED in written:
-        problem = f"the script ended after {written[UNFINISHED]} optimizer steps, expected --warm-up + --steps = "
-                f"{expected_steps}."
+        count = written[UNFINISHED]
+        problem = f"the script ended after {count} optimizer steps, expected --warm-up + --steps = {expected_steps}."
     if problem:
         raise RunFailed(f"{launching.tail(log)}\n\n{problem}\nwhole log: {log}")
     return written
