@@ -119,9 +119,9 @@ def _find_problems(cls: type) -> Iterator[str]:
         path, why = f"{parent.__module__}.{parent.__qualname__}.{name}", purpose(_function(ours).__doc__)
         if not _is_marked(ours):
             if parent_member is not None:
-                yield f"{path} is new to us, and a method of ours has its name"
+                yield f"{path} is new in DeepSpeed, and has the name of one of our methods"
         elif parent_member is None:
-            yield f"{path} is gone (used to {why})"
+            yield f"{path} no longer exists (used to {why})"
         elif _kind(ours) != _kind(parent_member):
             yield f"{path} is {_kind(parent_member)}, expected {_kind(ours)} (used to {why})"
         elif not fits(plain_signature(_function(ours)), plain_signature(_function(parent_member))):

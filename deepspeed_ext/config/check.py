@@ -57,8 +57,8 @@ def _check_strategy(
     refuse_conflicts(config, strategy)
     if strategy.p == Placement.N and not zero.use_multi_rank_bucket_allreduce:
         log_dist(
-            f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: a bucket is "
-            f"reduced to the owners of its parts either way",
+            f"deepspeed_ext: {SECTION}.use_multi_rank_bucket_allreduce has no effect with {STRATEGY}: "
+            f"gradients are always reduced to the ranks that own them",
             ranks=[0],
         )
 
@@ -117,7 +117,7 @@ def possible_strategies(config: "DeepSpeedConfig") -> list[Strategy]:
             reasons.setdefault(str(error).replace(str(strategy), "it"), []).append(str(strategy))
     if not possible:
         details = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in reasons.items())
-        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} leaves no strategy to choose from. {details}")
+        raise ValueError(f"{SECTION}.{STRATEGY} {FASTEST} has no strategy to choose from. {details}")
     return possible
 
 
@@ -187,8 +187,8 @@ def refuse_mesh(keys: Sequence[str], mpu: Any, mesh_device: Any) -> None:
         source = " of an earlier engine of this process" if mesh_device is None else ""
         raise ValueError(
             f"zero_optimization.{keys[0]} cannot be combined with a mesh of data_parallel_size {data} and "
-            f"sequence_parallel_size {sequence} (or mesh_param){source}: DeepSpeed takes {data} of the "
-            f"{data * sequence} ranks that hold the same parameters for all of them. Pass "
+            f"sequence_parallel_size {sequence} (or mesh_param){source}: DeepSpeed would use {data} of the "
+            f"{data * sequence} ranks that hold the same parameters as if they were all. Pass "
             f"mpu=deepspeed.runtime.sequence_parallel.parallel_state_sp to deepspeed.initialize, after its "
             f"initialize_sequence_parallel({sequence}), and remove data_parallel_size (or mesh_param); or remove "
             f"{' and '.join(keys)}."

@@ -58,7 +58,7 @@ def imply_stage_in_section(section: Any) -> None:
     if keys.paro_strategy is None:
         return
     if keys.named_strategy is None:
-        raise ValueError(_missing_stage_message("which decide before the model is known"))
+        raise ValueError(_missing_stage_message("which read it before the model is built"))
     imply_stage(section, keys.named_strategy.stage)
 
 
@@ -97,7 +97,7 @@ def refuse_unread_stage(config: "DeepSpeedConfig") -> None:
     if stage is not None and not is_implied(section):
         return
     if plugin.zero_stage != stage and 3 in (plugin.zero_stage, stage or 3):
-        raise ValueError(_missing_stage_message(f"which have decided for stage {plugin.zero_stage} already", stage))
+        raise ValueError(_missing_stage_message(f"which already use stage {plugin.zero_stage}", stage))
 
 
 def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model: "nn.Module") -> None:
@@ -110,9 +110,9 @@ def warn_without_zero_init(config: "DeepSpeedConfig", strategy: Strategy, model:
         from deepspeed.utils import log_dist
 
         log_dist(
-            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} shards parameters, but the model was not made under "
-            f"deepspeed.zero.Init, so each rank has held all of it. {SECTION}.stage is not set: a framework that "
-            f"reads it before DeepSpeed does decides against zero.Init. Set {SECTION}.stage to {strategy.stage}.",
+            f"deepspeed_ext: {SECTION}.{STRATEGY} {strategy} shards parameters, but the model was built without "
+            f"deepspeed.zero.Init, so each rank held the full model. {SECTION}.stage is not set, so a framework that "
+            f"reads it before DeepSpeed does not use zero.Init. Set {SECTION}.stage to {strategy.stage}.",
             ranks=[0],
             level=logging.WARNING,
         )

@@ -78,4 +78,4 @@ def check_top_level(config: Mapping[str, Any]) -> None:
         ValueError: one of our keys is there.
     """
     for key in our_keys(config):
-        raise ValueError(f"{key!r} is at the top level of the configuration; it belongs into {SECTION}.")
+        raise ValueError(f"{key!r} is at the top level of the configuration; move it into {SECTION}.")

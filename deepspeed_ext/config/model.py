@@ -260,6 +260,6 @@ class ParoConfig(BaseModel):
         for key in (LOCO, QUANTIZED, QUANTIZED_UPDATES):
             if key in section and (section[key] or key != QUANTIZED):
                 raise ValueError(
-                    f"{SECTION}.{key} cannot be combined with {outer}: in inner steps nothing is sent between groups, "
-                    f"and {outer}.bits says in how many bits the outer steps send. Remove {key}."
+                    f"{SECTION}.{key} cannot be combined with {outer}: inner steps send nothing between groups, and "
+                    f"{outer}.bits sets the bits of outer steps. Remove {key}."
                 )

@@ -137,10 +137,10 @@ _STRATEGIES_WITH_SLICES = hyphenated(name for name, row in STRATEGIES.items() if
 _STAGE_1_STRATEGIES = hyphenated(name for name, row in STRATEGIES.items() if row.stage == 1)
 
 REFUSED: tuple[Refusal, ...] = (
-    _refuse_zero_key("zenflow", "ZenFlow reduces gradients its own way"),
+    _refuse_zero_key("zenflow", "ZenFlow has its own gradient reduction"),
     _refuse_zero_key(
         "offload_optimizer.super_offload",
-        "SuperOffload is an optimizer of its own",
+        "SuperOffload has its own optimizer",
         find=lambda zero: getattr(zero.offload_optimizer, "super_offload", False),
     ),
     _refuse_zero_key(
@@ -158,12 +158,12 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     _refuse_zero_key(
         CACHE_BYTES,
-        f"it keeps slices that are gathered after steps; strategies that have such: {_STRATEGIES_WITH_SLICES}",
+        f"it caches slices that are gathered after a step; strategies with such slices: {_STRATEGIES_WITH_SLICES}",
         lambda strategy: not _keeps_slices(strategy),
     ),
     _refuse_zero_key(
         CACHE_BYTES,
-        f"it is for parameters in host memory: set {SECTION}.offload_param.device to cpu as well",
+        f"it applies to parameters in host memory: also set {SECTION}.offload_param.device to cpu",
         _keeps_slices,
         lambda zero: zero.paro_parameter_cache_bytes and not offloads(zero.offload_param),
     ),
@@ -174,11 +174,11 @@ REFUSED: tuple[Refusal, ...] = (
         lambda zero: zero.use_all_reduce_for_fetch_params,
     ),
     _refuse_zero_key(
-        "enable_sanity_checks", "it compares buckets over all ranks, but groups reduce their own", shards_parameters
+        "enable_sanity_checks", "it compares buckets over all ranks, but each group reduces its own", shards_parameters
     ),
     _refuse_zero_key(
         "pipeline_loading_checkpoint",
-        "it passes a token from rank to rank of one group that holds all states",
+        "it passes a token among the ranks of one group that holds all states",
         _shards_with_states_inside_groups,
     ),
     Refusal(
@@ -194,15 +194,15 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     _refuse_zero_key(
         "zero_quantized_weights",
-        f"parameters are gathered as they are; {QUANTIZED_UPDATES} sends what a step has changed of them in few bits",
+        f"parameters are gathered unquantized; {QUANTIZED_UPDATES} quantizes the changes of each step",
         _updates_may_be_quantized,
     ),
     _refuse_zero_key(
         "zero_quantized_weights",
-        f"no parameters are sent between groups; {QUANTIZED_UPDATES} sends sums of gradients back in few bits",
+        f"no parameters are sent between groups; {QUANTIZED_UPDATES} quantizes sums of gradients",
         _replicates_states,
     ),
-    _refuse_zero_key("zero_quantized_weights", "parameters are gathered as they are", _drops_old_parameters),
+    _refuse_zero_key("zero_quantized_weights", "parameters are gathered unquantized", _drops_old_parameters),
     _refuse_zero_key("zero_quantized_nontrainable_weights", "parameters are gathered exactly"),
     _refuse_zero_key(
         "reduce_scatter",
@@ -211,25 +211,25 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     _refuse_zero_key(
         QUANTIZED_UPDATES,
-        "with p = G no rank holds the parameters to which updates could be sent as differences",
+        "with p = G, no rank holds the old parameters that a difference needs",
         _drops_old_parameters,
         _quantizes_updates,
     ),
     _refuse_zero_key(
         "reduce_scatter",
-        "an all-reduce has no sums that could be sent back in few bits",
+        "an all-reduce has no separate gather of sums to quantize",
         _replicates_states,
         lambda zero: _quantizes_updates(zero) and not zero.reduce_scatter,
     ),
     _refuse_zero_key(
         f"{QUANTIZED_UPDATES}.bits",
-        f'"{EXACT}" is for updated parameters, and here sums of gradients are sent back; set bits to 4 or 8',
+        f'"{EXACT}" applies to updated parameters, but this strategy sends sums of gradients; set bits to 4 or 8',
         _replicates_states,
         _quantizes_losslessly,
     ),
     Refusal(
         f"{SECTION}.{QUANTIZED_UPDATES}.bits",
-        f'"{EXACT}" is for parameters of 16 bits; enable bf16 or fp16, or set bits to 4 or 8',
+        f'"{EXACT}" needs parameters of 16 bits; enable bf16 or fp16, or set bits to 4 or 8',
         lambda config: _quantizes_losslessly(config.zero_config) and not _uses_16_bits(config),
         _updates_may_be_quantized,
     ),
@@ -237,8 +237,8 @@ REFUSED: tuple[Refusal, ...] = (
     _refuse_without_master_weights("bf16", "bfloat16_config"),
     Refusal(
         "torch_autocast.enabled",
-        f"the optimizer's weights may be the parameters themselves, which with {QUANTIZED_UPDATES} have to stay equal "
-        f"on all ranks",
+        f"the optimizer's weights may be the parameters themselves, which must stay equal on all ranks with "
+        f"{QUANTIZED_UPDATES}",
         lambda config: _quantizes_updates(config.zero_config) and config.torch_autocast_enabled,
         lambda strategy: _updates_may_be_quantized(strategy) and shards_parameters(strategy),
     ),
@@ -253,7 +253,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     Refusal(
         "compile.passes autosp",
-        f"DeepSpeed leaves this pass out at stages 2 and 3; strategies of stage 1: {_STAGE_1_STRATEGIES}",
+        f"DeepSpeed skips this pass at stages 2 and 3; strategies of stage 1: {_STAGE_1_STRATEGIES}",
         lambda config: "autosp" in _deepcompile_passes(config),
         lambda strategy: strategy.stage > 1,
     ),
@@ -265,7 +265,7 @@ REFUSED: tuple[Refusal, ...] = (
     ),
     _refuse_zero_key(
         "save_muon_momentum_buffer_in_memory",
-        "it keeps Muon's momentum from being offloaded to NVMe, which no strategy supports; the momentum is where the "
-        "other optimizer states are",
+        "it prevents offloading Muon's momentum to NVMe, which no strategy does; momentum is stored with the other "
+        "optimizer states",
     ),
 )

@@ -66,7 +66,7 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     if written.get(MICS_HIERARCHICAL):
         _log(f"{SECTION}.{MICS_HIERARCHICAL} is implied: parameters are gathered inside groups only")
     if their_keys.get("stage") == 0:
-        _log(f"{SECTION}.{strategy_key(section)} does nothing at stage 0")
+        _log(f"{SECTION}.{strategy_key(section)} has no effect at stage 0")
     their_keys.pop(QUANTIZED, None)  # replaced by LoCo's settings
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
@@ -99,9 +99,8 @@ def require_optimizer(config: "DeepSpeedConfig") -> None:
     if strategy and not config.zero_config._has_optimizer:
         raise RuntimeError(
             f"{SECTION}.{STRATEGY} {strategy} has no effect: the engine's optimizer is DeepSpeed's own, "
-            f"because DeepSpeedEngine._configure_zero_optimizer is not the function that deepspeed_ext has put there. "
-            f"Other code has replaced or overridden it: remove that code, or let its function call the one that it "
-            f"replaces."
+            f"because other code has replaced or overridden DeepSpeedEngine._configure_zero_optimizer after "
+            f"deepspeed_ext. Remove that code, or make its function call the function that it replaces."
         )
 
 
@@ -134,7 +133,7 @@ def save_settings(config: "DeepSpeedConfig") -> SaveSettings:
     if settings.async_save and (writer is not None or config.datastates_config.enabled):
         other = "datastates_ckpt" if writer is None else f"{SaveSettings.key}.writer"
         raise ValueError(
-            f"{SaveSettings.key}.async_save cannot be combined with {other}, which writes checkpoints its own way. "
+            f"{SaveSettings.key}.async_save cannot be combined with {other}, which writes checkpoints itself. "
             f"Remove one of the two."
         )
     return settings

@@ -55,7 +55,7 @@ def _sharded_experts_advice(engine: Any) -> str:
     keys = " and ".join(our_keys(engine._config._param_dict[SECTION]))
     # Without one of our keys this is a pipeline at stage 2 or 3; DeepSpeed's own pipelines end at stage 1.
     plain = f"Remove {keys}, and set {SECTION}.stage to 1 or 2" if keys else f"Set {SECTION}.stage to 1"
-    return f"{plain}; strategies with p = N have experts whole"
+    return f"{plain}; strategies with p = N do not shard experts"
 
 
 def _has_compiled_modules(model: Any) -> bool:
@@ -90,17 +90,21 @@ def _unshardable_moe_layers(engine: Any) -> str:
     if not engine.has_moe_layers or not deepspeed_moe_layers(engine.module):
         return ""
     if engine.pipeline_parallelism:
-        return "a pipeline writes each layer's weights to a file, which sharded experts are not in"
+        return "a pipeline saves the weights of each layer to a file, which cannot contain sharded experts"
     if engine.sequence_parallel_size > 1:
-        return "ranks that share a sequence have not the same experts"
+        return "ranks that share a sequence have different experts"
     if engine._has_autoep_layers():
-        return "layers of AutoEP beside them, which DeepSpeed does not save together"
+        return "AutoEP layers, which DeepSpeed cannot save together"
     experts = [(name, param) for name, param in engine.module.named_parameters() if hasattr(param, "group_name")]
     frozen = [name for name, param in experts if not param.requires_grad]
     if frozen:
-        return f"experts that are frozen, such as {frozen[0]}, are in no rank's shard"
+        return f"frozen experts, such as {frozen[0]}, are in no rank's shard"
     init = [name for name, param in experts if hasattr(param, "ds_tensor")]
-    return f"deepspeed.zero.Init has sharded experts, such as {init[0]}, over ranks that have others" if init else ""
+    return (
+        f"deepspeed.zero.Init has sharded experts, such as {init[0]}, over ranks with different experts"
+        if init
+        else ""
+    )
 
 
 def _has_outer_optimizer(engine: Any) -> str:
@@ -152,30 +156,30 @@ def _parameter_dtypes(engine: Any, optimizer: Any) -> str:
 UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, optimizer: _folding_across_tp_ranks(engine),
-        "AutoEP folds experts into {}, so ranks with the same experts are of several tensor-parallel ones, and in no "
-        "group of data-parallel ranks together",
+        "AutoEP folds experts into {}, so ranks with the same experts have different tensor-parallel ranks and share "
+        "no data-parallel group",
         advice="Set expert_parallel.autoep_size to a multiple of tensor_parallel.autotp_size",
     ),
     Unsupported(
         lambda engine, optimizer: engine.pipeline_parallelism and _has_outer_optimizer(engine),
-        "stages of a pipeline take their steps together, and {} lets groups of ranks train apart",
+        "all stages of a pipeline step together, but with {} groups of ranks train separately",
         advice=f"Remove {OUTER}",
     ),
     Unsupported(
         lambda engine, optimizer: engine.has_moe_layers and _has_outer_optimizer(engine),
-        "ranks with the same experts may be in one group alone, and {} brings groups together",
+        "all ranks with the same experts may be in one group, and {} averages over groups",
         advice=f"Remove {OUTER}",
     ),
     Unsupported(
         lambda engine, optimizer: _sequences_across_groups(engine),
-        "{}, so ranks with parts of one sequence would train apart",
+        "{}, so ranks with parts of one sequence would train separately",
         advice=f"Set {SECTION}.{GROUP_SIZE} to a multiple of the sequence-parallel size",
     ),
     Unsupported(
         lambda engine, optimizer: (
             engine.has_moe_layers and engine.pipeline_parallelism and not deepspeed_moe_layers(engine.module)
         ),
-        "AutoEP spreads experts, and DeepSpeed has not made its pipelines fit for that yet",
+        "DeepSpeed's pipelines do not support AutoEP yet",
         advice="Use DeepSpeed MoE layers, or no pipeline",
     ),
     Unsupported(
@@ -186,7 +190,7 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(
         lambda engine, optimizer: _unsupported_muon(optimizer),
-        "{} steps whole matrices, and has shards of them",
+        "{} needs whole matrices, but a rank has shards of them",
         advice=(
             f"Use DeepSpeed's: set optimizer.type to Muon, or pass MuonWithAuxAdam of {_MUON} to deepspeed.initialize"
         ),
@@ -194,23 +198,23 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     Unsupported(
         lambda engine, optimizer: _parameter_without_matrix(engine, optimizer),
         "Muon orthogonalizes matrices, and a parameter group with use_muon true has {}",
-        advice="Give it to a group with use_muon false",
+        advice="Move it to a parameter group with use_muon false",
     ),
     Unsupported(
         lambda engine, optimizer: _parameter_sharded_by_init(engine.module),
-        "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded {}",
+        "it replicates parameters, but the model was built under deepspeed.zero.Init, which has sharded {}",
         replicates_parameters,
         f"Build the model without zero.Init, or set {STRATEGY} to one with p = I or G",
     ),
     Unsupported(
         _parameter_dtypes,
-        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has {}",
+        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, but the optimizer has {}",
         shards_parameters,
         f"Convert the model to one dtype, or set {STRATEGY} to one with p = N",
     ),
     Unsupported(
         lambda engine, optimizer: _has_compiled_modules(engine.module),
-        "the model comes from torch.compile, and ZeRO-3's forward marks each module, which a compiled one refuses",
+        "the model was compiled with torch.compile, but ZeRO-3 sets attributes on modules, which compiled ones refuse",
         shards_parameters,
         "Pass the model itself to deepspeed.initialize, and call engine.compile() after it",
     ),

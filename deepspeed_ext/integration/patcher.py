@@ -222,7 +222,7 @@ def override_problems() -> list[str]:
         except ImportError as error:
             if not (error.name or "").startswith("deepspeed."):
                 raise
-            problems.append(f"{error.name} has not what {cls} imports: {error}")
+            problems.append(f"{error.name} lacks a name that {cls} imports: {error}")
     return list(dict.fromkeys(problems))
 
 
@@ -244,9 +244,9 @@ def require() -> None:
     problems += override_problems()
     if problems:
         tested = ", ".join(patches.TESTED_VERSIONS)
-        remedy = "Install one of those" if fork.version() is None else fork.REMEDY
+        remedy = "Install a tested version" if fork.version() is None else fork.REMEDY
         raise RuntimeError(
-            f"deepspeed_ext does not know this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. "
+            f"deepspeed_ext does not support this DeepSpeed: {'; '.join(problems)}. Tested: DeepSpeed {tested}. "
             f"{remedy}, or remove the keys of deepspeed_ext (paro_*, mics_*, zeropp_loco_param) from "
             f"zero_optimization."
         )

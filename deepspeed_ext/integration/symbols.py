@@ -83,7 +83,7 @@ class Patch:
         try:
             *_, value = self.locate()
         except (AttributeError, ImportError):
-            return f"{self.path} is gone (used for: {self.why})"
+            return f"{self.path} no longer exists (used for: {self.why})"
         signature = signature_of(getattr(value, "__func__", value))
         if signature != self.signature:
             return f"{self.path} has signature {signature}, expected {self.signature} (used for: {self.why})"

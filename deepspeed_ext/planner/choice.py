@@ -67,14 +67,14 @@ class Plan:
         if faster:
             text += f"; faster, but too large: {_figures(faster[0])}"
         if self.overlapped is not None and self._is_faster(self.overlapped):
-            text += f"; with paro_overlap_updates true faster: {_figures(self.overlapped)}"
+            text += f"; faster with paro_overlap_updates true: {_figures(self.overlapped)}"
         if self.model.experts:
             text += (
                 f"; of {chosen.volume.inter / 1e9:.3g} GB that a rank receives from other groups in a step "
                 f"{chosen.of_experts.inter / 1e9:.3g} are of experts"
             )
         if self.model.all_matrices:
-            text += "; plain stages are left out: with Muon they also move whole gradients and momentum"
+            text += "; not compared with plain stages: with Muon they also send full gradients and momentum"
         return text + self._plain_rival_clause()
 
     def _copies_clause(self, row: Prediction) -> str:
@@ -149,7 +149,7 @@ def plan(
     rows = [row for row in STRATEGIES.values() if allowed(row)]
     predictions = [predict(row, sizes, model, rates, form) for form in forms for row in rows if form.allows(row)]
     if not predictions:
-        raise ValueError("none of the strategies is allowed.")
+        raise ValueError("no strategy is allowed.")
     predictions.sort(key=lambda row: (row.total_seconds, row.total_memory))
     plain = tuple(row for row in predict_plain(sizes, model, rates) if allowed(STRATEGIES[row.strategy]))
     unsharded = [row for row in rows if row.p == Placement.N and not model.overlap_updates]

@@ -90,7 +90,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     if not name:
         assert new_plan is not None
         raise ValueError(
-            f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or let it choose from more than "
+            f"{SECTION}.{STRATEGY} {FASTEST}: {new_plan.reason} Raise {MEMORY}, or allow more strategies than "
             f"{', '.join(map(str, strategies))}."
         )
     engine._config = with_strategy(config, STRATEGIES[name])
@@ -108,21 +108,21 @@ def _allowed_strategies(engine: Engine, model: nn.Module) -> list[Strategy]:
     if any(is_partitioned(parameter) for parameter in model.parameters()):
         reasons.append("the model was built under zero.Init, which shards parameters")
     if engine.client_optimizer is None and not engine.optimizer_name():
-        reasons.append("there is no optimizer, whose states are all that the others shard")
+        reasons.append("there is no optimizer, and the other strategies shard only its states")
     if deepspeed_moe_layers(model):  # p = I saves no memory for an expert that a single rank of the group has
         replicated = [row for row in possible if row.p == Placement.N]
         if reasons or not replicated:
             raise ValueError(
-                f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}, of which "
-                f"with DeepSpeed's MoE layers it takes those with p = N, that is without stage 3"
+                f"{SECTION} allows {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}; "
+                f"with DeepSpeed's MoE layers it can use only strategies with p = N, that is without stage 3"
                 f"{', but ' if reasons else ''}{' and '.join(reasons)}."
             )
         return replicated
     sharded = [row for row in possible if row.p != Placement.N]
     if reasons and not sharded:
         raise ValueError(
-            f"{SECTION} leaves {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}, where parameters "
-            f"are not sharded, but {' and '.join(reasons)}. Set stage 3."
+            f"{SECTION} allows {STRATEGY} {FASTEST} only {', '.join(map(str, possible))}, which do "
+            f"not shard parameters, but {' and '.join(reasons)}. Set stage 3."
         )
     return sharded if reasons else possible
 
@@ -141,10 +141,10 @@ def _with_compute(model: Model, config: Config, flops: float, dtype: torch.dtype
     """
     seconds = config.zero_config.paro_micro_step_seconds
     if seconds is not None:
-        return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, as {MICRO_STEP} says"
+        return replace(model, compute=seconds), f"compute of a micro-step: {seconds:.3g} s, from {MICRO_STEP}"
     rate = probe.measure_flops(dtype)
     source = f"compute of a micro-step: {flops / rate:.3g} s, estimated from {flops:.3g} FLOPs at {rate:.3g} a second"
-    return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you know better)"
+    return replace(model, compute=flops / rate), f"{source} (set {MICRO_STEP} if you have measured it)"
 
 
 def _orthogonalize_seconds(config: Config, model: nn.Module) -> float:
@@ -236,7 +236,7 @@ class Decisions:
                 warn(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {shown}, as decided on {date} ({self.path})')
                 return name
         if entries:
-            warn(f"{self.path} has no decision for this run: deciding anew")
+            warn(f"{self.path} has no decision for this run: choosing again")
         return None
 
     def keep(self, strategy: str, inputs: dict[str, Any], plan: dict[str, Any]) -> None:
@@ -255,7 +255,7 @@ class Decisions:
             temporary.write_text(text + "\n")
             temporary.replace(self.path)  # atomic, so that other runs never read a partial file
         except (OSError, ValueError, TypeError) as error:
-            warn(f"the decision is not kept, {self.path} cannot be written ({error}). Set {SECTION}.{DECISION}")
+            warn(f"the decision could not be written to {self.path} ({error}). Set {SECTION}.{DECISION}")
             with contextlib.suppress(OSError):
                 temporary.unlink()
 
@@ -269,5 +269,5 @@ class Decisions:
             return []
         except (OSError, ValueError, KeyError, TypeError) as error:
             if not quietly:
-                warn(f"{self.path} cannot be read ({type(error).__name__}: {error}): deciding anew")
+                warn(f"{self.path} cannot be read ({type(error).__name__}: {error}): choosing again")
             return []

@@ -47,23 +47,28 @@ def print_groups(ranks: int | None, group_size: int | None) -> None:
 def add_leaf_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``leaf-modules``, without importing DeepSpeed yet."""
     parser.add_argument(
-        "--model", required=True, metavar="PKG:FN", help="makes the model; on the meta device it is free"
+        "--model",
+        required=True,
+        metavar="PKG:FN",
+        help="function that builds the model; on the meta device it takes no memory",
     )
     parser.add_argument("--bytes", type=int, help=f"{LEAF_BYTES} (default: true, a budget without a number)")
     parser.add_argument("--threshold", type=int, help=f"{THRESHOLD} instead")
     for key in ("max_live_parameters", "prefetch_bucket_size", "max_reuse_distance", "param_persistence_threshold"):
         parser.add_argument(f"--{key.replace('_', '-')}", dest=f"stage3_{key}", type=int, help=f"stage3_{key}")
-    parser.add_argument("--batch", metavar="PKG:FN", help="makes the model's arguments: train with them and measure")
+    parser.add_argument(
+        "--batch", metavar="PKG:FN", help="function that returns the model's arguments: train with them and measure"
+    )
 
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``convert``: those of DeepSpeed's converter, without importing DeepSpeed yet."""
     parser.add_argument("--input_folder", required=True, help="the checkpoint, D/TAG")
-    parser.add_argument("--output_folder", required=True, help="the universal checkpoint to be made")
+    parser.add_argument("--output_folder", required=True, help="folder of the universal checkpoint")
     parser.add_argument("--num_extract_workers", type=int, default=4, help="processes that read shards")
     parser.add_argument("--num_merge_workers", type=int, default=2, help="processes that merge them")
-    parser.add_argument("--keep_temp_folder", action="store_true", help="keep what is read of shards")
-    parser.add_argument("--no_strict", dest="strict", action="store_false", help="check no patterns of parameters")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="keep the extracted shards")
+    parser.add_argument("--no_strict", dest="strict", action="store_false", help="do not check patterns of parameters")
     parser.add_argument("--inject_missing_state", action="store_true", default=True, help=argparse.SUPPRESS)  # always
 
 
@@ -109,15 +114,15 @@ def main(print_patches: Callable[[], None] = lambda: None, patch_problems: Calla
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)  # the deepspeed launcher's; it sets LOCAL_RANK, too
     commands = parser.add_subparsers(dest="command", title="commands")
     for name, add, text in (
-        ("leaf-modules", add_leaf_arguments, "what ZeRO-3 would fetch as one of a model"),
-        ("convert", add_convert_arguments, "make a universal checkpoint of an ordinary one"),
-        ("plan", plan_cli.add_arguments, "what each strategy would cost, and which to use"),
-        (report_cli.NAME, report_cli.add_arguments, "run a script, and show where its steps' time goes"),
-        ("doctor", doctor_cli.add_arguments, "what is wrong with the nodes of a launch"),
+        ("leaf-modules", add_leaf_arguments, "show the leaf modules that ZeRO-3 would fetch as one"),
+        ("convert", add_convert_arguments, "convert a checkpoint to a universal checkpoint"),
+        ("plan", plan_cli.add_arguments, "predict the cost of each strategy, and choose one"),
+        (report_cli.NAME, report_cli.add_arguments, "run a script, and report where the time of its steps goes"),
+        ("doctor", doctor_cli.add_arguments, "check the nodes of a launch"),
         (
             compare_cli.NAME,
             compare_cli.add_arguments,
-            "run a script under several configurations in turns: which is faster",
+            "run a script under several configurations, and compare their speed",
         ),
     ):
         add(commands.add_parser(name, help=text))
@@ -126,7 +131,10 @@ def main(print_patches: Callable[[], None] = lambda: None, patch_problems: Calla
     group_options = arguments.report_ranks, arguments.report_group_size
     if arguments.command:
         if group_options != (None, None):
-            parser.error(f"--ranks and --group-size are the report's: put what {arguments.command} takes after it.")
+            parser.error(
+                f"--ranks and --group-size are options of the report without a command: put those of "
+                f"{arguments.command} after it."
+            )
         if arguments.command == "doctor":
             sys.exit(doctor_cli.run(arguments, patch_problems))
         try:

@@ -86,7 +86,7 @@ def report(strategy: str = "NIG", ranks: int = 4, group_size: int = _GROUP) -> d
     unit = STEP / choices[strategy][0]
     findings = [
         "No strategy is predicted to be faster by more than 5%." if strategy == "NIG" else "NIG is faster: 0.43 s.",
-        "The step waits for 24% of its time for what crosses between groups.",
+        "The step waits for transfers between groups for 24% of its time.",
         "Rank 0 on node0 computes 1.1 times as long as the median rank, and the others wait for it.",
     ]
     return {

@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     hosts = "several nodes, by DeepSpeed's runner and ssh; start the command on the first one"
     launch.add_argument("--hostfile", metavar="FILE", help=hosts)
-    prefix = 'what to put before the script instead, such as "torchrun --nnodes 4 ..." on each node'
+    prefix = 'command that launches the script instead, such as "torchrun --nnodes 4 ..." on each node'
     launch.add_argument("--launch", metavar="PREFIX", help=prefix)
     output = parser.add_argument_group("output")
     bound = "largest relative difference of losses (default: 1e-05 in fp32, 0.005 in fp16, 0.02 in bf16)"
     output.add_argument("--loss-bound", type=number(float, zero=True), metavar="X", help=bound)
-    output.add_argument("--ignore-losses", action="store_true", help="exit with 0 whatever the losses are")
+    output.add_argument("--ignore-losses", action="store_true", help="exit with 0 even if losses differ")
     output.add_argument("--json", type=new_file, metavar="FILE", help="write all figures")
     logs = "for logs and reports of turns (default: deepspeed_compare)"
     output.add_argument("--folder", type=Path, default=Path("deepspeed_compare"), help=logs)
@@ -81,7 +81,7 @@ def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"--folder {folder} cannot be made: {error}.") from error
+        raise ValueError(f"--folder {folder} cannot be created: {error}.") from error
     exit_on_signals()
     reports: list[list[dict[str, Any]]] = [[] for _ in contents]
     with bar(arguments.rounds * len(contents), "turns", "turn") as progress_bar:
@@ -116,7 +116,7 @@ def _check(arguments: argparse.Namespace, script: Sequence[str]) -> list[dict[st
         raise ValueError(f"there is no --hostfile {arguments.hostfile}.")
     chosen = {"--ranks": arguments.turn_ranks, "--hostfile": arguments.hostfile}
     if arguments.launch is not None and any(chosen.values()):
-        raise ValueError(f"--launch is the whole prefix; leave out {' and '.join(k for k, v in chosen.items() if v)}.")
+        raise ValueError(f"--launch replaces the launcher; remove {' and '.join(k for k, v in chosen.items() if v)}.")
     if arguments.hostfile and arguments.launcher != launching.LAUNCHERS[0]:
         raise ValueError("--hostfile is read by DeepSpeed's runner; with torchrun use --launch on each node.")
     contents = [_read(path) for path in arguments.configs]
@@ -132,7 +132,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"the configuration {path} cannot be read: {error.strerror}.") from error
     except ValueError as error:
-        raise ValueError(f"the configuration {path} is no JSON: {error}.") from error
+        raise ValueError(f"the configuration {path} is not valid JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"the configuration {path} must be a dictionary, got {type(content).__name__}.")
     return content
@@ -146,7 +146,7 @@ def _require_replaceable(path: Path, content: dict[str, Any]) -> None:
     """
     use = f"Write {PLACEHOLDER} where the script takes the path of its configuration."
     if early := [key for key in _READ_EARLY if key in content]:
-        raise ValueError(f"{path} has {early[0]}, which DeepSpeed reads before anything can be replaced. {use}")
+        raise ValueError(f"{path} has {early[0]}, which DeepSpeed reads before it can be replaced. {use}")
     if any(AUTO in section.values() for section in content.values() if isinstance(section, dict)):
         raise ValueError(f'{path} has a value "{AUTO}", which a framework replaces in its own configuration. {use}')
 
@@ -189,7 +189,7 @@ def _take_turn(
     problem, expected_steps = "", arguments.warm_up + arguments.steps
     if not written:
         problem = (
-            f"the script ended without a report in {report}: no DeepSpeed engine was made where deepspeed_ext is "
+            f"the script ended without a report in {report}: no DeepSpeed engine was built where deepspeed_ext is "
             f"active (python -m deepspeed_ext shows that; {VARIABLE} must reach all ranks), or the first node does "
             f"not have that folder (--folder on a file system that all nodes share)."
         )

@@ -227,7 +227,7 @@ def _incomparable_reason(first: ConfigRuns, other: ConfigRuns) -> str:
     """Return why losses cannot be compared; empty if they can."""
     for config in (first, other):
         if any(None in report["losses"] for report in config.reports):
-            return f"{config.letter} gave none to engine.backward"
+            return f"{config.letter} passed no losses to engine.backward"
     samples, other_samples = first.first["samples"], other.first["samples"]
     same = samples == other_samples
     return "" if same else f"a step of {first.letter} has {samples} samples, one of {other.letter} {other_samples}"

@@ -36,7 +36,7 @@ from deepspeed_ext.version import __version__
 _MAX_LISTED = 4  # maximum number of groups, hosts, or problems that are listed
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MUST_MATCH = (Level.WRONG, "Install the same version on every node.")
-_MAY_DIFFER = (Level.LOOK, "Ranks wait for the slowest one: better have the same everywhere.")
+_MAY_DIFFER = (Level.LOOK, "Ranks wait for the slowest rank: use the same version everywhere.")
 _LEVELS = dict.fromkeys(("python", "driver", "device"), _MAY_DIFFER)
 
 
@@ -66,14 +66,14 @@ def _judge_versions(answers: Answers, launch: Launch) -> list[Finding]:
         if problems or len(ranks) == len(answers):
             more = f", and {len(problems) - _MAX_LISTED} more" if len(problems) > _MAX_LISTED else ""
             text = f"{ranks_text(ranks)}: {'; '.join(problems[:_MAX_LISTED])}{more}" if problems else ""
-            advice = "Our keys are refused there. See python -m deepspeed_ext on that host."
+            advice = "The keys of deepspeed_ext are refused there. See python -m deepspeed_ext on that host."
             findings.append(finding_for("patches", text, advice, "as expected", Level.WRONG))
     return findings
 
 
 VERSIONS = Check(_examine_versions, _judge_versions)
 
-_FILL_ADVICE = "Have the launcher fill one host after the other (srun --distribution=block, mpirun --map-by slot)."
+_FILL_ADVICE = "Make the launcher fill one host after the other (srun --distribution=block, mpirun --map-by slot)."
 
 
 def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
@@ -81,8 +81,8 @@ def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     hosts = launch.ranks_of_hosts()
     usual = statistics.mode(len(ranks) for ranks in hosts.values())
     uneven = _hosts_text({host: ranks for host, ranks in hosts.items() if len(ranks) != usual})
-    uneven = uneven and f"most hosts hold {usual} rank(s), but others another number: {uneven}"
-    advice = "Start as many ranks on every node, or set paro_group_size to a divisor of all these numbers."
+    uneven = uneven and f"most hosts hold {usual} rank(s), but some do not: {uneven}"
+    advice = "Start the same number of ranks on every node, or set paro_group_size to a divisor of all these numbers."
     findings = [finding_for("hosts", uneven, advice, f"{len(hosts)} of {usual} rank(s): {_hosts_text(hosts)}")]
     scattered = {host: ranks for host, ranks in hosts.items() if ranks != list(range(ranks[0], ranks[-1] + 1))}
     if scattered:
@@ -113,10 +113,10 @@ def _groups_finding(sizes: GroupSizes, hosts: list[str], launch: Launch) -> Find
     spanning = [group for group in groups if len({launch.hosts[rank] for rank in group}) > 1]
     if spanning:
         examples = "; ".join(launch.ranks_with_hosts(group) for group in spanning[:_MAX_LISTED])
-        text += f". {len(spanning)} span hosts, so what is meant to stay close crosses the network: {examples}"
-    divide = "Leave it, if groups are meant to be larger than a host; otherwise set paro_group_size to a divisor."
+        text += f". {len(spanning)} span hosts, so traffic inside a group crosses the network: {examples}"
+    divide = "Ignore this if groups should be larger than a host; otherwise set paro_group_size to a divisor."
     singletons, see = ": I means N, so N-I-G and I-I-G are ZeRO-1", 'See "groups of one rank" in troubleshooting.md.'
-    one_group = ": nothing crosses between groups, so N-I-G is ZeRO-2, I-I-G ZeRO-3"
+    one_group = ": nothing is sent between groups, so N-I-G is ZeRO-2, I-I-G ZeRO-3"
     cases: tuple[tuple[object, Level, str, str], ...] = (
         (crossings(ranks, m, [hosts.index(host) for host in launch.hosts]), Level.WRONG, "", _FILL_ADVICE),
         (spanning, Level.LOOK, "", divide),
@@ -196,14 +196,14 @@ def _judge_memory(answers: Answers, launch: Launch) -> list[Finding]:
     short = [rank for rank, count in ranks_here.items() if count > 1 and free[rank] < _SHM_BYTES * count]
     hosts = {launch.hosts[rank]: bytes_text(free[rank]) for rank in short}
     text = ", ".join(f"{host} has {nbytes} free" for host, nbytes in list(hosts.items())[:_MAX_LISTED])
-    text += ": NCCL, workers of data loaders, and DeepSpeed on a CPU put what ranks of a host share there"
+    text += ": NCCL, data loader workers, and DeepSpeed on a CPU share data of a host there"
     advice = "Make it larger (docker run --shm-size=16g, or mount -o remount,size=)."
     ok_text = f"{bytes_text(min(free.values()))} free at least"
     findings.append(finding_for("/dev/shm", text if short else "", advice, ok_text))
     limits = {rank: answer["locked"] for rank, answer in answers.items() if answer["device"] is not None}
     low = {rank: limit for rank, limit in limits.items() if 0 <= limit < _LOCKED_BYTES}
     text = f"RLIMIT_MEMLOCK is {bytes_text(min(low.values(), default=0))} on {ranks_text(low)}: "
-    text += "InfiniBand registers memory under it, and fails beyond"
+    text += "InfiniBand cannot register more memory than that"
     advice = "Raise it (ulimit -l unlimited, docker run --ulimit memlock=-1)."
     findings.append(finding_for("locked memory", text if low else "", advice, "RLIMIT_MEMLOCK is high enough"))
     return [*findings, _build_finding(answers)]
@@ -221,14 +221,16 @@ def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
     if options.params is None:
         return [Finding(subject, Level.OK, f"{text}, not compared with a model: give --params and --strategy")]
     if sizes is None:
-        return [Finding(subject, Level.LOOK, text, "The groups have to be right first.")]
+        return [Finding(subject, Level.LOOK, text, "Fix the groups first.")]
     need, offloaded = needed_bytes(options, sizes)
     text = f"{hyphenate(options.strategy)} of {options.params / 1e9:.3g} B parameters "
     text += f"needs {need / 1e9:.1f} GB a rank; free"
     short = [rank for rank, nbytes in free.items() if nbytes < need]
     if short:
         text += f": {least / 1e9:.1f} GB ({ranks_text(short)})"
-        advice = "Shard more finely (python -m deepspeed_ext plan --memory-gb), use more ranks, or end what else runs."
+        advice = (
+            "Shard more finely (python -m deepspeed_ext plan --memory-gb), use more ranks, or stop other processes."
+        )
         findings = [Finding(subject, Level.WRONG, text, advice)]
     else:
         scarcest = [rank for rank, nbytes in free.items() if nbytes <= 1.05 * least]
@@ -252,7 +254,7 @@ def _states_findings(answers: Answers, launch: Launch) -> list[Finding]:
 def _build_finding(answers: Answers) -> Finding:
     closed = [rank for rank, answer in answers.items() if not answer["writable"]]
     if closed:
-        text = f"{ranks_text(closed)} may not write to {answers[closed[0]]['build']}, where operators are compiled"
+        text = f"{ranks_text(closed)} cannot write to {answers[closed[0]]['build']}, where operators are compiled"
         return Finding("build folder", Level.LOOK, text, "Set TORCH_EXTENSIONS_DIR to a folder of yours.")
     rank, answer = min(answers.items(), key=lambda item: item[1]["disk"])
     ok_text = f"{bytes_text(answer['disk'])} free for {answer['build']}"
@@ -319,7 +321,7 @@ _WITHOUT_COMPILER = (
 )
 _INSTALL_ADVICE = {
     "c++": "Install g++, or name another compiler in CXX.",
-    "ninja": "Install it (pip install ninja), and have its folder in PATH.",
+    "ninja": "Install it (pip install ninja), and add its folder to PATH.",
     "nvcc": "Install the CUDA toolkit of torch's CUDA version, and set CUDA_HOME.",
 }
 
@@ -356,7 +358,7 @@ def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
     mismatched = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
     if mismatched:
         nvcc, torch = answers[mismatched[0]]["nvcc"], answers[mismatched[0]]["torch"]
-        text = f"CUDA {nvcc} on {ranks_text(mismatched)}, torch was built with {torch}: it compiles nothing then"
+        text = f"CUDA {nvcc} on {ranks_text(mismatched)}, torch was built with {torch}: nothing can be compiled"
         findings.append(Finding("version of nvcc", Level.LOOK, text, _INSTALL_ADVICE["nvcc"]))
     if all(answer["built"] for answer in answers.values()):
         findings.append(Finding("LoCo's kernels", Level.OK, "built ahead of time"))

@@ -48,15 +48,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=number(int), help="paro_group_size (default: ranks per node)")
     late = "seconds to wait for a rank, and for a message (default: 60)"
     parser.add_argument("--timeout", type=number(float), default=60.0, metavar="S", help=late)
-    written = "rank 0 writes the report, with all that was measured"
+    written = "file in which rank 0 writes the report with all measurements"
     parser.add_argument("--json", type=Path, metavar="FILE", help=written)
-    skip = f"leave out a check, once for each: {', '.join(CHECKS)}"
+    skip = f"title of a check to skip, may be repeated: {', '.join(CHECKS)}"
     parser.add_argument("--skip", action="append", choices=CHECKS, default=[], metavar="TITLE", help=skip)
-    model = parser.add_argument_group("a model whose states shall fit, without activations")
-    model.add_argument("--params", type=number(count), metavar="N", help="its parameters, such as 7e9 or 7B")
+    model = parser.add_argument_group("the model whose states must fit into memory, without activations")
+    model.add_argument("--params", type=number(count), metavar="N", help="number of parameters, such as 7e9 or 7B")
     model.add_argument("--strategy", type=_strategy, default="NIG", help="such as I-I-G (default: N-I-G)")
     dtypes = ("bf16", "fp16", "fp32")
-    model.add_argument("--dtype", choices=dtypes, default="bf16", help="of parameters and gradients (default: bf16)")
+    model.add_argument(
+        "--dtype", choices=dtypes, default="bf16", help="dtype of parameters and gradients (default: bf16)"
+    )
     model.add_argument("--offload-optimizer", action="store_true", help="optimizer states in host memory")
 
 
@@ -198,9 +200,9 @@ def _judge(
     errors = by_value({rank: outcome["error"] for rank, outcome in outcomes.items() if outcome["error"]})
     findings = [_failure(launch, ranks, error) for error, ranks in errors.items()]
     if lost:
-        advice = "See what these ranks have printed, and whether their processes and hosts still run."
+        advice = "Check the output of these ranks, and whether their processes and hosts still run."
         findings.append(
-            Finding(launch.ranks_with_hosts(lost), Level.WRONG, "no answer: dead, or out of reach", advice)
+            Finding(launch.ranks_with_hosts(lost), Level.WRONG, "no answer: it died or cannot be reached", advice)
         )
     if answers and not (check.collective and findings):
         try:
@@ -216,7 +218,7 @@ def _failure(launch: Launch, ranks: list[int], error: str) -> Finding:
 
 
 def _skipped_finding(reason: str, advice: str) -> Finding:
-    return Finding("left out", Level.LOOK, reason, f"{advice}, and run the doctor again.")
+    return Finding("skipped", Level.LOOK, reason, f"{advice}, and run the doctor again.")
 
 
 def _print_error(problem: str) -> None:

@@ -49,10 +49,10 @@ _QUEUE = (
 _WAITS = "the host waits for each collective, so nothing overlaps with compute, and strategies use no side streams."
 _NO_CACHE = "every tensor is allocated and freed by the driver, which waits for the device: for debugging only."
 _COMPARED = "before each collective, ranks compare its arguments over gloo: for debugging only."
-_NO_SHM = "devices of a host that reach one another by no direct path use the network instead of shared memory."
-_NO_GDR = "what goes to the network is copied through host memory (no GPUDirect RDMA)."
+_NO_SHM = "devices of a host without a direct path use the network instead of shared memory."
+_NO_GDR = "data for the network is copied through host memory (no GPUDirect RDMA)."
 _LO = "uses the loopback, which reaches no other host."
-_OUT = "the package stays out of DeepSpeed, which then does not know its keys."
+_OUT = "the package does not patch DeepSpeed, which then rejects its keys."
 HARMFUL = (
     Harmful("CUDA_DEVICE_MAX_CONNECTIONS", "1", _QUEUE),
     Harmful("TORCH_NCCL_BLOCKING_WAIT", _ON, _WAITS),
@@ -63,11 +63,11 @@ HARMFUL = (
     Harmful("NCCL_P2P_DISABLE", _ON, "devices of a host do not use NVLink or PCIe directly."),
     Harmful("NCCL_P2P_LEVEL", "LOC|0", "devices of a host never use NVLink or PCIe directly."),
     Harmful("NCCL_SHM_DISABLE", _ON, _NO_SHM),
-    Harmful("NCCL_IB_DISABLE", _ON, "InfiniBand and RoCE are not used: all goes over IP sockets."),
-    Harmful("NCCL_NET", "socket", "all goes over IP sockets, also where there is InfiniBand."),
+    Harmful("NCCL_IB_DISABLE", _ON, "InfiniBand and RoCE are not used: all data is sent over IP sockets."),
+    Harmful("NCCL_NET", "socket", "all data is sent over IP sockets, even with InfiniBand."),
     Harmful("NCCL_NET_GDR_LEVEL", "LOC|0", _NO_GDR),
-    Harmful("NCCL_ALGO", _ANY, "one algorithm is forced where NCCL chooses by size and topology."),
-    Harmful("NCCL_PROTO", _ANY, "one protocol is forced where NCCL chooses by size and topology."),
+    Harmful("NCCL_ALGO", _ANY, "one algorithm is forced; NCCL would choose by size and topology."),
+    Harmful("NCCL_PROTO", _ANY, "one protocol is forced; NCCL would choose by size and topology."),
     Harmful("NCCL_SOCKET_IFNAME", _LOOPBACK, f"NCCL {_LO}", Level.WRONG),
     Harmful("GLOO_SOCKET_IFNAME", _LOOPBACK, f"gloo {_LO}", Level.WRONG),
     Harmful("DEEPSPEED_EXT_DISABLE", _ON, _OUT, Level.WRONG),
@@ -94,7 +94,7 @@ def judge(answers: Answers, launch: Launch) -> list[Finding]:
     variables = {rank: answer["variables"] for rank, answer in answers.items()}
     findings = [*_harmful(variables, len(launch.ranks_of_hosts())), *_differences(variables)]
     if not findings:
-        findings = [Finding("variables", Level.OK, "none that hurts, and the same on all ranks")]
+        findings = [Finding("variables", Level.OK, "no harmful values, and equal on all ranks")]
     if launch.options.offload_optimizer or any(answer["on_host"] for answer in answers.values()):
         findings.append(_threads(answers, launch))
     first = answers[min(answers)]
@@ -115,7 +115,7 @@ def _differences(variables: Mapping[int, Mapping[str, str]]) -> Iterator[Finding
         values = by_value({rank: row.get(name, "") for rank, row in variables.items()})
         if len(values) > 1:
             text = "; ".join(f"{value or 'unset'} on {ranks_text(ranks)}" for value, ranks in values.items())
-            advice = "Set it alike on all nodes. Launchers pass on only some variables to other hosts."
+            advice = "Set it to the same value on all nodes. Launchers pass on only some variables to other hosts."
             yield Finding(name, Level.LOOK, f"differs: {text}", advice)
 
 
@@ -212,7 +212,7 @@ def _pat(version: list[int], enabled: str, sizes: GroupSizes, hosts: Sequence[st
         yield Finding("PAT", Level.LOOK, f"disabled, so {ring}", "Unset NCCL_PAT_ENABLE.")
     elif shared:
         text = f"NCCL uses it for one rank per node; here several ranks of a node are in one communicator, so {ring}"
-        yield Finding("PAT", Level.LOOK, text, "Use whole nodes as groups, unless smaller ones are meant.")
+        yield Finding("PAT", Level.LOOK, text, "Use whole nodes as groups, unless smaller groups are intended.")
     else:
         steps = f"{math.ceil(math.log2(k))} steps for small messages, not the {k - 1} of a ring"
         flat = "; collectives over all ranks, as ZeRO's, take a ring" if len(set(hosts)) < len(hosts) else ""

@@ -128,7 +128,9 @@ class Launch:
             return self.store.get(key).decode()
         except RuntimeError as error:
             host = socket.gethostname()
-            raise RendezvousError(f"rank {self.rank} on {host} has lost rank 0: {_first_line(error)}") from error
+            raise RendezvousError(
+                f"rank {self.rank} on {host} lost contact with rank 0: {_first_line(error)}"
+            ) from error
 
     def broadcast_and_confirm(self, key: str, text: str) -> str:
         """Broadcast rank 0's text. Rank 0 waits until the other ranks have received it."""
@@ -202,11 +204,11 @@ def _open_store(environment: Mapping[str, str], rank: int, address: str, timeout
     try:
         store = TCPStore(name, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
-        reason = "this rank cannot listen there" if serves else "nobody answers there"
+        reason = "this rank cannot listen there" if serves else "no process answers there"
         raise RendezvousError(
-            f"rank {rank} on {socket.gethostname()} did not get to {address} (MASTER_ADDR:MASTER_PORT) within "
-            f"{timeout:g} s; {reason}: {_first_line(error)}. Check that rank 0 has started, that the address is that "
-            f"of its host as others see it, that nothing else uses the port, and that no firewall closes it."
+            f"rank {rank} on {socket.gethostname()} could not connect to {address} (MASTER_ADDR:MASTER_PORT) within "
+            f"{timeout:g} s; {reason}: {_first_line(error)}. Check that rank 0 has started, that other hosts "
+            f"can reach this address, that nothing else uses the port, and that no firewall blocks it."
         ) from error
     return PrefixStore(f"deepspeed_ext doctor {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 

@@ -126,7 +126,7 @@ def judge_hops(answers: Answers, launch: Launch) -> list[Finding]:
     if len(bandwidths) == 2:
         ratio = bandwidths[0] / bandwidths[1]
         text = f"between groups a rank receives {ratio:.3g} times more slowly than inside"
-        text += ": strategies gain little where links are alike" if ratio < _SIMILAR_RATIO else ""
+        text += ": strategies gain little if links are similarly fast" if ratio < _SIMILAR_RATIO else ""
         findings.append(Finding("compared", Level.OK, text))
     return findings or [Finding("hops", Level.OK, "one rank: nothing is sent")]
 
@@ -142,7 +142,7 @@ _WRONG_RATIO = 0.5  # share of the usual rate below which an outlier is wrong
 _LATE_RATIO = 1 / 3  # share of the usual inverse latency below which a rank is late
 _MAX_LISTED = 8  # maximum number of findings of a type
 _PAIR_SECONDS = 300.0
-_NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and what else uses them."
+_NODE_ADVICE = "Look at this node's network card, cable and switch port (ethtool, ibstat), and at other users of them."
 _RANK_ADVICE = "Look at this rank's device and its own link (nvidia-smi topo -m, nvidia-smi nvlink -s)."
 _PAIR_ADVICE = "Look at the path between the two alone: cables and switches that only it uses."
 
@@ -317,7 +317,7 @@ def _outlier_findings(
     if outliers.lower:
         speeds, slower = outliers.rates.values(), ", ".join(map(name, outliers.lower[:_MAX_LISTED]))
         text = f"of two kinds, {rate_text(min(speeds))} to {rate_text(max(speeds))}; the slower ones are {slower}"
-        findings.append(Finding(subject, Level.LOOK, text, "Training goes at the pace of the slower ones."))
+        findings.append(Finding(subject, Level.LOOK, text, "The slower ones determine the speed of training."))
     few = len(outliers.rates) < 3
     compared = "too few to compare" if few else f"no outlier (none below {OUTLIER_RATIO:.0%} of the others)"
     text = f"{rate_text(usual)} each way, both at once; {compared}, {len(rates)} pair(s)"

@@ -33,9 +33,9 @@ FLOPS, FROZEN_FLOPS = 6, 4  # per parameter and token, forward and backward
 TERMINAL = Path("-")  # value of --json
 # Option, the option that it needs, and the reason.
 REQUIRED = (
-    ("trainable", "params", "of a --model those count that require a gradient"),
-    ("largest_layer", "params", "of a --model it is counted"),
-    ("expert_params", "params", "of a --model those count that DeepSpeed has marked"),
+    ("trainable", "params", "of a --model, parameters that require a gradient are counted"),
+    ("largest_layer", "params", "of a --model, the largest module is found"),
+    ("expert_params", "params", "of a --model, parameters that DeepSpeed has marked are counted"),
     ("expert_params", "expert_parallel", ""),
     ("expert_parallel", "expert_params", ""),
     ("parameter_cache_gb", "offload_param", ""),
@@ -85,36 +85,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     model = parser.add_argument_group("the model")
     either = _adder(model.add_mutually_exclusive_group(required=True))
-    either("--model", "PKG:FN", "makes the model; on the meta device it is free", str)
-    either("--params", "N", "its number of parameters instead, such as 7e9 or 7B", _COUNT)
+    either("--model", "PKG:FN", "function that builds the model; on the meta device it takes no memory", str)
+    either("--params", "N", "number of parameters instead, such as 7e9 or 7B", _COUNT)
     either("--page", "FILE", "write a calculator as one HTML file, which needs no installation or options", new_file)
-    either("--from", "FILE", "report.json of your own script: predict it on other links, nodes, strategies", Path)
+    either("--from", "FILE", "report.json of your own training: predict it with other links, nodes, strategies", Path)
     _add_model(_adder(model))
-    _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher it is that of the launch")))
+    _add_cluster(_adder(parser.add_argument_group("the cluster; under a launcher, the launched ranks")))
     add = _adder(parser.add_argument_group("how often to save, if --mtbf-hours is given"))
     failures = "mean hours between failures of the whole job: those of one node, divided by the number of nodes"
     add("--mtbf-hours", "H", f"{failures}; needs --disk-gbps, and --micro-step-seconds or --tokens", _POSITIVE)
     add("--disk-gbps", "G", "10^9 bytes/s that a node writes to storage", _POSITIVE)
     add("--shared-disk-gbps", "G", "10^9 bytes/s that all nodes write together (default: no limit)", _POSITIVE)
-    add("--restart-seconds", "S", "from a failure until training goes on, with the load (default: 0)", _NON_NEGATIVE)
-    add("--async-save", None, "checkpoint.async_save: training goes on while files are written")
+    add(
+        "--restart-seconds",
+        "S",
+        "from a failure until training continues, including the load (default: 0)",
+        _NON_NEGATIVE,
+    )
+    add("--async-save", None, "checkpoint.async_save: training continues while files are written")
     add = _adder(parser.add_argument_group("output"))
     add("--json", "FILE", "write the plans; - for the terminal, instead of the table", new_file)
 
 
 def _add_model(add: _Adder) -> None:
     non_negative = number(count, zero=True)
-    add("--trainable", "N", "of these (default: all)", non_negative)
+    add("--trainable", "N", "trained parameters, with --params (default: all)", non_negative)
     add("--largest-layer", "N", "parameters of the largest module, with --params", non_negative)
-    add("--expert-params", "N", "of these in experts, with --params and --expert-parallel", _COUNT)
+    add("--expert-params", "N", "parameters in experts, with --params and --expert-parallel", _COUNT)
     add("--expert-parallel", "E", "expert-parallel size: ranks that have all experts together", _WHOLE)
-    add("--dtype", None, "of parameters and gradients (default: bf16)", str, choices=BYTES)
+    add("--dtype", None, "dtype of parameters and gradients (default: bf16)", str, choices=BYTES)
     add("--accumulation", "S", "micro-steps of a step (default: 1)", _WHOLE)
-    add("--micro-step-seconds", "S", "of forward and backward, without communication (default: 0)", _NON_NEGATIVE)
+    add(
+        "--micro-step-seconds",
+        "S",
+        "seconds of forward and backward, without communication (default: 0)",
+        _NON_NEGATIVE,
+    )
     flops = "6 FLOPs for each token and parameter, 4 for a frozen one"
-    add("--tokens", "N", f"of a micro-batch on a rank, for --micro-step-seconds: {flops}", _COUNT)
+    add("--tokens", "N", f"tokens of a micro-batch on a rank, for --micro-step-seconds: {flops}", _COUNT)
     add("--tflops", "T", "10^12 FLOPs/s that a rank reaches, with --tokens", _POSITIVE)
-    add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates under the next forward")
+    add("--overlap-updates", None, "paro_overlap_updates: with p = N, gather updates during the next forward")
     muon = "Muon trains the matrices that DeepSpeed chooses for it (with --params: all trained parameters)"
     seconds = "seconds that one rank would take to orthogonalize them all (default: 0)"
     add("--muon", "S", f"{muon}; S: {seconds}", _NON_NEGATIVE, nargs="?", const=0.0)
@@ -135,7 +145,12 @@ def _add_cluster(add: _Adder) -> None:
     add("--intra-gbps", "G", "Gbit/s that a rank receives inside its node", _POSITIVE)
     add("--inter-gbps", "G", "Gbit/s that a node receives from others", _POSITIVE)
     add("--host-gbps", "G", "10^9 bytes/s that each rank of a node copies from its host at once, and back", _POSITIVE)
-    add("--latency-us", "U", "of a message between groups; 0 within (default: NCCL's rings and PAT)", _NON_NEGATIVE)
+    add(
+        "--latency-us",
+        "U",
+        "latency of a message between groups; 0 within (default: NCCL's rings and PAT)",
+        _NON_NEGATIVE,
+    )
     add("--memory-gb", "G", "10^9 bytes of a rank for model states", _POSITIVE)
 
 
@@ -235,25 +250,26 @@ def _check(arguments: argparse.Namespace) -> None:
     other_options = sorted(options - {"page"})
     if arguments.page and other_options:
         raise ValueError(
-            f"{_flag('page')} goes alone, the page has inputs of its own: leave out {_flag(other_options[0])}."
+            f"{_flag('page')} takes no other options, since the page has its own inputs: remove "
+            f"{_flag(other_options[0])}."
         )
     if "from" in options:
         for option in sorted(options - {"from", *OPTIONS_WITH_FROM}):
             raise ValueError(
-                f"{_flag(option)} does not go with --from: only {', '.join(map(_flag, OPTIONS_WITH_FROM))} do."
+                f"{_flag(option)} cannot be combined with --from: only {', '.join(map(_flag, OPTIONS_WITH_FROM))} can."
             )
         return
     for option, needed, reason in REQUIRED:
         if option in options and needed not in options:
-            raise ValueError(f"{_flag(option)} goes with {_flag(needed)}{reason and ': '}{reason}.")
+            raise ValueError(f"{_flag(option)} needs {_flag(needed)}{reason and ': '}{reason}.")
     for option, other, reason in EXCLUSIVE:
         if {option, other} <= options:
-            raise ValueError(f"{_flag(option)} does not go with {_flag(other)}: {reason}.")
+            raise ValueError(f"{_flag(option)} cannot be combined with {_flag(other)}: {reason}.")
     params, experts, trained = arguments.params, arguments.expert_params, arguments.trainable
     if experts is not None and experts >= params:
-        raise ValueError(f"--expert-params {experts} leaves nothing of --params {params}.")
+        raise ValueError(f"--expert-params {experts} must be less than --params {params}.")
     if trained is not None and trained > params:
-        raise ValueError(f"--trainable {trained} is more than --params {params}.")
+        raise ValueError(f"--trainable {trained} must be at most --params {params}.")
     if "mtbf_hours" in options and not arguments.micro_step_seconds and "tokens" not in options:
         raise ValueError("--mtbf-hours needs the time of a step: give --micro-step-seconds above 0, or --tokens.")
 
@@ -292,21 +308,21 @@ def _node_counts(arguments: argparse.Namespace, launched: bool) -> tuple[int, in
     requested = arguments.nodes, arguments.ranks_per_node
     if not launched:
         if None in requested:
-            raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which says how many there are).")
+            raise ValueError("expected --nodes and --ranks-per-node (or a launcher, which sets them).")
         return requested
     ranks, per_node = int(os.environ["WORLD_SIZE"]), ranks_per_node() or arguments.ranks_per_node
     if per_node is None:
         raise ValueError(
-            f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} says how many of them "
-            f"are on this node. Set --ranks-per-node."
+            f"the launcher started {ranks} ranks, and none of {', '.join(LOCAL_SIZE_VARIABLES)} gives the number "
+            f"on this node. Set --ranks-per-node."
         )
     if ranks % per_node:
-        raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, are no nodes of the same size.")
+        raise ValueError(f"{ranks} ranks, of which {per_node} are on this node, do not form nodes of the same size.")
     actual = ranks // per_node, per_node
     if any(value not in (None, have) for value, have in zip(requested, actual, strict=True)):
         raise ValueError(
             f"the launcher started {actual[0]} node(s) of {actual[1]} rank(s), got --nodes {requested[0]} "
-            f"--ranks-per-node {requested[1]}: leave them out."
+            f"--ranks-per-node {requested[1]}: remove these options."
         )
     return actual
 

@@ -132,8 +132,8 @@ def predict_outer(
         raise ValueError(f"an outer optimizer needs one of {hyphenated(OUTER_STRATEGIES)}, got {strategy}.")
     if model.experts:
         raise ValueError(
-            "an outer optimizer takes no experts of expert parallelism, since ranks with the same ones may be in one "
-            "group alone."
+            "an outer optimizer does not support expert parallelism, since all ranks with the same experts may be in "
+            "one group."
         )
     one_group = GroupSizes(sizes.group_size, sizes.group_size)
     inner = predict(strategy, one_group, model, rates)

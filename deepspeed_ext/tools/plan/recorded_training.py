@@ -173,14 +173,14 @@ class RecordedTraining:
             raise ValueError("expected the report.json of paro_report, got something else.") from error
         if report.get(KEY) is None:
             raise ValueError(
-                "the report has nothing for the planner: it is of an earlier version, or was made with probe false, "
-                "with an outer optimizer, or of a pipeline. Record again, without these."
+                "the report has no inputs for the planner: it is from an earlier version, or was made with probe "
+                "false, with an outer optimizer, or of a pipeline. Record again, without these."
             )
         try:
             sent = Compression.parse(*(report[KEY]["sent"][name] for name in ("loco", "updates")))
             planner_input = TypeAdapter(PlannerInput).validate_python({**report[KEY], "sent": sent})
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{KEY!r} in the report is of another version ({error}). Record again.") from error
+            raise ValueError(f"{KEY!r} in the report is from another version ({error}). Record again.") from error
         return cls(planner_input, step, update, other)
 
     @cached_property
@@ -246,7 +246,7 @@ class RecordedTraining:
         members = {"--intra-gbps": (intra, cluster.sizes.group_size), "--inter-gbps": (inter, cluster.sizes.groups)}
         for flag, (rate, ranks) in members.items():
             if rate == inf and ranks > 1:
-                raise ValueError(f"the report has no such link, since it is of fewer ranks: give {flag}.")
+                raise ValueError(f"the report has no such link, because it has too few ranks: give {flag}.")
         before, after = (Latencies.of(c.sizes, c.ranks_per_node, backend=backend) for c in (old, cluster))
         within = _scale_latency(probed.intra.latency, before.intra, after.intra)
         between = _scale_latency(probed.inter.latency, before.inter, after.inter)

@@ -34,7 +34,7 @@ _COLUMNS: Sequence[_Column] = (
     ("GB: p", 8, _gb("memory.parameters")),
     ("g", 8, _gb("memory.gradients")),
     ("os", 8, _gb("memory.optimizer")),
-    ("besides", 9, _gb("transient")),
+    ("other", 9, _gb("transient")),
     ("sum", 8, _gb("total_memory")),
     ("GB in group", 13, _gb("volume.intra")),
     ("between", 9, _gb("volume.inter")),
@@ -60,13 +60,13 @@ _SAVE_COLUMNS: Sequence[_Column] = (
 )
 _OUTER_COLUMNS: Sequence[_Column] = (
     ("outer: GB held", 16, _gb("held")),
-    ("on its way", 12, _gb("transfer")),
+    ("in flight", 12, _gb("transfer")),
     ("between", 9, _gb("received")),
     ("s: exposed", 12, _seconds("exposed")),
     ("busy", 8, _seconds("busy")),
 )
 CHANGES_TRAINING = (
-    "An outer optimizer changes the training, so none of these is a choice: "
+    "An outer optimizer changes the training, so none of these is chosen automatically: "
     "see deepspeed_ext/zero/README.md#an-outer-optimizer"
 )
 
@@ -143,9 +143,9 @@ def _note_lines(plan: Plan, saves: Saves | None) -> Iterator[str]:
     limit = "no limit" if plan.budget is None else f"{plan.budget / GIGA:g} GB"
     yield f"{n} ranks in {k} group(s) of {m}, {plan.model.accumulation} micro-step(s) a step, a rank's memory: {limit}"
     if not plan.model.compute:
-        yield "compute is taken as 0 s, so it hides no communication: give --micro-step-seconds"
+        yield "compute is assumed to take 0 s, so no communication is hidden: give --micro-step-seconds"
     if (plan.model.host is not None or saves is not None) and plan.rates.host == _INFINITE:
-        yield "copies from and to the host are taken as 0 s: give --host-gbps"
+        yield "copies from and to the host are assumed to take 0 s: give --host-gbps"
     if saves is not None:
         together = "" if saves.shared == _INFINITE else f", and all nodes together {saves.shared / GIGA:.3g}"
         kind = "asynchronous" if saves.asynchronous else "synchronous"
@@ -169,7 +169,7 @@ def rate_lines(plan: Plan) -> list[str]:
 
 def _rate(rate: Rate) -> str:
     if rate.bandwidth == _INFINITE:
-        return "nothing to move"
+        return "no data to send"
     return f"{rate.bandwidth / GIGA:.3g} GB/s a rank + {rate.latency * 1e6:.3g} us"
 
 

@@ -135,9 +135,9 @@ class WhatIf:
         lines = [
             f"{sizes.ranks} ranks in {sizes.groups} group(s) of {sizes.group_size}; as in the report, "
             f"{model.accumulation} micro-batch(es) of {model.compute:.3g} s of compute in a step,",
-            f"and {self.recorded.unexplained:.3g} s of the host, in every row, that nothing explains. Seconds by bits "
-            "of gradients (g) and updates (u)",
-            "between groups; GB that a rank holds and receives from other groups without these",
+            f"and {self.recorded.unexplained:.3g} s of unexplained host time in every row. Seconds by bits of "
+            "gradients (g) and updates (u)",
+            "between groups; GB that a rank holds and receives from other groups without compression",
             "",
             f"{'':<11}{''.join(f'{_title(bits):>10}' for bits in columns)}{'held':>10}{'received':>10}",
         ]

@@ -256,7 +256,7 @@ def _predict(engine: Engine, compute: float, probes: bool) -> tuple[GroupSizes, 
         forms = [form for form in COMPRESSIONS if form.label != sent.label]
         planned = plan(topology.sizes, model, rates, None, [*forms, sent])
     except ValueError as error:
-        return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"Nothing is predicted: {error}"]
+        return GroupSizes(dist.get_world_size(), dist.get_world_size()), None, [f"No prediction available: {error}"]
     # If a group is all ranks, some strategies have the same predictions as a plain stage: leave these out.
     twins = {row.strategy: row.total_seconds for row in planned.plain}
     rows = [

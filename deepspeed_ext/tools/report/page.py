@@ -43,8 +43,8 @@ def paragraph(report: Report) -> str:
     named = [f"{seconds:.3g} s {_PARTS[part]}" for part, seconds in parts.items() if part in _PARTS]
     text = (
         f"A step of {training['called']} takes {_step(report):.3g} s on {training['ranks']} ranks in "
-        f"{training['groups']} group(s) of {training['group_size']}: {', '.join(named)}, and {parts[OTHER]:.3g} s of "
-        f"anything else"
+        f"{training['groups']} group(s) of {training['group_size']}: {', '.join(named)}, and {parts[OTHER]:.3g} s "
+        f"other"
     )
     predicted = [row["predicted"] for row in report["parts"] if row["predicted"] is not None]
     if predicted:
@@ -98,19 +98,19 @@ def _slow_hops(report: Report) -> Iterator[str]:
         reached, probed = hop["rate"], hop["probed_rate"]
         if reached and probed and probed > _SLOW_RATIO * reached:
             yield (
-                f"What crosses {_HOPS[hop['hop']]} reaches {reached / 1e6:.3g} MB/s a rank, where the probe finds "
-                f"{probed / 1e6:.3g}: messages are small, ranks come late, or compute takes the cores that move them."
+                f"Transfers {_HOPS[hop['hop']]} reach {reached / 1e6:.3g} MB/s per rank, but the probe measured "
+                f"{probed / 1e6:.3g}: messages are small, ranks are late, or compute uses the cores that send them."
             )
         else:
-            yield f"The step waits for {share:.0%} of its time for what crosses {_HOPS[hop['hop']]}."
+            yield f"The step waits for transfers {_HOPS[hop['hop']]} for {share:.0%} of its time."
 
 
 def _step_findings(report: Report) -> Iterator[str]:
     share = _parts(report)[OTHER] / _step(report)
     if share > 2 * _MIN_GAIN:
         yield (
-            f"{share:.0%} of the step is neither compute, update nor an exposed hop: copies into and out of buckets, "
-            f"the data loader, the script, or ranks that wait for one another."
+            f"{share:.0%} of the step is unaccounted for; likely causes: bucket copies, the data loader, user code, "
+            f"or waiting for other ranks."
         )
     usual = median([row["compute"] for row in report["ranks"]] or [0.0])
     worst = max(report["ranks"], key=lambda row: float(row["compute"]), default={"compute": 0.0})
@@ -125,7 +125,7 @@ def _excess_findings(report: Report) -> Iterator[str]:
     for row in report["memory"]:
         if row["formula"] and row["bytes"] > (1 + _EXCESS_MEMORY) * row["formula"]:
             yield (
-                f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}, where the strategy needs "
+                f"This rank holds {row['bytes'] / 1e9:.3g} GB of {row['state']}; the strategy needs "
                 f"{row['formula'] / 1e9:.3g}."
             )
     for hop in report["hops"]:
@@ -134,12 +134,12 @@ def _excess_findings(report: Report) -> Iterator[str]:
         if formula and hop["bytes"] > (1 + _EXCESS_RECEIVED) * formula:
             source = "its group" if hop["hop"] == WITHIN else "other groups"
             yield (
-                f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step, where the formula has "
+                f"A rank receives {hop['bytes'] / 1e6:.3g} MB from {source} in a step; the formula predicts "
                 f"{formula / 1e6:.3g}."
             )
     share = report["steps"]["overhead"]
     if share is not None and share > _OVERHEAD:
-        yield f"Recorded steps took {share:.1%} longer than those around them, so their parts are a little too long."
+        yield f"Recorded steps took {share:.1%} longer than other steps, so the seconds of their parts are too high."
 
 
 # As a page ########################################################################################
@@ -155,7 +155,7 @@ def render(report: Report) -> str:
     called = html.escape(str(training.get("called") or "training"))
     return fill_template(
         read_asset("page.html"),
-        f"Where a step goes: {called}",
+        f"Time of a step: {called}",
         read_asset("page.css"),
         "\n".join(map(read_asset, _SCRIPTS)),
         report,

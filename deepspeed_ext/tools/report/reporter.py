@@ -50,7 +50,7 @@ def report_on(engine: Engine, settings: ReportSettings) -> None:
     """
     global _reporter
     if _reporter is not None:
-        log_dist("deepspeed_ext: only the first engine of this process is reported on", ranks=[0])
+        log_dist("deepspeed_ext: only the first engine of this process is recorded", ranks=[0])
         return
     _reporter = _Reporter(engine, settings)
 

@@ -188,15 +188,15 @@ def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch:
         ("a.json nig.json -- -m", "expected the script after --"),
         ("a.json nig.json -- none.py", "there is no script none.py"),
         ("a.json none.json -- train.py", "the configuration none.json cannot be read: No such file"),
-        ("a.json train.py -- train.py", "the configuration train.py is no JSON: "),
+        ("a.json train.py -- train.py", "the configuration train.py is not valid JSON: "),
         ("a.json list.json -- train.py", "list.json must be a dictionary, got list"),
         ("a.json auto.json -- train.py", 'auto.json has a value "auto", which a framework replaces'),
         ("a.json early.json -- train.py", "early.json has tensor_parallel, which DeepSpeed reads before"),
         ("a.json nig.json --hostfile none -- train.py", "there is no --hostfile none"),
-        ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch is the whole prefix; leave out --ranks."),
+        ("a.json nig.json --launch srun --ranks 2 -- train.py", "--launch replaces the launcher; remove --ranks."),
         ("a.json nig.json --launcher torchrun --hostfile a.json -- train.py", "with torchrun use --launch on each"),
         ("a.json nig.json --steps 0 -- train.py", "must be above 0, got 0"),
-        ("a.json nig.json --folder a.json -- train.py", "cannot be made"),
+        ("a.json nig.json --folder a.json -- train.py", "cannot be created"),
     ],
 )
 def test_what_cannot_run_is_refused(

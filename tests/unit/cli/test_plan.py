@@ -71,14 +71,14 @@ def test_a_table_of_all_strategies_and_a_reason(plan: Plan) -> None:
     # NNG: parameters 14 GB, gradients 14 GB, optimizer 84/32 GB; received between groups 2 b M = 2 x 3/32 x 14 GB.
     row = rows_of(said)["NNG"]
     assert row[1:4] == ["14.00", "14.00", "2.62"] and row[7] == "2.62"
-    assert "compute is taken as 0 s" in said and "\nZeRO-1 " in said
+    assert "compute is assumed to take 0 s" in said and "\nZeRO-1 " in said
     # With Muon: master copies and momentum, and matrices to their owners and back, 2 b M / k.
     said = plan(*SEVEN, "--muon", "32")
     row = rows_of(said)["NNG"]
     assert row[3] == "1.75" and float(row[7]) == pytest.approx(2.625 * (1 + 1 / 4), abs=0.01)
-    assert float(row[11]) == pytest.approx(32 / 32) and "plain stages are left out: with Muon" in said
+    assert float(row[11]) == pytest.approx(32 / 32) and "not compared with plain stages: with Muon" in said
     said = plan(*SEVEN, "--micro-step-seconds", "4", "--overlap-updates")
-    assert rows_of(said)["NNG"][8] == "4" and "compute is taken" not in said
+    assert rows_of(said)["NNG"][8] == "4" and "compute is assumed" not in said
 
 
 def test_a_table_with_an_outer_optimizer(plan: Plan) -> None:
@@ -171,13 +171,16 @@ REFUSED = [
     ("--params 7B --model a:b", "--model: not allowed with argument --params"),
     ("--intra-gbps 8 --inter-gbps 0", "--inter-gbps: must be above 0, got 0"),
     ("--params seven", "expected a number of parameters such as 7e9 or 7B, got 'seven'"),
-    ("--params 7B --trainable 8B", "--trainable 8000000000 is more than --params 7000"),
-    ("--expert-params 5B", "--expert-params goes with --expert-parallel"),
-    ("--tokens 9", "--tokens goes with --tflops"),
-    ("--tokens 9 --tflops 1 --micro-step-seconds 2", "--tokens does not go with --micro-step-seconds: either"),
-    ("--model a:b --expert-params 5B --expert-parallel 2", "--expert-params goes with --params: of a --model"),
-    ("--params 4B --expert-params 5B --expert-parallel 2", "--expert-params 5000000000 leaves nothing of --params"),
-    ("--expert-params 5B --expert-parallel 2 --trainable 1B", "does not go with --trainable: all parameters are"),
+    ("--params 7B --trainable 8B", "--trainable 8000000000 must be at most --params 7000"),
+    ("--expert-params 5B", "--expert-params needs --expert-parallel"),
+    ("--tokens 9", "--tokens needs --tflops"),
+    ("--tokens 9 --tflops 1 --micro-step-seconds 2", "--tokens cannot be combined with --micro-step-seconds: either"),
+    ("--model a:b --expert-params 5B --expert-parallel 2", "--expert-params needs --params: of a --model"),
+    ("--params 4B --expert-params 5B --expert-parallel 2", "--expert-params 5000000000 must be less than --params"),
+    (
+        "--expert-params 5B --expert-parallel 2 --trainable 1B",
+        "cannot be combined with --trainable: all parameters are",
+    ),
     ("--latency-us -1", "--latency-us: must be at least 0, got -1.0"),
     ("--group-size 5", "must divide the data-parallel size, got .* 5 w"),
     ("--json /nowhere/plan", "--json: there is no folder for /nowhere"),
@@ -185,12 +188,12 @@ REFUSED = [
     ("--outer 10 bit=4", "--outer has no key 'bit': .* mean 'bits'?"),
     ("--outer 10 steps=5", "--outer gives steps twice"),
     ("--outer 4 fragments=5", "--outer fragments must be at most --outer steps"),
-    ("--parameter-cache-gb 1", "--parameter-cache-gb goes with --offload-"),
-    ("--offload-param --outer 9", "--outer does not go with --offload-param: only the outer"),
-    ("--mtbf-hours 9", "--mtbf-hours goes with --disk-gbps"),
-    ("--async-save", "--async-save goes with --mtbf-hours"),
+    ("--parameter-cache-gb 1", "--parameter-cache-gb needs --offload-"),
+    ("--offload-param --outer 9", "--outer cannot be combined with --offload-param: only the outer"),
+    ("--mtbf-hours 9", "--mtbf-hours needs --disk-gbps"),
+    ("--async-save", "--async-save needs --mtbf-hours"),
     ("--mtbf-hours 9 --disk-gbps 1", "needs the time of a step: give --micro-step-seconds above 0, or --tokens"),
-    ("--model a:b --largest-layer 7", "--largest-layer goes with --params"),
+    ("--model a:b --largest-layer 7", "--largest-layer needs --params"),
     ("--model no_such_module:f", "'no_such_module:f' cannot be imported"),
 ]
 
@@ -205,9 +208,12 @@ LACKING = [
     ([*NODES, *LINKS], "one of the arguments --model --params --page --from is required"),
     (["--params", "7B", *LINKS], "expected --nodes and --ranks-per-node"),
     (["--params", "7B", *NODES], "expected --intra-gbps and --inter-gbps"),
-    (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps goes with --inter-gbps"),
-    (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps goes with --inter-gbps: without it all"),
-    (["--page", "x.html", "--nodes", "4"], "--page goes alone, the page has inputs of its own: leave out --nodes"),
+    (["--params", "7B", *NODES, "--intra-gbps", "8"], "--intra-gbps needs --inter-gbps"),
+    (["--params", "7B", *NODES, "--host-gbps", "1"], "--host-gbps needs --inter-gbps: without it all"),
+    (
+        ["--page", "x.html", "--nodes", "4"],
+        "--page takes no other options, since the page has its own inputs: remove --nodes",
+    ),
 ]
 
 
@@ -243,10 +249,10 @@ def test_a_recorded_script_elsewhere(plan: Plan, report: Path) -> None:
 @pytest.mark.parametrize(
     "words, change, message",
     [
-        ("--muon", {}, "--muon does not go with --from: only --nodes, "),
-        ("--dtype bf16", {}, "--dtype does not go with --from"),
-        ("", {"planner": None}, "nothing for the planner: .* Record again"),
-        ("", {"planner": {}}, "'planner' in the report is of another version .* Record again"),
+        ("--muon", {}, "--muon cannot be combined with --from: only --nodes, "),
+        ("--dtype bf16", {}, "--dtype cannot be combined with --from"),
+        ("", {"planner": None}, "no inputs for the planner: .* Record again"),
+        ("", {"planner": {}}, "'planner' in the report is from another version .* Record again"),
         ("", {"parts": 3}, "expected the report.json of paro_report"),
         ("--nodes 2", {"planner": reports.planner_input(ranks=2).as_dict()}, "give --inter-gbps"),
     ],
@@ -294,7 +300,7 @@ def test_what_the_report_takes_is_not_dropped(
         monkeypatch.setattr(sys, "argv", ["deepspeed_ext", option, "4", "plan", *SEVEN])
         with pytest.raises(SystemExit):
             __main__.main()
-        assert "are the report's: put what plan takes after it" in capsys.readouterr().err
+        assert "are options of the report without a command: put those of plan" in capsys.readouterr().err
 
 
 LAUNCHES = [

@@ -98,7 +98,7 @@ def test_losses_that_differ_are_a_problem() -> None:
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        (report(1.0, [None, None, None]), "B gave none to engine.backward"),
+        (report(1.0, [None, None, None]), "B passed no losses to engine.backward"),
         (report(1.0, samples=64), "a step of A has 32 samples, one of B 64"),
         (report(1.0, [1.0, math.nan, 0.25]), "the largest relative difference is inf"),
     ],

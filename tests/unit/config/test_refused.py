@@ -135,7 +135,7 @@ OUTER = alone(
     (outer(offload="nvme"), 'offload must be "none" or "cpu", got \'nvme\''),
     (outer(steps=2, fragments=3), "fragments must be at most .*steps.*got 3 fragments and 2 steps"),
     (outer(steps=10, fragments=3, delay=3), "with 10 steps and 3 fragments less than 3, got 3"),
-    (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits says in how many bits"),
+    (outer() | {"zeropp_loco_param": {}}, "zeropp_loco_param cannot be combined with .*bits sets the bits"),
     (outer() | UPDATES, "paro_quantized_updates cannot be combined"),
 )
 OTHER_PACKAGES: list[Row] = [
@@ -167,7 +167,7 @@ OTHER_PACKAGES: list[Row] = [
             strategy,
             in_zero("paro_parameter_cache_bytes"),
             {"paro_parameter_cache_bytes": 9} | offload,
-            ".*that have such: I-N-G, I-I-G, I-G-G. ",
+            ".*with such slices: I-N-G, I-I-G, I-G-G. ",
         )
         for strategy, offload in ((NIG, {}), (III, {"offload_param": CPU}), (GGG, {"offload_param": CPU}))
     ),
@@ -183,12 +183,12 @@ OTHER_PACKAGES: list[Row] = [
     *(
         beside(strategy, in_zero("zero_quantized_weights"), {"zero_quantized_weights": True}, why)
         for strategy, why in (
-            (NIG, ".*; paro_quantized_updates sends what a step has changed of them in few"),
-            (III, "no parameters are sent .*; paro_quantized_updates sends sums of gradients back"),
-            (GGG, r"parameters are gathered as they are\. Remove one"),
+            (NIG, ".*; paro_quantized_updates quantizes the changes of each step"),
+            (III, "no parameters are sent .*; paro_quantized_updates quantizes sums of gradients"),
+            (GGG, r"parameters are gathered unquantized\. Remove one"),
         )
     ),
-    beside(GGG, in_zero("paro_quantized_updates"), UPDATES, "with p = G no rank holds"),
+    beside(GGG, in_zero("paro_quantized_updates"), UPDATES, "with p = G, no rank holds"),
     beside(III, in_zero("reduce_scatter"), UPDATES | {"reduce_scatter": False}, "an all-reduce has no"),
     *(
         beside(
@@ -202,9 +202,13 @@ OTHER_PACKAGES: list[Row] = [
     ),
     beside(NIG, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" is for .* of 16 bits'),
     beside(
-        III, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" is .* here sums of', bf16={"enabled": True}
+        III,
+        in_zero("paro_quantized_updates.bits"),
+        WITHOUT_LOSS,
+        '"exact" applies .* sends sums of',
+        bf16={"enabled": True},
     ),
-    beside(IIG, "torch_autocast.enabled", UPDATES, ".*have to stay equal", torch_autocast={"enabled": True}),
+    beside(IIG, "torch_autocast.enabled", UPDATES, ".*must stay equal", torch_autocast={"enabled": True}),
     beside(III, in_zero("pipeline_loading_checkpoint"), {"pipeline_loading_checkpoint": True}),
     beside(III, "checkpoint.use_node_local_storage", {}, checkpoint={"use_node_local_storage": True}),
 ]
@@ -233,7 +237,7 @@ MICS: list[Row] = [
         for off in ({}, {"mics_shard_size": -1})
     ),
     ({"mics_shard_size": 2, "zero_hpz_partition_size": 2}, {}, cannot(in_zero("zero_hpz_partition_size"), "III")),
-    ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*belongs into zero_optimization"),
+    ({"stage": 3}, {"mics_shard_size": 2}, "'mics_shard_size' is at the top level .*move it into zero_optimization"),
     ({"mics_shard_size": 2}, {"elasticity": {"enabled": True}}, "Elastic training has been removed"),
 ]
 LOCO_KEYS = "err_beta, reset_T, bits, block_size, error_bits, error_feedback, hadamard"
@@ -271,7 +275,7 @@ LOCO: list[Row] = [
             "^zero_optimization.zero_hpz_partition_size cannot be combined with zero_optimization.zeropp_loco_param: ",
         ),
     ),
-    ({"stage": 1}, {"zeropp_loco_param": {}}, "'zeropp_loco_param' is at the top level .*belongs into zero_optim"),
+    ({"stage": 1}, {"zeropp_loco_param": {}}, "'zeropp_loco_param' is at the top level .*move it into zero_optim"),
 ]
 QUANTIZED_UPDATES: list[Row] = [
     *(
@@ -300,7 +304,7 @@ QUANTIZED_UPDATES: list[Row] = [
     (UPDATES | {"stage": 2, "zenflow": {}}, {}, "zenflow cannot be combined with .*paro_quantized_updates: ZenFlow"),
 ]
 ELSEWHERE: list[Row] = [
-    ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*belongs into zero_optimization"),
+    ({"stage": 2}, {"paro_strategy": "NIG"}, "'paro_strategy' is at the top level .*move it into zero_optimization"),
     (NIG, muon("gramm"), "^optimizer.params.ns_method must be one of gram, standard, got 'gramm'.$"),
     (FASTEST, muon(["gram"]), r"ns_method must be one of gram, standard, got \['gram'\]"),
     *(

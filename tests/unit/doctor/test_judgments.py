@@ -153,7 +153,7 @@ def test_other_resources() -> None:
     assert "b has 64 MiB free" in found["/dev/shm"].found
     assert "RLIMIT_MEMLOCK is 64 KiB on rank 3" in found["locked memory"].found
     assert found["build folder"].level == Level.WRONG and "(rank 3)" in found["build folder"].found
-    assert "rank 1 may not write to /b" in memory({"writable": False}, hosts="aa")["build folder"].found
+    assert "rank 1 cannot write to /b" in memory({"writable": False}, hosts="aa")["build folder"].found
 
 
 def test_versions_that_differ_and_patches() -> None:

@@ -35,7 +35,7 @@ def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
     assert findings["bad judge"] == [(findings["bad judge"][0][0], "wrong", "the check itself failed: KeyError: 7")]
     assert findings["together"][-1] == ("answers", "ok", "0, 1, 2")
     assert "rank 0" in findings["fails together"][0][0]
-    assert findings["left out"] == [("left out", "look", "fails together failed")]
+    assert findings["left out"] == [("skipped", "look", "fails together failed")]
     assert not second[0] and not third[0]
     assert [one[1] for one in (first, second, third)] == [False, False, True]  # what hangs is left behind
 
@@ -99,7 +99,7 @@ def measuring_case() -> list[tuple[str, str, str]]:
 
 
 MISSING = r"ranks 1-2 of 3 are missing: 1 s after rank 0 began to wait at 127.0.0.1:.*: rank 0. Check that the laun"
-REFUSED = r"rank 1 on .*did not get to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s"
+REFUSED = r"rank 1 on .*could not connect to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PORT\) within 1 s"
 
 
 @pytest.mark.quick
@@ -125,7 +125,7 @@ def test_without_process_groups_nothing_communicates(capsys: pytest.CaptureFixtu
     skipped = [f"--skip={title}" for title in CHECKS if title not in ("groups", "links", "clocks")]
     assert "--skip=process groups" in skipped and run(parser.parse_args(skipped), list) == 0
     said = capsys.readouterr().out
-    assert said.count("left out  it needs process groups, which are skipped") == 2
+    assert said.count("skipped  it needs process groups, which are skipped") == 2
     assert said.count("-> Do not skip them, and run the doctor again.") == 2
 
 

@@ -119,7 +119,7 @@ CHANGES = {
 }
 ERRORS = {
     "removed": "RuntimeError.*DeepSpeedEngine.save_checkpoint is without its hook save_as_a_whole",
-    "another": f"RuntimeError.* version 3, and deepspeed_ext {OURS} needs version 2.* install the fork",
+    "another": f"RuntimeError.* version 3, but deepspeed_ext {OURS} needs version 2.* install the fork",
     "absent": "DeepSpeedConfigError .* paro_strategy, paro_group_size, which needs the package deepspeed_ext",
 }
 

@@ -79,5 +79,5 @@ def test_bits_and_places_of_what_is_held_and_refusals() -> None:
     assert one_group.held == pytest.approx(4 * 1.5e8 + 8 * 1.5e8)  # it has no errors
     with pytest.raises(ValueError, match="needs one of N-N-I, N-I-I, I-N-I, I-I-I, got I-I-G"):
         of("IIG", STREAMING)
-    with pytest.raises(ValueError, match="an outer optimizer takes no experts of expert parallelism"):
+    with pytest.raises(ValueError, match="an outer optimizer does not support expert parallelism"):
         of("III", STREAMING, replace(MODEL, experts=(Experts(2, MODEL.states),)))

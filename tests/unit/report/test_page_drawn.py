@@ -81,7 +81,7 @@ def test_every_page_is_drawn_within_its_window(looked: tuple[dict[str, Any], lis
         drawn = {"large": "4", "empty": "0"}.get(name.split("-")[0], "2")
         assert "error" not in one and (one["drawn"], one["overflow"]) == (drawn, 0), (name, one)
     page = found["hostile-1280"]
-    assert page["title"].startswith("Where a step goes: </script>")
+    assert page["title"].startswith("Time of a step: </script>")
     assert page["images"] == 0 and page["scripts"] == 2
 
 

@@ -56,7 +56,7 @@ def test_a_script_gets_its_arguments_and_the_variable(
     "arguments, said",
     [
         ((), "report runs a script, as in: torchrun ... -m deepspeed_ext report -- script.py --its-arguments; got"),
-        (("--", "none.py"), "got 'none.py', which is no file."),
+        (("--", "none.py"), "got 'none.py', which is not a file."),
         (("--after", "1", "--", __file__), "report.after must be an integer of at least 2 (optimizer steps), got 1"),
     ],
 )

@@ -52,25 +52,25 @@ FINDINGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"hops": [hop("within", 0.3, rate=1e7)]},
-        "What crosses within groups reaches 10 MB/s a rank, where the probe finds 100",
+        "Transfers within groups reach 10 MB/s per rank, but the probe measured 100",
     ),
-    ({"hops": [hop("between", 0.3)]}, "The step waits for 30% of its time for what crosses between groups."),
+    ({"hops": [hop("between", 0.3)]}, "The step waits for transfers between groups for 30% of its time."),
     (
         {"hops": [hop("between", 0.0, nbytes=3e6)]},
-        "A rank receives 3 MB from other groups in a step, where the formula has 1.",
+        "A rank receives 3 MB from other groups in a step; the formula predicts 1.",
     ),
     (
         {"memory": [{"state": "gradients", "bytes": 3e9, "formula": 1e9}]},
-        "This rank holds 3 GB of gradients, where the strategy needs 1.",
+        "This rank holds 3 GB of gradients; the strategy needs 1.",
     ),
     (
         {"ranks": [{"rank": r, "host": f"node{r}", "compute": 0.9 + 0.9 * (r == 3)} for r in range(4)]},
         "Rank 3 on node3 computes 2 times as long as the median rank",
     ),
-    ({"steps": {"seconds": [1.0], "overhead": 0.05}}, "Recorded steps took 5.0% longer than those around them"),
+    ({"steps": {"seconds": [1.0], "overhead": 0.05}}, "Recorded steps took 5.0% longer than other steps"),
     (
         {"parts": [{"part": "other", "seconds": 0.4, "predicted": None}]},
-        "40% of the step is neither compute, update nor",
+        "40% of the step is unaccounted for; likely causes",
     ),
 ]
 
@@ -91,7 +91,7 @@ def test_a_paragraph_has_the_step_its_parts_and_a_prediction() -> None:
     said = page.paragraph(report(findings=["First.", "Second.", "Third."]))
     assert said == (
         "A step of N-I-G (p=N, g=I, os=G) takes 1 s on 4 ranks in 2 group(s) of 2: 0.9 s compute, 0.02 s exposed "
-        "within groups, 0.03 s exposed between groups, 0.02 s the update, and 0.03 s of anything else. The planner "
+        "within groups, 0.03 s exposed between groups, 0.02 s the update, and 0.03 s other. The planner "
         "predicts 1 s. First. Second."
     )
 

@@ -128,18 +128,18 @@ REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any
         4,
         "frozen moe",
         {**IIG, "stage3_leaf_bytes": 99},
-        "the model has DeepSpeed MoE layers, and experts that are frozen, such as "
+        "the model has DeepSpeed MoE layers, and frozen experts, such as "
         "moe.deepspeed_moe.experts.deepspeed_experts.0.weight, are in no rank's shard. Remove paro_strategy and "
-        "paro_group_size and stage3_leaf_bytes, and set zero_optimization.stage to 1 or 2; strategies with p = N have "
-        "experts whole.",
+        "paro_group_size and stage3_leaf_bytes, and set zero_optimization.stage to 1 or 2; strategies with p = N do "
+        "not shard experts.",
         [("frozen moe", {"stage": 1}), ("moe", IIG)],
     ),
     (
         2,
         "NorMuon",
         NIG,
-        "NorMuon steps whole matrices, and has shards of them. Use DeepSpeed's: set optimizer.type to Muon, or "
-        "pass MuonWithAuxAdam of deepspeed.runtime.zero.muon.muon_optimizer to deepspeed.initialize.",
+        "NorMuon needs whole matrices, but a rank has shards of them. Use DeepSpeed's: set optimizer.type to Muon, "
+        "or pass MuonWithAuxAdam of deepspeed.runtime.zero.muon.muon_optimizer to deepspeed.initialize.",
         [("DeepSpeed's", IIG)],
     ),
     (
@@ -147,14 +147,14 @@ REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any
         "a bias",
         IIG,
         "Muon orthogonalizes matrices, and a parameter group with use_muon true has the parameter bias of shape "
-        "(4,). Give it to a group with use_muon false.",
+        "(4,). Move it to a parameter group with use_muon false.",
         [],
     ),
     (
         2,
         "zero.Init",
         NIG,
-        "it replicates parameters, and deepspeed.zero.Init, under which the model was built, has sharded weight. "
+        "it replicates parameters, but the model was built under deepspeed.zero.Init, which has sharded weight. "
         "Build the model without zero.Init, or set paro_strategy to one with p = I or G.",
         [("zero.Init", IIG)],
     ),
@@ -162,7 +162,7 @@ REFUSED: list[tuple[int, str, dict[str, Any], str, list[tuple[str, dict[str, Any
         2,
         "mixed dtypes",
         IIG,
-        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, and the optimizer has 0.weight in "
+        "ZeRO-3 keeps all trained parameters in one buffer of one dtype, but the optimizer has 0.weight in "
         "torch.bfloat16 and 1.weight in torch.float32. Convert the model to one dtype, or set paro_strategy to one "
         "with p = N.",
         [("mixed, frozen", IIG), ("mixed dtypes", NIG)],
@@ -202,7 +202,9 @@ def test_a_compiled_model_is_refused_if_it_is_sharded(ranks: Any) -> None:
     for compiled in ("all of it", "a part"):
         for error in ranks(2).run_expect_error(compiled_case, "IIG", compiled):
             assert error.type == "ValueError", error
-            assert "paro_strategy I-I-G is not supported here: the model comes from torch.compile" in error.message
+            assert (
+                "paro_strategy I-I-G is not supported here: the model was compiled with torch.compile" in error.message
+            )
             assert error.message.endswith("and call engine.compile() after it.")
     for name, how in (("NIG", "a part"), ("IIG", "afterwards")):
         assert ranks(2).run(compiled_case, name, how) == [True] * 2
