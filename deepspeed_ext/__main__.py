@@ -18,7 +18,7 @@ def print_patches() -> None:
     tested = ", ".join(patches.TESTED_VERSIONS)
     print(f"\nsymbols of DeepSpeed (supported {patches.DEEPSPEED_VERSIONS}, tested {tested})")
     for patch, state in patcher.status():
-        print(f"  {state:<12} {patch.path}\n{'':<15}{patch.why}")
+        print(f"  {state:<12} {patch.path}\n{'':<15}{patch.purpose}")
     problems = patcher.override_problems()
     print("\nmethods of DeepSpeed's classes that ours override", *(problems or ["all as expected"]), sep="\n  ")
 

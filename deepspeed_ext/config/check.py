@@ -38,7 +38,7 @@ def check_config(config: "DeepSpeedConfig", mpu: Any = None, mesh_device: Any = 
 
 
 def _check_strategy(
-    config: "DeepSpeedConfig", zero: ParoZeroConfig, given: list[str], mpu: Any, mesh_device: Any
+    config: "DeepSpeedConfig", zero: ParoZeroConfig, keys: list[str], mpu: Any, mesh_device: Any
 ) -> None:
     from deepspeed import comm as dist
     from deepspeed.utils import log_dist
@@ -48,7 +48,7 @@ def _check_strategy(
     strategy = active_strategy(config)
     if strategy is None and not wants_fastest(config):
         return
-    refuse_mesh(given, mpu, mesh_device)
+    refuse_mesh(keys, mpu, mesh_device)
     save_settings(config)
     _check_muon(config)
     if strategy is None:

@@ -54,7 +54,7 @@ def imply_stage_in_section(section: Any) -> None:
         return
     if section.get("stage") is not None and (not is_implied(section) or section.get(STRATEGY) == FASTEST):
         return  # the user has set the stage, or the fastest strategy has been chosen
-    keys = ParoConfig.of(without_implied_stage(section))
+    keys = ParoConfig.from_section(without_implied_stage(section))
     if keys.paro_strategy is None:
         return
     if keys.named_strategy is None:

@@ -137,7 +137,7 @@ class ParoConfig(BaseModel):
     strategy, or with `stage` 1, 2 or 3 alone, where groups are nodes."""
 
     @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "ParoConfig":
+    def from_section(cls, section: Mapping[str, Any]) -> "ParoConfig":
         """Return our keys of a raw section. A strategy replaces keys that imply one.
 
         Args:

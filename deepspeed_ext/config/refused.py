@@ -59,13 +59,13 @@ class Refusal:
 
     Attributes:
         key: the full name.
-        why: the reason.
+        reason: clause for the message.
         find: returns a true value if the key is set in the parsed configuration.
         applies: whether it is refused with a strategy.
     """
 
     key: str
-    why: str
+    reason: str
     find: Callable[["DeepSpeedConfig"], Any]
     applies: Callable[[Strategy], bool] = any_strategy
 
@@ -82,19 +82,19 @@ def refuse_conflicts(config: "DeepSpeedConfig", strategy: Strategy) -> None:
     for row in REFUSED:
         if row.applies(strategy) and row.find(config):
             raise ValueError(
-                f"{row.key} cannot be combined with {SECTION}.{requested}: {row.why}. Remove one of the two."
+                f"{row.key} cannot be combined with {SECTION}.{requested}: {row.reason}. Remove one of the two."
             )
 
 
 def _refuse_zero_key(
     key: str,
-    why: str,
+    reason: str,
     applies: Callable[[Strategy], bool] = any_strategy,
     find: Callable[[Any], Any] | None = None,
 ) -> Refusal:
     """Return the refusal of a key of ``zero_optimization`` if it is true, or if ``find(section)`` is."""
     look = find or (lambda zero: getattr(zero, key))
-    return Refusal(f"{SECTION}.{key}", why, lambda config: look(config.zero_config), applies)
+    return Refusal(f"{SECTION}.{key}", reason, lambda config: look(config.zero_config), applies)
 
 
 def _is_on_nvme(section: Any) -> bool:

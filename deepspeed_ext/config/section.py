@@ -51,10 +51,10 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """Validate and parse a raw ``zero_optimization`` section that has one of our keys.
 
     Raises:
-        ValueError: see ``ParoConfig.of``; for DeepSpeed's own keys, pydantic's error.
+        ValueError: see ``ParoConfig.from_section``; for DeepSpeed's own keys, pydantic's error.
     """
     written = without_implied_stage(section)
-    our_fields = ParoConfig.of(written)
+    our_fields = ParoConfig.from_section(written)
     their_keys = {key: value for key, value in written.items() if key not in ParoConfig.model_fields}
     our_values = {key: getattr(our_fields, key) for key in our_fields.model_fields_set}
     if our_fields.paro_strategy is None:

@@ -44,12 +44,12 @@ def unknown_key_error(where: str, key: object, known: Iterable[str], whose: str 
     return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(known)}.{hint}")
 
 
-def parse(kind: type[_Model], given: object, where: str, key_format: str = "{where}.{key}") -> _Model:
+def parse(kind: type[_Model], values: object, where: str, key_format: str = "{where}.{key}") -> _Model:
     """Return a model of the user's values.
 
     Args:
         kind: the model; the descriptions of its fields state the expected values.
-        given: the keys and their values.
+        values: the keys and their values.
         where: the name of the section, for errors.
         inside: format of a key's name.
 
@@ -57,20 +57,20 @@ def parse(kind: type[_Model], given: object, where: str, key_format: str = "{whe
         ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or has another type.
     """
     fields = kind.model_fields
-    if not isinstance(given, Mapping):
-        raise wrong_value_error(where, expected_dictionary(kind), given)
-    for key in given:
+    if not isinstance(values, Mapping):
+        raise wrong_value_error(where, expected_dictionary(kind), values)
+    for key in values:
         if key not in fields:
             raise unknown_key_error(where, key, fields)
     try:
-        return kind(**given)
+        return kind(**values)
     except ValidationError as error:
         first = error.errors()[0]
         if first["type"] == "value_error":  # raised by one of our validators, with a complete message
             raise first["ctx"]["error"] from None
         key = str(first["loc"][0])
         raise wrong_value_error(
-            key_format.format(where=where, key=key), fields[key].description or "", given[key]
+            key_format.format(where=where, key=key), fields[key].description or "", values[key]
         ) from None
 
 
@@ -86,18 +86,18 @@ class Settings(BaseModel):
     key: ClassVar[str]
 
     @classmethod
-    def parse(cls: type[_Own], given: object, where: str = "", key_format: str = "{where}.{key}") -> _Own:
+    def parse(cls: type[_Own], values: object, where: str = "", key_format: str = "{where}.{key}") -> _Own:
         """Return the user's settings, or settings that are parsed already; see ``parse``."""
-        return given if isinstance(given, cls) else parse(cls, given, where or cls.key, key_format)
+        return values if isinstance(values, cls) else parse(cls, values, where or cls.key, key_format)
 
-    def as_dict(self, given: bool = False) -> dict[str, Any]:
-        """Return plain values, for checkpoints and logs; if ``given``, only those that the user has set."""
-        return self.model_dump(exclude_unset=given)
+    def as_dict(self, only_set: bool = False) -> dict[str, Any]:
+        """Return plain values, for checkpoints and logs; if ``only_set``, only those that the user has set."""
+        return self.model_dump(exclude_unset=only_set)
 
 
-def _one_of(*key_field: object) -> Predicate:
+def _one_of(*values: object) -> Predicate:
     """Return a restriction of a type to these values; pydantic's Literal takes 4.0 for 4."""
-    return Predicate(key_field.__contains__)
+    return Predicate(values.__contains__)
 
 
 def key_field(expected: str, shown: str = "", **bounds: Any) -> Any:
@@ -165,9 +165,9 @@ class UpdateSettings(Settings):
     """Optimizer steps after which parameters are sent unquantized, once, and the errors of sums are dropped."""
 
     @classmethod
-    def parse(cls, given: object, where: str = "", key_format: str = "{where}.{key}") -> "UpdateSettings":
+    def parse(cls, values: object, where: str = "", key_format: str = "{where}.{key}") -> "UpdateSettings":
         """Parse the key, and also refuse ``block_size`` with "exact", which has no blocks; see ``Settings``."""
-        settings = super().parse(given, where, key_format)
+        settings = super().parse(values, where, key_format)
         if settings.bits == EXACT and "block_size" in settings.model_fields_set:
             raise ValueError(
                 f'{cls.key}.block_size is for bits 4 and 8, and differences without loss (bits "{EXACT}") have no '
@@ -225,9 +225,9 @@ class OuterSettings(Settings):
     """"cpu" keeps anchors and the outer optimizer's states on the host."""
 
     @classmethod
-    def parse(cls, given: object, where: str = "", key_format: str = "{where}.{key}") -> "OuterSettings":
+    def parse(cls, values: object, where: str = "", key_format: str = "{where}.{key}") -> "OuterSettings":
         """Parse the key, and also refuse fragments that cannot be sent by turns; see ``Settings``."""
-        settings = super().parse(given, where, key_format)
+        settings = super().parse(values, where, key_format)
         names = ("steps", "fragments", "delay")
         steps, fragments, delay = (key_format.format(where=where or cls.key, key=key) for key in names)
         if settings.fragments > settings.steps:

@@ -21,32 +21,32 @@ class Unsupported:
 
     Attributes:
         find: returns a true value if the engine or its argument is of this type.
-        why: the reason; ``{}`` is replaced by the value of ``find``.
+        reason: clause for the message; ``{}`` is replaced by the value of ``find``.
         applies: whether it is refused with a strategy.
         advice: the remedy, or a function of the engine that returns it.
     """
 
     find: Callable[[Any, Any], Any]
-    why: str
+    reason: str
     applies: Callable[[Strategy], bool] = any_strategy
     advice: str | Callable[[Any], str] = ""
 
 
-def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, given: Any) -> None:
+def refuse_unsupported(rows: tuple[Unsupported, ...], strategy: Strategy, engine: Any, target: Any) -> None:
     """Refuse unsupported objects; the result is the same on all ranks.
 
     Args:
-        given: the second argument of ``find``: an optimizer, or a model.
+        target: the second argument of ``find``: an optimizer, or a model.
 
     Raises:
         ValueError: the strategy does not support the engine, the model or the optimizer.
     """
     for row in rows:
-        details = row.applies(strategy) and row.find(engine, given)
+        details = row.applies(strategy) and row.find(engine, target)
         if details:
             advice = row.advice if isinstance(row.advice, str) else row.advice(engine)
             raise ValueError(
-                f"{SECTION}.{STRATEGY} {strategy} is not supported here: {row.why.format(details)}."
+                f"{SECTION}.{STRATEGY} {strategy} is not supported here: {row.reason.format(details)}."
                 f"{advice and f' {advice}.'}"
             )
 

@@ -28,7 +28,7 @@ class Plan:
         predictions: all strategies, the fastest first.
         choice: the strategy to use; None if none fits.
         plain: DDP and the plain stages, for comparison.
-        overlapped: the best strategy with p = N if ``paro_overlap_updates`` were true; None if it is, or if none fits.
+        overlapped: the best strategy with p = N and ``paro_overlap_updates``; None if the key is true or none fits.
     """
 
     sizes: GroupSizes
@@ -129,7 +129,7 @@ def plan(
     model: Model,
     rates: Rates,
     budget: float | None = None,
-    sent: Iterable[Compression] = (UNCOMPRESSED,),
+    compressions: Iterable[Compression] = (UNCOMPRESSED,),
     allowed: Callable[[Strategy], bool] = lambda _: True,
 ) -> Plan:
     """Predict all strategies, and choose the fastest that fits; among equally fast strategies, the smallest.
@@ -139,15 +139,20 @@ def plan(
         model: the model to train.
         rates: rates of the hops.
         budget: bytes on each rank; None for no limit.
-        sent: compressions to predict for each strategy that allows them. The choice is among all of them.
+        compressions: compressions to predict for each strategy that allows them. The choice is among all of them.
         allowed: returns whether to consider a strategy.
 
     Raises:
         ValueError: no strategy is allowed.
     """
-    forms = tuple(sent)
+    compressions = tuple(compressions)
     rows = [row for row in STRATEGIES.values() if allowed(row)]
-    predictions = [predict(row, sizes, model, rates, form) for form in forms for row in rows if form.allows(row)]
+    predictions = [
+        predict(row, sizes, model, rates, compression)
+        for compression in compressions
+        for row in rows
+        if compression.allows(row)
+    ]
     if not predictions:
         raise ValueError("no strategy is allowed.")
     predictions.sort(key=lambda row: (row.total_seconds, row.total_memory))
@@ -155,7 +160,10 @@ def plan(
     unsharded = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
     overlapped = [
-        predict(row, sizes, overlapping, rates, form) for form in forms for row in unsharded if form.allows(row)
+        predict(row, sizes, overlapping, rates, compression)
+        for compression in compressions
+        for row in unsharded
+        if compression.allows(row)
     ]
     choices = [_best_within(budget, rows_by_overlap) for rows_by_overlap in (predictions, overlapped)]
     return Plan(sizes, model, rates, budget, tuple(predictions), choices[0], plain, choices[1])

@@ -145,7 +145,7 @@ class Step:
             gathers: number of layers that are gathered during the pass.
             waits: whether it waits for the gather of its first layer.
         """
-        transfers = _Transfers.of([self.use], self.overlap)
+        transfers = _Transfers.for_moves([self.use], self.overlap)
         cores, slowest = compute + sum(transfers.on_cores.values()), max(transfers.on_links.values())
         if self.overlap.within:
             seconds = max(cores, slowest, (cores + transfers.chained) / 2)
@@ -159,7 +159,7 @@ class Step:
     def _first_forward(self, forward: Seconds) -> Seconds:
         """Return the first forward pass with updated parameters, including their gather."""
         if self.overlap.updates:
-            return _overlapped(forward, _Transfers.of([self.updates], self.overlap), self.updates.units)
+            return _overlapped(forward, _Transfers.for_moves([self.updates], self.overlap), self.updates.units)
         transfers = self._without_overlap([self.updates])
         waits = transfers.chained
         if self.overlap.gradients:  # all messages are queued at once, so one hop hides the other
@@ -175,17 +175,17 @@ class Step:
         if not self.overlap.gradients:
             transfers = self._without_overlap(moves)
             return _total(compute, transfers.divide(transfers.chained))
-        transfers = _Transfers.of(moves, self.overlap)
-        gathers = _Transfers.of([self.use] if self.gathers > 1 else [], self.overlap)
+        transfers = _Transfers.for_moves(moves, self.overlap)
+        gathers = _Transfers.for_moves([self.use] if self.gathers > 1 else [], self.overlap)
         return _overlapped(compute, transfers, self.reduce.units, gathers, self.layers)
 
     def _without_overlap(self, moves: Sequence[Move]) -> "_Transfers":
         """Return moves during which nothing is computed."""
-        return _Transfers.of(moves, Overlap(at_once=self.overlap.at_once))
+        return _Transfers.for_moves(moves, Overlap(at_once=self.overlap.at_once))
 
     def _exchange_rounds(self) -> Seconds:
         """Return the exchange of matrices in rounds. Each round is orthogonalized while others are sent."""
-        transfers = _Transfers.of([self.exchange], self.overlap)
+        transfers = _Transfers.for_moves([self.exchange], self.overlap)
         cores = {UPDATE: self.orthogonalize} | transfers.on_cores
         slowest = max(transfers.on_links.values(), default=0.0)
         work = sum(cores.values())
@@ -209,7 +209,7 @@ class _Transfers:
     in_turn: bool
 
     @classmethod
-    def of(cls, moves: Sequence[Move], overlap: Overlap) -> "_Transfers":
+    def for_moves(cls, moves: Sequence[Move], overlap: Overlap) -> "_Transfers":
         """Add up moves. Hops that do not overlap with compute run on its cores."""
         overlaps = {WITHIN: overlap.within, BETWEEN: True, HOST: overlap.copies}
         on_cores, on_links, chained = dict.fromkeys(overlaps, 0.0), dict.fromkeys(overlaps, 0.0), 0.0

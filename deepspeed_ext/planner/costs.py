@@ -92,10 +92,10 @@ class Prediction:
 
 
 def predict(
-    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = UNCOMPRESSED
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, compression: Compression = UNCOMPRESSED
 ) -> Prediction:
     """Predict the cost of a strategy; see Note [Cost model]."""
-    return _prediction(strategy, sizes, model, rates, sent, model.overlaps(strategy))
+    return _prediction(strategy, sizes, model, rates, compression, model.overlaps(strategy))
 
 
 def predict_plain(sizes: GroupSizes, model: Model, rates: Rates) -> list[Prediction]:
@@ -118,11 +118,11 @@ def predict_plain_stage(name: str, sizes: GroupSizes, model: Model, rates: Rates
 
 
 def _prediction(
-    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression, overlap: Overlap
+    strategy: Strategy, sizes: GroupSizes, model: Model, rates: Rates, compression: Compression, overlap: Overlap
 ) -> Prediction:
     families = model.families(sizes)
-    host_copies = count_copies(strategy, families, sent)
-    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, sent, host_copies)
+    host_copies = count_copies(strategy, families, compression)
+    volumes, (use, reduce, cross, back, updates) = _moves(strategy, families, model, rates, compression, host_copies)
     exchanged = [strategy.exchange(ranks, family.matrices) for ranks, family in families]
     of_experts = sum([*volumes[1:], *exchanged[1:]], Volume())
     memory, host = held_bytes(strategy, families)
@@ -143,10 +143,10 @@ def _prediction(
     )
     return Prediction(
         strategy.name,
-        loco=sent.loco is not None,
-        updates=sent.updates is not None,
+        loco=compression.loco is not None,
+        updates=compression.updates is not None,
         memory=replace(memory, parameters=memory.parameters + host_copies.cached),
-        transient=sum(transient_bytes(strategy, ranks, family, sent) for ranks, family in families)
+        transient=sum(transient_bytes(strategy, ranks, family, compression) for ranks, family in families)
         + host_copies.windows,
         host=host,
         volume=volumes[0] + exchanged[0] + of_experts,
@@ -161,8 +161,8 @@ def _moves(
     families: Sequence[tuple[GroupSizes, Model]],
     model: Model,
     rates: Rates,
-    sent: Compression,
-    copied: Copies,
+    compression: Compression,
+    host_copies: Copies,
 ) -> tuple[list[Volume], list[Move]]:
     """Return the bytes that a rank receives in a step, by family, and the moves. Excludes Muon's exchange."""
     sharded, moves = strategy.p != Placement.N, []
@@ -170,19 +170,19 @@ def _moves(
     phases_by_family = zip(*(strategy.phases(ranks, family.states) for ranks, family in families), strict=True)
     for phases, by_layer in zip(phases_by_family, (sharded, False, False, False, sharded), strict=True):
         within = between = 0.0
-        units, hops = 0, rates.of(phases[0].kind)
+        units, hops = 0, rates.for_direction(phases[0].kind)
         for index, (phase, (_, family)) in enumerate(zip(phases, families, strict=True)):
-            volume = sent.volume(phase, model.gradient_bytes, family.updated_bytes)
+            volume = compression.volume(phase, model.gradient_bytes, family.updated_bytes)
             messages = family.fetches if by_layer else family.buckets
             volumes[index] += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
             units += messages
         moves.append(Move(within, between, units=min(units, model.layers)))
-    moves[0] = replace(moves[0], up=copied.use / rates.host)
+    moves[0] = replace(moves[0], up=host_copies.use / rates.host)
     # A copy inside the step must end before any layer of the next forward starts: it is one unit.
-    units = 1 if copied.in_step else moves[-1].units
-    moves[-1] = replace(moves[-1], units=units, up=copied.up / rates.host, down=copied.down / rates.host)
+    units = 1 if host_copies.in_step else moves[-1].units
+    moves[-1] = replace(moves[-1], units=units, up=host_copies.up / rates.host, down=host_copies.down / rates.host)
     return volumes, moves
 
 

@@ -68,7 +68,7 @@ def max_over_ranks(model: Model) -> Model:
         [*numbers, *(number for states in all_states for number in astuple(states))], dist.ReduceOp.MAX
     )
     largest, fetches, regathered, matrices, *state_values = maxima
-    of_experts, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
+    expert_volume, state_values = state_values[: len(model.experts)], state_values[len(model.experts) :]
     max_states = [ModelStates(*state_values[start : start + 4]) for start in range(0, len(state_values), 4)]
     return replace(
         model,
@@ -83,7 +83,7 @@ def max_over_ranks(model: Model) -> Model:
                 family,
                 states=max_states[2 * number],
                 held=max_states[2 * number + 1],
-                matrices=of_experts[number - 1],
+                matrices=expert_volume[number - 1],
             )
             for number, family in enumerate(model.experts, 1)
         ),

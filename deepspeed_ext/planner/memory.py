@@ -66,7 +66,7 @@ class Copies:
         return Copies(use, up, down, cached, windows, bool(in_step))
 
     @classmethod
-    def of(
+    def for_strategy(
         cls,
         host: HostParameters | None,
         strategy: Strategy,
@@ -264,17 +264,17 @@ class Model:
         return Overlap(gradients, updates=sharded or self.overlap_updates, within=self.streams, copies=count_copies)
 
 
-def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], sent: Compression) -> Copies:
+def count_copies(strategy: Strategy, families: Sequence[tuple[GroupSizes, Model]], compression: Compression) -> Copies:
     """Return the copies between host and device of all families; only the first family has the cache."""
     total = Copies()
     for number, (ranks, family) in enumerate(families):
         host = family.host if family.host is None or not number else replace(family.host, cache=0.0)
-        total += Copies.of(
+        total += Copies.for_strategy(
             host,
             strategy,
             ranks,
             family.states,
-            few_bits=sent.updates is not None,
+            few_bits=compression.updates is not None,
             offloaded_optimizer=not (family.held or family.states).optimizer,
             window=family.bucket * family.updated_bytes,
         )
@@ -297,7 +297,7 @@ def _total(parts: Sequence[StateBytes]) -> StateBytes:
     return StateBytes(*map(sum, zip(*map(astuple, parts), strict=True)))
 
 
-def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: Compression) -> float:
+def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, compression: Compression) -> float:
     """Return the other bytes that a step holds for a family; see ``Prediction.transient``."""
     trainable, states = model.trainable, model.held or model.states
     total = 0.0
@@ -306,4 +306,4 @@ def transient_bytes(strategy: Strategy, sizes: GroupSizes, model: Model, sent: C
         total += 4 * elements / sizes.shards(strategy.os)
     if strategy.p != Placement.N:
         total += model.largest_layer if model.regathered else model.states.parameters
-    return total + sent.error_bytes_in_step(strategy, sizes, trainable)
+    return total + compression.error_bytes_in_step(strategy, sizes, trainable)

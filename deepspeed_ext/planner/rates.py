@@ -109,7 +109,7 @@ class Latencies(NamedTuple):
     inter: float = 0.0
 
     @classmethod
-    def of(
+    def for_groups(
         cls, sizes: GroupSizes, ranks_per_node: int, step: float = NETWORK_STEP, backend: str = "nccl"
     ) -> "Latencies":
         """Return the latencies of groups of consecutive ranks; see ``hop_latency``."""
@@ -183,7 +183,7 @@ class Rates:
         )
         return cls(hops, hops, memory, host)
 
-    def of(self, kind: Direction) -> HopRates:
+    def for_direction(self, kind: Direction) -> HopRates:
         """Return the rates of redistributions in one direction."""
         return self.gather if kind == Direction.GATHER else self.reduce
 

@@ -111,7 +111,7 @@ def _untrue(report: dict[str, Any], name: str) -> Iterator[str]:
         yield f"other phases: {kinds}"
     if not plain:
         yield from _other_amounts(report, name)
-    recorded = RecordedTraining.of(report)
+    recorded = RecordedTraining.from_report(report)
     again = WhatIf(recorded, recorded.planner_input.cluster, recorded.planner_input.model).now
     (now,) = (row for row in report["choices"] if row["now"])
     same = plain or math.isclose(again.prediction.busy["between"], now["between"])

@@ -212,7 +212,7 @@ def _what_if(arguments: argparse.Namespace) -> WhatIf:
     Raises:
         ValueError: the report cannot be used.
     """
-    recorded = RecordedTraining.read(vars(arguments)["from"])
+    recorded = RecordedTraining.from_file(vars(arguments)["from"])
     old, model = recorded.planner_input.cluster, recorded.planner_input.model
     per_node = arguments.ranks_per_node or old.ranks_per_node
     ranks = old.sizes.ranks
@@ -380,7 +380,7 @@ def _with_offload(model: Model, arguments: argparse.Namespace) -> Model:
 def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, launched: bool) -> Rates:
     """Return the rates of the hops, from specifications or measured."""
     if arguments.inter_gbps is not None:
-        latencies = Latencies.of(sizes, per_node)
+        latencies = Latencies.for_groups(sizes, per_node)
         if arguments.latency_us is not None:
             latencies = Latencies(inter=arguments.latency_us * MICRO)
         host = bytes_per_second(arguments.host_gbps)

@@ -106,7 +106,7 @@ class _Bits:
     error_feedback: float = 0.0
 
     @classmethod
-    def of(cls, settings: OuterSettings, groups: int) -> "_Bits":
+    def for_settings(cls, settings: OuterSettings, groups: int) -> "_Bits":
         if settings.bits >= 16:
             return cls(settings.bits, settings.bits)
         changes, weights = outer_step_settings(settings.bits)
@@ -137,7 +137,7 @@ def predict_outer(
         )
     one_group = GroupSizes(sizes.group_size, sizes.group_size)
     inner = predict(strategy, one_group, model, rates)
-    elements, bits = model.states.gradients / model.gradient_bytes, _Bits.of(settings, sizes.groups)
+    elements, bits = model.states.gradients / model.gradient_bytes, _Bits.for_settings(settings, sizes.groups)
     outer_bytes, host, transfer = _memory(elements, bits, sizes, settings)
     change_bytes, weight_bytes = (
         redistribution_volume(sizes, Placement.I, Placement.G, elements * wire / BITS).inter

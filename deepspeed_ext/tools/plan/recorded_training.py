@@ -146,21 +146,21 @@ class RecordedTraining:
     other: float
 
     @classmethod
-    def read(cls, path: Path) -> "RecordedTraining":
+    def from_file(cls, path: Path) -> "RecordedTraining":
         """Return the training of a ``report.json``.
 
         Raises:
             ValueError: it cannot be read, is no report, or lacks the planner's inputs.
         """
         try:
-            return cls.of(json.loads(path.read_text(encoding="utf-8")))
+            return cls.from_report(json.loads(path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ValueError(f"--from {path} cannot be read: {error.strerror}.") from error
         except ValueError as error:
             raise ValueError(f"--from {path}: {error}") from error
 
     @classmethod
-    def of(cls, report: Mapping[str, Any]) -> "RecordedTraining":
+    def from_report(cls, report: Mapping[str, Any]) -> "RecordedTraining":
         """Return the training of a report.
 
         Raises:
@@ -247,7 +247,7 @@ class RecordedTraining:
         for flag, (rate, ranks) in members.items():
             if rate == inf and ranks > 1:
                 raise ValueError(f"the report has no such link, because it has too few ranks: give {flag}.")
-        before, after = (Latencies.of(c.sizes, c.ranks_per_node, backend=backend) for c in (old, cluster))
+        before, after = (Latencies.for_groups(c.sizes, c.ranks_per_node, backend=backend) for c in (old, cluster))
         within = _scale_latency(probed.intra.latency, before.intra, after.intra)
         between = _scale_latency(probed.inter.latency, before.inter, after.inter)
         latencies = Latencies(within, between if cluster.latency is None else cluster.latency)

@@ -182,7 +182,7 @@ class SaveFiles(NamedTuple):
         return (*self.weights, self.states, self.errors)
 
     @classmethod
-    def of(cls, strategy: Strategy, families: Sequence[Family]) -> "SaveFiles":
+    def for_strategy(cls, strategy: Strategy, families: Sequence[Family]) -> "SaveFiles":
         """Return the files of a strategy; see Note [Cost of a save].
 
         Args:
@@ -227,7 +227,7 @@ class Schedule:
     lost: float
 
     @classmethod
-    def of(cls, held: float, lasts: float, step: float, saves: Saves) -> "Schedule":
+    def best(cls, held: float, lasts: float, step: float, saves: Saves) -> "Schedule":
         """Return the best schedule for a save, if a step of training takes ``step`` seconds.
 
         Raises:
@@ -284,40 +284,47 @@ class SavedPrediction(Prediction):
     saves: SavePrediction = field(kw_only=True)
 
 
-def plan_saves(plan: Plan, saves: Saves, sent: Compression) -> Plan:
-    """Return a plan whose predictions include saves; ``sent``: the compression of its strategies.
+def plan_saves(plan: Plan, saves: Saves, compression: Compression) -> Plan:
+    """Return a plan whose predictions include saves; ``compression``: the compression of its strategies.
 
     Raises:
-        ValueError: see ``Schedule.of``.
+        ValueError: see ``Schedule.best``.
     """
 
-    def of(row: Prediction) -> SavedPrediction:
-        return predict_saves(saves, row, plan.sizes, plan.model, plan.rates, UNCOMPRESSED if row.plain else sent)
+    def with_saves(row: Prediction) -> SavedPrediction:
+        return predict_saves(
+            saves, row, plan.sizes, plan.model, plan.rates, UNCOMPRESSED if row.plain else compression
+        )
 
-    predictions = tuple(map(of, plan.predictions))
+    predictions = tuple(map(with_saves, plan.predictions))
     choice = None if plan.choice is None else predictions[plan.predictions.index(plan.choice)]
-    return replace(plan, predictions=predictions, choice=choice, plain=tuple(map(of, plan.plain)))
+    return replace(plan, predictions=predictions, choice=choice, plain=tuple(map(with_saves, plan.plain)))
 
 
 def predict_saves(
-    saves: Saves, row: Prediction, sizes: GroupSizes, model: Model, rates: Rates, sent: Compression = UNCOMPRESSED
+    saves: Saves,
+    row: Prediction,
+    sizes: GroupSizes,
+    model: Model,
+    rates: Rates,
+    compression: Compression = UNCOMPRESSED,
 ) -> SavedPrediction:
     """Add the cost of saves to a prediction; see Note [Cost of a save].
 
     Args:
         saves: storage and failure rate.
         row: prediction for a strategy, or for a plain stage, whose partitions are in DeepSpeed's order.
-        sizes, model, rates, sent: inputs of the prediction.
+        sizes, model, rates, compression: inputs of the prediction.
 
     Raises:
-        ValueError: see ``Schedule.of``.
+        ValueError: see ``Schedule.best``.
     """
     strategy, step = STRATEGIES[row.strategy], row.total_seconds
     families = [
-        Family(ranks, part.states, sent.error_bytes(strategy, ranks, part.trainable))
+        Family(ranks, part.states, compression.error_bytes(strategy, ranks, part.trainable))
         for ranks, part in model.families(sizes)
     ]
-    files = SaveFiles.of(strategy, families)
+    files = SaveFiles.for_strategy(strategy, families)
     of_first = sum(file.each for file in files.all)
     of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
@@ -331,8 +338,8 @@ def predict_saves(
         sum(file.total for file in files.all),
         of_first if saves.asynchronous else 0.0,
         "asynchronous" if saves.asynchronous else "synchronous",
-        Schedule.of(at_once, at_once, step, saves),
-        Schedule.of(blocked, blocked + overlapped + writing, step, saves),
+        Schedule.best(at_once, at_once, step, saves),
+        Schedule.best(blocked, blocked + overlapped + writing, step, saves),
     )
     fields_of_row = {field.name: getattr(row, field.name) for field in fields(row)}
     return SavedPrediction(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)

@@ -127,7 +127,7 @@ class WhatIfMeasurement(BlocksMeasurement):
         report = [build_report(method.engine, steps[-self.args.steps :], [], StateBytes(0, 0, 0), True)]
         dist.broadcast_object_list(report)
         assert report[0] is not None
-        return RecordedTraining.of(report[0])
+        return RecordedTraining.from_report(report[0])
 
     def complete(self, row: Row, rates: Any) -> None:
         super().complete(row, rates)

@@ -408,8 +408,8 @@ def test_options_are_frozen() -> None:
 def test_every_strategy_passes_with_its_stage_or_without() -> None:
     for name, row in STRATEGIES.items():
         for more in ({}, {"stage": row.stage}, {"stage": 0}, {"paro_parameter_cache_bytes": 0}):
-            assert ParoConfig.of({"paro_strategy": name, **more}).named_strategy == row
-    assert ParoConfig.of({"paro_strategy": "fastest", "paro_memory_gb": 0.5}).named_strategy is None
+            assert ParoConfig.from_section({"paro_strategy": name, **more}).named_strategy == row
+    assert ParoConfig.from_section({"paro_strategy": "fastest", "paro_memory_gb": 0.5}).named_strategy is None
 
 
 @pytest.mark.parametrize("section", [{}, {"stage": 2}, None, True, 3])

@@ -90,7 +90,7 @@ def test_sections_mean_a_strategy_or_a_plain_stage(ranks: Any) -> None:
             assert (fields["paro_strategy"], fields["stage"]) == (strategy or "absent", stage), section
             if strategy:
                 updates = fields["paro_quantized_updates"]
-                assert (updates and updates.as_dict(given=True)) == section.get("paro_quantized_updates"), section
+                assert (updates and updates.as_dict(only_set=True)) == section.get("paro_quantized_updates"), section
                 assert fields["paro_group_size"] == (2 if MICS.items() <= section.items() else section.get(GROUP_SIZE))
             assert raw == {**section, "stage": stage}
 

@@ -27,7 +27,7 @@ FIRST = f"from torch.distributed import destroy_process_group{PRELUDE}import tor
 
 def test_each_patch_has_a_reason_and_a_signature() -> None:
     assert len({patch.target for patch in patches.PATCHES}) == len(patches.PATCHES)
-    assert all(patch.why and patch.signature.startswith("(") for patch in patches.PATCHES)
+    assert all(patch.purpose and patch.signature.startswith("(") for patch in patches.PATCHES)
 
 
 def test_each_symbol_is_replaced_by_what_is_there() -> None:

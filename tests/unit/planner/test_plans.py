@@ -113,7 +113,7 @@ def test_updates_and_sums_in_few_bits_by_hand(
 def test_updates_in_few_bits_need_parameters_on_the_ranks() -> None:
     few, lossless = Compression(None, UpdateSettings()), Compression(None, UpdateSettings(bits="exact"))
     found, both, exact = (
-        plan(CLUSTER, MODEL, RATES, sent=forms) for forms in ([few], [Compression(), few], [lossless])
+        plan(CLUSTER, MODEL, RATES, compressions=forms) for forms in ([few], [Compression(), few], [lossless])
     )
     assert {one.strategy for one in found.predictions} == set(CROSSINGS)
     assert {name for name, row in STRATEGIES.items() if row.p.name != "G"} == set(CROSSINGS)
@@ -157,12 +157,12 @@ def test_rates_of_links_share_them(n: int, m: int, per_node: int, intra: float, 
 
 def test_latencies_are_those_of_nccl_and_gloo() -> None:
     """By hand, in us: of 4 nodes with 8 ranks, rings within and PAT between; rings of few steps."""
-    found = Latencies.of(GroupSizes(32, 8), 8)
+    found = Latencies.for_groups(GroupSizes(32, 8), 8)
     assert found == pytest.approx((8.4e-6 + 7 * 3.4e-6, 8e-6 + 2 * 4e-6 + 4 * 2.8e-6))
     assert hop_latency(128, 128) == pytest.approx(394.4e-6) and hop_latency(2, 2, step=1e-6) == pytest.approx(9.4e-6)
     assert hop_latency(8, 4) == pytest.approx((8.4 + 4 * 3.4 + 3 * 14) * 1e-6)  # two ranks on each node: no PAT
-    assert Latencies.of(GroupSizes(32, 4), 8).inter == hop_latency(8, 4)
-    assert Latencies.of(GroupSizes(4, 1), 1, step=2e-4, backend="gloo") == pytest.approx((0.0, 6e-4))
+    assert Latencies.for_groups(GroupSizes(32, 4), 8).inter == hop_latency(8, 4)
+    assert Latencies.for_groups(GroupSizes(4, 1), 1, step=2e-4, backend="gloo") == pytest.approx((0.0, 6e-4))
 
 
 @pytest.mark.parametrize("figure, bad", [("intra_gbps", 0), ("inter_gbps", 0), ("ranks_per_node", 0), ("host", -1)])
@@ -249,7 +249,7 @@ def test_a_key_that_would_help_is_named() -> None:
     model = replace(MODEL, fetches=20, bucket=10**8, compute=0.5)
     rates = Rates.of_links(CLUSTER, 4, 8000, 20)
     found = plan(CLUSTER, model, rates, allowed=lambda row: row.stage < 3)
-    _, _, said = found.reason.partition("; with paro_overlap_updates true faster: ")
+    _, _, said = found.reason.partition("; faster with paro_overlap_updates true: ")
     assert said.startswith("N-I-G (2.3 s, 2.9 GB)")
     on = plan(CLUSTER, replace(model, overlap_updates=True), rates, allowed=lambda row: row.stage < 3)
     assert "paro_overlap_updates" not in on.reason

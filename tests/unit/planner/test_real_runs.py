@@ -21,7 +21,7 @@ def test_files_are_those_of_real_saves(ranks: Any, kernels: bool, tmp_path: Path
     trained, every = ranks(4).run(saved, name, str(tmp_path))[0]
     states, sizes = ModelStates.of(every, trained), GroupSizes(4, 2)
     errors = 0.0 if name == "NNN" else Compression(LocoSettings()).error_bytes(STRATEGIES[name], sizes, trained)
-    due = SaveFiles.of(STRATEGIES[name], [Family(sizes, states, errors)])
+    due = SaveFiles.for_strategy(STRATEGIES[name], [Family(sizes, states, errors)])
     if name[0] == "N":
         due = due._replace(weights=(due.weights[0]._replace(each=states.parameters),))
     for kind, one in {"model_states": due.weights[0], "optim_states": due.states, "residuals": due.errors}.items():

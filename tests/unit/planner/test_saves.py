@@ -70,7 +70,7 @@ def test_intervals_are_those_of_dalys_figures(mtbf: float, minutes: float, digit
 )
 def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: float, restart: float) -> None:
     mtbf = 7200.0
-    best = Schedule.of(held, lasts, 1.0, replace(SAVES, mtbf=mtbf, restart=restart))
+    best = Schedule.best(held, lasts, 1.0, replace(SAVES, mtbf=mtbf, restart=restart))
     assert best.seconds == best.steps and best.seconds + held >= lasts
     found = simulated(best.seconds, held, lasts, mtbf, restart)
     assert found == pytest.approx(best.lost, rel=0.05)
@@ -83,7 +83,7 @@ def test_a_simulation_of_failures_loses_the_same_and_least(held: float, lasts: f
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_bytes_of_files_by_hand(name: str) -> None:
     row = STRATEGIES[name]
-    files = SaveFiles.of(row, [Family(CLUSTER, STATES, ERRORS)])
+    files = SaveFiles.for_strategy(row, [Family(CLUSTER, STATES, ERRORS)])
     writers, states = {"N": (1, 4.8e9), "I": (4, 1.2e9), "G": (8, 0.6e9)}[name[2]]
     weights = {"N": (1, 2e9 + 1.2e9), "I": (writers, 0.3e9), "G": (writers, 0.15e9)}[name[0]]
     assert (files.states, files.errors, *files.weights) == ((writers, states), (8, ERRORS), weights)
@@ -103,7 +103,7 @@ def test_ranks_that_have_all_experts_together_write_them(
 ) -> None:
     sizes = GroupSizes(8, m)
     own = Family(sizes.of_experts(size), ModelStates.of(2 * 10**8))
-    files = SaveFiles.of(STRATEGIES[name], [Family(sizes, STATES), own])
+    files = SaveFiles.for_strategy(STRATEGIES[name], [Family(sizes, STATES), own])
     assert files.weights == ((1, 3.2e9), (size, 0.4e9)) and files.states == (writers, pytest.approx(states))
 
 
@@ -189,4 +189,4 @@ def test_figures_out_of_bounds_are_refused(figure: str, value: float, message: s
     with pytest.raises(ValueError, match=message):
         replace(SAVES, **{figure: value})
     with pytest.raises(ValueError, match="needs the seconds of a step, which are predicted as 0"):
-        Schedule.of(1.0, 1.0, 0.0, SAVES)
+        Schedule.best(1.0, 1.0, 0.0, SAVES)

@@ -21,13 +21,13 @@ BYTES = 4 * 8_400_000
 def recorded(name: str = "NIG") -> RecordedTraining:
     """Return what is read of a report in which this runs."""
     report = reports.report() | {KEY: reports.planner_input(name).as_dict()}
-    return RecordedTraining.of(json.loads(json.dumps(report, allow_nan=False)))
+    return RecordedTraining.from_report(json.loads(json.dumps(report, allow_nan=False)))
 
 
 def test_a_report_keeps_all_that_the_planner_needs() -> None:
     assert recorded() == RecordedTraining(reports.planner_input(), step=0.5, update=0.03, other=0.02)
     # Of one group, between whose ranks a rate is infinite.
-    assert RecordedTraining.of(reports.report(ranks=2)).planner_input == reports.planner_input(ranks=2)
+    assert RecordedTraining.from_report(reports.report(ranks=2)).planner_input == reports.planner_input(ranks=2)
 
 
 def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:

@@ -109,7 +109,7 @@ def test_bytes_of_operations_are_those_that_a_rank_receives() -> None:
     whole, part = torch.empty(400, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)
 
     def received(name: str, *args: Any) -> float:
-        return OPERATIONS[name].received(OPERATIONS[name].given(args, {}), 4)
+        return OPERATIONS[name].received(OPERATIONS[name].bind(args, {}), 4)
 
     assert received("all_gather_into_tensor", whole, part) == 300
     assert received("reduce_scatter_tensor", part, whole) == 300
