@@ -97,18 +97,18 @@ def test_a_script_under_two_configurations(
     options = ["--rounds", "1", "--steps", "2", "--warm-up", "1", "--launch", f"{sys.executable} launch.py"]
     options += ["--json", "all.json", "--", "train.py", "--config", "{config}"]
     assert compare("a.json", "nig.json", *options) == 0
-    said = capfd.readouterr()
-    head, _, titles, a, b, _, of_b = said.out.splitlines()
+    output = capfd.readouterr()
+    head, _, titles, a, b, _, of_b = output.out.splitlines()
     assert head.startswith("2 rank(s) of cpu, float32, DeepSpeed ") and "s per step" in titles
     assert [row.split()[:3] for row in (a, b)] == [["A", "a.json", "ZeRO-2"], ["B", "nig.json", "N-I-G"]]
     assert "losses agree (largest difference " in of_b
     written = json.loads((folder / "all.json").read_text())
-    assert [one["problem"] for one in written["comparisons"]] == [""] and written["losses_agree"]
+    assert [entry["problem"] for entry in written["comparisons"]] == [""] and written["losses_agree"]
     assert written["comparisons"][0]["loss_difference"] < 1e-6
-    assert [len(turn["seconds"]) for one in written["configs"] for turn in one["turns"]] == [2, 2]
-    kept = {path.name for path in (folder / "deepspeed_compare").iterdir()}
-    assert kept == {f"1-{letter}{kind}" for letter in "AB" for kind in (".json", f"-{platform.node()}.log")}
-    assert said.err == ""  # no bar where stderr is no terminal
+    assert [len(turn["seconds"]) for entry in written["configs"] for turn in entry["turns"]] == [2, 2]
+    files = {path.name for path in (folder / "deepspeed_compare").iterdir()}
+    assert files == {f"1-{letter}{kind}" for letter in "AB" for kind in (".json", f"-{platform.node()}.log")}
+    assert output.err == ""  # no bar where stderr is no terminal
 
 
 @pytest.mark.deep
@@ -136,8 +136,8 @@ def test_stock_launchers(compare: Any, capfd: pytest.CaptureFixture[str], launch
 def test_a_script_that_fails(compare: Any, folder: Path, capsys: Any, script: str, expected: str) -> None:
     (folder / "fails.py").write_text(script)
     assert compare("a.json", "nig.json", "--launch", sys.executable, "--", "fails.py") == 1
-    said = capsys.readouterr().err
-    assert expected in said and said.endswith("A (a.json) failed in round 1.\n")
+    output = capsys.readouterr().err
+    assert expected in output and output.endswith("A (a.json) failed in round 1.\n")
 
 
 @pytest.mark.quick
@@ -212,7 +212,7 @@ def test_what_cannot_run_is_refused(
 
 @pytest.mark.quick
 def test_what_follows_the_dashes_is_the_scripts(compare: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setattr(command, "run_command", lambda arguments, script: seen.append(list(script)) or 0)
+    commands: list[list[str]] = []
+    monkeypatch.setattr(command, "run_command", lambda arguments, script: commands.append(list(script)) or 0)
     compare("a.json", "nig.json", "--steps", "4", "--", "train.py", "--steps", "9", "--", "--json", "x")
-    assert seen == [["train.py", "--steps", "9", "--", "--json", "x"]]
+    assert commands == [["train.py", "--steps", "9", "--", "--json", "x"]]

@@ -33,15 +33,15 @@ def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
 
 def test_stock_launchers_read_our_commands() -> None:
     launchers = [Launcher("deepspeed", 2), Launcher("deepspeed", None, "hosts"), Launcher("torchrun", 2)]
-    rows = [parsed(one, script) for one in launchers for script in (SCRIPT, MODULE)]
+    rows = [parsed(each_launcher, script) for each_launcher in launchers for script in (SCRIPT, MODULE)]
     for number, row in enumerate(rows):
         module = number % 2 == 1
         script, *arguments = [word.replace("{config}", str(CONFIG)) for word in (MODULE[1:] if module else SCRIPT)]
         assert row.get("user_script", row.get("training_script")) == script
         assert row.get("user_args", row.get("training_script_args")) == arguments
         assert row["module"] is module
-    here, hosts, torchrun = rows[::2]
-    assert here["num_gpus"] == 2 and here["master_port"] != 29500
+    local, hosts, torchrun = rows[::2]
+    assert local["num_gpus"] == 2 and local["master_port"] != 29500
     assert hosts["hostfile"] == "hosts" and hosts["num_gpus"] == -1
     assert torchrun["nproc_per_node"] == "2" and torchrun["standalone"]
     command = Launcher(prefix='srun --export="ALL" python').command(SCRIPT, CONFIG)
@@ -55,13 +55,13 @@ def test_variables_reach_other_nodes_beside_the_users(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path / "here")
     (tmp_path / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\n\n")
     (tmp_path / "here" / ".deepspeed_env").write_text("LD_PRELOAD=/lib/a=b.so")
-    with environment(TURN) as found:
-        file = Path(found["DS_ENV_FILE"])
+    with environment(TURN) as env:
+        file = Path(env["DS_ENV_FILE"])
         lines = dict(line.split("=", 1) for line in file.read_text().splitlines())  # as DeepSpeed's runner reads it
         assert file.stat().st_mode & 0o777 == 0o600  # the lines may be secrets
     assert not file.exists()
     assert lines == {"NCCL_DEBUG": "INFO", "LD_PRELOAD": "/lib/a=b.so", VARIABLE: TURN.encode()}
-    assert RunSpec.decode(found[VARIABLE]) == TURN and found["PATH"] == os.environ["PATH"]
+    assert RunSpec.decode(env[VARIABLE]) == TURN and env["PATH"] == os.environ["PATH"]
     assert file.is_absolute()  # so that the runner finds it in any folder
     assert not re.search(r"[^\w@%+=:,./-]", lines[VARIABLE])  # which it would quote
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a comparison measures inside the ranks of a script that knows nothing of it."""
+"""Measurements of a comparison inside the ranks of an unchanged script."""
 
 import contextlib
 import json
@@ -67,28 +67,30 @@ def pipeline_case(report: str) -> Any:
 
 def configured_case(report: str, config: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Return the configuration as the script has it after the engine is made, and the engine's strategy."""
-    mine = configuration(Job(), {"stage": 3})
+    script_config = configuration(Job(), {"stage": 3})
     with (
         launched(RunSpec(STEPS, WARM_UP, report, config)),
-        mock.patch(f"{make_engine.__module__}.configuration") as made,
+        mock.patch(f"{make_engine.__module__}.configuration") as configured,
     ):
-        made.return_value = mine
+        configured.return_value = script_config
         engine, _ = make_engine(Job(), {})
-    found = active_strategy(engine._config)
+    active = active_strategy(engine._config)
     engine.destroy()
     assert deepspeed.comm.get_world_size() == 2
-    return {key: mine[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")}, found and found.name
+    return {
+        key: script_config[key] for key in ("zero_optimization", "train_micro_batch_size_per_gpu")
+    }, active and active.name
 
 
 def two_engines_case(report: str) -> int:
     """Return how many steps the second engine has taken when the first has taken all that are measured."""
     with launched(RunSpec(STEPS, WARM_UP, report)), contextlib.suppress(SystemExit):
-        one, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
+        first, other = (make_engine(Job(), {"stage": 1})[0] for _ in range(2))
         data = training.batches(Job())
         for _ in range(2):
             training.micro_step(other, Job(), 0, *next(data))  # of the one that steps later
         while True:
-            for engine in (one, other):
+            for engine in (first, other):
                 training.micro_step(engine, Job(), 0, *next(data))
                 engine.step()
     return int(other.global_steps)
@@ -135,9 +137,9 @@ def test_a_script_that_ends_too_early_or_gives_no_losses(ranks: Any, tmp_path: P
 
 def test_a_configuration_in_code_is_replaced_key_by_key(ranks: Any, tmp_path: Path) -> None:
     config = {"zero_optimization": {"paro_strategy": "NIG", "paro_group_size": 1}, "train_batch_size": "auto"}
-    found, strategy = ranks(2).run(configured_case, str(tmp_path / "report.json"), config)[0]
-    assert strategy == "NIG" and found["zero_optimization"]["paro_strategy"] == "NIG"
-    assert found["zero_optimization"].get("stage") != 3 and isinstance(found["train_micro_batch_size_per_gpu"], int)
+    active, strategy = ranks(2).run(configured_case, str(tmp_path / "report.json"), config)[0]
+    assert strategy == "NIG" and active["zero_optimization"]["paro_strategy"] == "NIG"
+    assert active["zero_optimization"].get("stage") != 3 and isinstance(active["train_micro_batch_size_per_gpu"], int)
 
 
 def test_the_first_engine_that_ends_a_step_is_measured(ranks: Any, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What the command concludes from reports: its statistics, by series whose result is known, and its sentences."""
+"""Statistics and sentences of the verdict, from series with known results."""
 
 import json
 import math
@@ -28,7 +28,9 @@ def test_ratios_and_their_intervals() -> None:
     assert misses <= 8  # of the same; one of twenty, were it not for few rounds
     # A machine that slows between rounds changes nothing, nor does a slow step; rounds that disagree do.
     pair = series(1.0), series(1.5, seed=1)
-    drifted = ratio(*([[one * 3**number for one in row] for number, row in enumerate(some)] for some in pair))
+    drifted = ratio(
+        *([[comparison * 3**number for comparison in row] for number, row in enumerate(rounds)] for rounds in pair)
+    )
     assert drifted.value == pytest.approx(ratio(*pair).value) and drifted.high - drifted.low < 0.1
     assert ratio([[1.0] * 9 + [50.0]] * 3, [[1.0] * 10] * 3).value == 1
     apart = ratio([[1.0] * 5] * 3, [[1.0] * 5, [1.1] * 5, [1.9] * 5])
@@ -44,25 +46,25 @@ def test_losses_differ_by_the_worst_step() -> None:
 LOSSES = [1.0, 0.5, 0.25]
 
 
-def report(seconds: float, losses: list[Any] = LOSSES, **others: Any) -> dict[str, Any]:
+def report(seconds: float, losses: list[Any] = LOSSES, **values: Any) -> dict[str, Any]:
     fields = {"strategy": "ZeRO-3", "dtype": "float32", "samples": 32, "seconds": [seconds, 1.1 * seconds]}
     memory = {"peak_bytes": 2e9, "parameter_bytes": 1e9, "optimizer_bytes": 3e8}
-    return {**fields, **memory, "losses": losses, **others}
+    return {**fields, **memory, "losses": losses, **values}
 
 
 def found(
-    *others: dict[str, Any], bound: float | None = None, first: list[dict[str, Any]] | None = None
+    *values: dict[str, Any], bound: float | None = None, first: list[dict[str, Any]] | None = None
 ) -> Comparison:
     """Compare reports of rounds with as many of the first configuration."""
-    first = first or [report(1.0) for _ in others]
-    return compare(ConfigRuns("A", "a.json", first), ConfigRuns("B", "b.json", others), bound)
+    first = first or [report(1.0) for _ in values]
+    return compare(ConfigRuns("A", "a.json", first), ConfigRuns("B", "b.json", values), bound)
 
 
 def test_faster_with_the_same_losses() -> None:
     fast = report(0.5, strategy="NIG")
-    one = found(fast, fast)
-    assert one.problem == "" and one.loss == 0
-    assert one.sentence == (
+    comparison = found(fast, fast)
+    assert comparison.problem == "" and comparison.loss == 0
+    assert comparison.sentence == (
         "B (b.json, N-I-G) is 2 times as fast as A (a.json, ZeRO-3): 0.525 s instead of 1.05 s per step, 95% "
         "interval 1.86 to 2.15; losses agree (largest difference 0, bound 1e-05)."
     )
@@ -70,22 +72,22 @@ def test_faster_with_the_same_losses() -> None:
 
 def test_slower_or_as_fast() -> None:
     slow = report(4.0)
-    one = found(slow, slow)
-    low, high = 1 / one.speed.high, 1 / one.speed.low
+    comparison = found(slow, slow)
+    low, high = 1 / comparison.speed.high, 1 / comparison.speed.low
     assert low < 4 < high
-    assert one.sentence.startswith(
+    assert comparison.sentence.startswith(
         "B (b.json, ZeRO-3) takes 4 times as long as A (a.json, ZeRO-3): 4.2 s instead of 1.05 s per step, "
         f"95% interval {low:.3g} to {high:.3g}; losses agree"
     )
-    same = report(1.0)
-    assert found(same, same).sentence.startswith("No difference in speed is shown between B (b.json")
+    equal = report(1.0)
+    assert found(equal, equal).sentence.startswith("No difference in speed is shown between B (b.json")
 
 
 def test_losses_that_differ_are_a_problem() -> None:
     other = report(1.0, [1.0, 0.5, 0.26])
-    one = found(other, other)
-    assert "the largest relative difference is 3.8e-02, the bound 1e-05" in one.problem
-    assert "but losses do not agree" in one.sentence and "losses agree" not in one.sentence
+    comparison = found(other, other)
+    assert "the largest relative difference is 3.8e-02, the bound 1e-05" in comparison.problem
+    assert "but losses do not agree" in comparison.sentence and "losses agree" not in comparison.sentence
     assert not found(other, other, bound=0.05).problem
     rounds = [report(1.0), report(1.0, [0.9, 0.4, 0.3])]  # without a seed
     problem = found(report(1.0), report(1.0), first=rounds).problem
@@ -104,14 +106,14 @@ def test_losses_that_differ_are_a_problem() -> None:
     ],
 )
 def test_losses_that_cannot_be_compared_do_not_agree(other: dict[str, Any], problem: str) -> None:
-    one = found(other)
-    assert one.problem.startswith(problem)
-    json.dumps(one.as_dict(), allow_nan=False)
+    comparison = found(other)
+    assert comparison.problem.startswith(problem)
+    json.dumps(comparison.as_dict(), allow_nan=False)
 
 
 def test_more_samples_in_a_step_count() -> None:
-    one = found(report(1.0, samples=64))
-    assert one.speed.value == pytest.approx(2) and "s per sample" in one.sentence
+    comparison = found(report(1.0, samples=64))
+    assert comparison.speed.value == pytest.approx(2) and "s per sample" in comparison.sentence
 
 
 def test_the_table_has_a_row_each_in_columns() -> None:

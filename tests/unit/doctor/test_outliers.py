@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Who is slow among many, from planted times: a node, a pair, two kinds of nodes, a rank of a node."""
+"""Outliers among many rates, from planted times: a node, a pair, two kinds of nodes, a rank of a node."""
 
 import random
 from itertools import combinations

@@ -26,7 +26,7 @@ from scripts.emulation.launching import free_port
 
 def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
     first, second, third = ranks(3).run(failing_case)
-    findings = {title: [(subject, level, found) for subject, level, found in some] for title, some in first[0]}
+    findings = {title: [(subject, level, found) for subject, level, found in section] for title, section in first[0]}
     assert findings["good"] == [("answers", "ok", "0, 1, 2")]
     ((subject, level, found), (_, _, finding_for)) = findings["raises"]
     assert (subject.split(" on ")[0], level) == ("rank 1", "wrong") and finding_for == "0, 2"
@@ -37,7 +37,7 @@ def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
     assert "rank 0" in findings["fails together"][0][0]
     assert findings["left out"] == [("skipped", "look", "fails together failed")]
     assert not second[0] and not third[0]
-    assert [one[1] for one in (first, second, third)] == [False, False, True]  # what hangs is left behind
+    assert [finding[1] for finding in (first, second, third)] == [False, False, True]  # what hangs is left behind
 
 
 def failing_case() -> tuple[list[Any], bool]:
@@ -68,7 +68,7 @@ def failing_case() -> tuple[list[Any], bool]:
     store, options = PrefixStore("doctor", _get_default_store()), Options(timeout=2, group_size=1)
     run_checks(Launch(rank, rank, ["a", "a", "b"], options, store=store), checks, report := Report())
     plain = [
-        (section.title, [(one.subject, one.level.word, one.found) for one in section.findings])
+        (section.title, [(finding.subject, finding.level.word, finding.found) for finding in section.findings])
         for section in report.sections
     ]
     return plain, report.abandoned
@@ -93,8 +93,8 @@ def measuring_case() -> list[tuple[str, str, str]]:
         collective |= {"nodes and links": links.PAIRS, "clocks": links.CLOCKS}
         run_checks(launch, collective, report := Report())
     return [
-        (one.title, worst_level([one]).word, " ".join(finding.found for finding in one.findings))
-        for one in report.sections
+        (finding.title, worst_level([finding]).word, " ".join(finding.found for finding in finding.findings))
+        for finding in report.sections
     ]
 
 

@@ -29,10 +29,10 @@ pytestmark = pytest.mark.timeout(1500)  # the first test builds the fork, and it
 
 def run(python: str, folder: Path, *arguments: str, **variables: str) -> str:
     """Run a program of an environment, and return its output."""
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    kept |= {"PATH": f"{(folder / python).parent}{os.pathsep}{kept['PATH']}", **variables}
+    variables_of_run = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables_of_run |= {"PATH": f"{(folder / python).parent}{os.pathsep}{variables_of_run['PATH']}", **variables}
     command = [str(folder / python), "-W", "ignore", *arguments]
-    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(command, cwd=folder, env=variables_of_run, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -40,11 +40,11 @@ def run(python: str, folder: Path, *arguments: str, **variables: str) -> str:
 @pytest.fixture(scope="module")
 def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the fork and its environment, and with the tests, but without this repository's package."""
-    made = tmp_path_factory.mktemp("fork")
-    series.environment(made)
+    fork_folder = tmp_path_factory.mktemp("fork")
+    series.environment(fork_folder)
     for name in ("tests", "scripts"):
-        (made / name).symlink_to(ROOT / name)
-    return made
+        (fork_folder / name).symlink_to(ROOT / name)
+    return fork_folder
 
 
 @pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units", "LoCo"),))], ids=" ".join)
@@ -136,8 +136,8 @@ def test_hooks_that_do_not_fit_are_rejected_if_our_keys_are_used(
         path = trees[kind] / "deepspeed" / file
         path.write_text(path.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
     pieces = {}
-    for kind, made in trees.items():
-        first = f"import sys\nsys.path.insert(0, {str(importable(made))!r})\n"
+    for kind, fork_folder in trees.items():
+        first = f"import sys\nsys.path.insert(0, {str(importable(fork_folder))!r})\n"
         pieces[kind] = first + (ABSENT if kind == "absent" else "") + PLAIN_AND_OURS
     found = run_in_forks("import torch", pieces)
     for kind in kinds:

@@ -41,10 +41,10 @@ def case(ours: dict[str, Any], stock: dict[str, Any], checkpointing: bool) -> tu
 
     sizes: dict[str, tuple[int, bool]] = {}
     expected, start = loops.train(plain(stock), make)
-    found, _ = loops.train(plain(ours), make, finish=look)
+    losses, _ = loops.train(plain(ours), make, finish=look)
     base = torch.cat([torch.full((numel,), not trains) for numel, trains in sizes.values()])
     adapters = {name for name, (_, trains) in sizes.items() if trains}
-    return tiny.compared(start, expected, found), torch.equal(found.weights[base], start[base]), trained == adapters
+    return tiny.compared(start, expected, losses), torch.equal(losses.weights[base], start[base]), trained == adapters
 
 
 @pytest.mark.parametrize("strategy, more", [("ING", ON_HOST), *deep(("NIG", {}), *SHARDED)])

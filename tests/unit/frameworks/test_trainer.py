@@ -136,10 +136,10 @@ def incomplete_case(folder: str) -> tuple[list[int], bool]:
 
 
 def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:
-    (lines, _), *_ = found = frameworks(4).run(example_case, str(tmp_path))
+    (lines, _), *_ = answers = frameworks(4).run(example_case, str(tmp_path))
     for words in ("I-I-G (p=I, g=I, os=G; stage 3)", "over 4 data-parallel ranks in 2 group(s) of 2"):
         assert any(words in line for line in lines), (words, lines)
-    assert "'train_loss'" in found[0][1]  # which ranks print it differs between versions of transformers
+    assert "'train_loss'" in answers[0][1]  # which ranks print it differs between versions of transformers
     (checkpoint,) = (tmp_path / "build" / "trainer").glob("checkpoint-*")
     assert {path.name for path in checkpoint.iterdir()} >= {"latest", "zero_to_fp32.py"}
 

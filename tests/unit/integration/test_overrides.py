@@ -58,11 +58,11 @@ def test_what_fits_and_what_does_not(case: str) -> None:
     body, expected = CASES[case]
     namespace: dict[str, Any] = {"override": overrides.override}
     exec(body, namespace)
-    own = {name: one for name, one in namespace.items() if name in {*vars(Parent), "nowhere"}}
+    own = {name: member for name, member in namespace.items() if name in {*vars(Parent), "nowhere"}}
     Parent.__module__ = "deepspeed.somewhere"
     ours = type("Ours", (Parent,), {**own, "__module__": "deepspeed_ext.zero.somewhere"})
-    found = "; ".join(overrides.problems(overrides.checked(ours)))
-    assert expected in found and bool(expected) == bool(found), found
+    clauses = "; ".join(overrides.problems(overrides.checked(ours)))
+    assert expected in clauses and bool(expected) == bool(clauses), clauses
 
 
 @pytest.mark.parametrize("target", [Parent(), Parent, type("Child", (Parent,), {}), sys.modules[__name__]])

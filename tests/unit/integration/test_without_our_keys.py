@@ -53,9 +53,9 @@ def test_the_page_names_symbols_and_tests_of_each_difference() -> None:
     assert acting <= {name.rpartition(":")[2] for name in REPLACED}
     assert f"The other {len(REPLACED) - len(acting)} replaced symbols" in section
     for *_, tests in rows:
-        shown = re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(\w+)`", tests)
-        assert shown and len(shown) == tests.count("]("), tests
-        for path, name in shown:
+        listed = re.findall(r"\]\(\.\./\.\./(tests/[\w/]+\.py)\) `(\w+)`", tests)
+        assert listed and len(listed) == tests.count("]("), tests
+        for path, name in listed:
             assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), (path, name)
 
 
@@ -126,15 +126,15 @@ def without_us() -> Iterator[None]:
         deepspeed_ext.activate()
 
 
-def same(one: Any, other: Any) -> bool:
+def same(left: Any, other: Any) -> bool:
     """Whether two nested values are equal to the bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, other)
+    if isinstance(left, dict):
+        return left.keys() == other.keys() and all(same(left[key], other[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(other) and all(map(same, left, other))
+    return bool(left == other)
 
 
 @contextlib.contextmanager

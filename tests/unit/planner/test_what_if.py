@@ -31,47 +31,54 @@ def test_a_report_keeps_all_that_the_planner_needs() -> None:
 
 
 def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
-    one = replace(recorded(), step=9.0)
-    found = WhatIf(one, one.planner_input.cluster, one.planner_input.model)
-    parts = found.now.prediction.seconds
+    training = replace(recorded(), step=9.0)
+    predicted = WhatIf(training, training.planner_input.cluster, training.planner_input.model)
+    parts = predicted.now.prediction.seconds
     assert parts["compute"] == pytest.approx(0.25) and parts["update"] == pytest.approx(0.03)
-    assert found.now.seconds == sum(parts.values()) + 0.02  # "other" of the report; the rest is left as it is
+    assert predicted.now.seconds == sum(parts.values()) + 0.02  # "other" of the report; the rest is left as it is
     steps = [sum(parts.values()) + more for more in (-1, 0.01)]
-    assert [replace(one, step=step).unexplained for step in steps] == [0.0, pytest.approx(0.01)]
-    (other,) = (row for row in found.rows if row.prediction.name == "NNN")
+    assert [replace(training, step=step).unexplained for step in steps] == [0.0, pytest.approx(0.01)]
+    (other,) = (row for row in predicted.rows if row.prediction.name == "NNN")
     assert other.prediction.seconds["update"] == pytest.approx(4 * 0.03)  # of all states, rather than of a quarter
     exact = predict(
-        STRATEGIES["NIG"], one.planner_input.cluster.sizes, one.planner_input.model, one.planner_input.rates
+        STRATEGIES["NIG"],
+        training.planner_input.cluster.sizes,
+        training.planner_input.model,
+        training.planner_input.rates,
     )
     assert parts["between"] == exact.seconds["between"]
 
 
 def test_links_are_those_given_and_else_the_probed_ones() -> None:
-    one = recorded()
-    was = one.planner_input.cluster
-    slower = one.predict("NIG", replace(was, inter_gbps=0.1), one.planner_input.model)
-    before = one.predict("NIG", was, one.planner_input.model)
+    training = recorded()
+    was = training.planner_input.cluster
+    slower = training.predict("NIG", replace(was, inter_gbps=0.1), training.planner_input.model)
+    before = training.predict("NIG", was, training.planner_input.model)
     assert slower.busy["between"] == pytest.approx(5 * before.busy["between"])
     assert slower.busy["within"] == pytest.approx(before.busy["within"])
     # Eight ranks on two nodes: four flows share what two did.
-    wider = one.predict("NIG", replace(was, sizes=GroupSizes(8, 4), ranks_per_node=4), one.planner_input.model)
+    wider = training.predict(
+        "NIG", replace(was, sizes=GroupSizes(8, 4), ranks_per_node=4), training.planner_input.model
+    )
     assert wider.volume.inter == before.volume.inter / 2 and wider.busy["between"] == before.busy["between"]
 
 
 @pytest.mark.parametrize("nodes", [2, 4])
 def test_plain_stages_send_as_many_rings_as_were_probed(nodes: int) -> None:
-    one = recorded("ZeRO-3")
-    cluster = replace(one.planner_input.cluster, sizes=GroupSizes(2 * nodes, 2), inter_gbps=0.1)
-    found = one.predict("ZeRO-3", cluster, one.planner_input.model)
+    training = recorded("ZeRO-3")
+    cluster = replace(training.planner_input.cluster, sizes=GroupSizes(2 * nodes, 2), inter_gbps=0.1)
+    predicted = training.predict("ZeRO-3", cluster, training.planner_input.model)
     ring = BYTES * (2 * nodes - 1) / (2 * nodes) / (0.1e9 / 8)
-    assert found.busy["between"] == pytest.approx(4 * (2 * 1 + 2) * ring)  # two gathers, and a reduction of two rings
+    assert predicted.busy["between"] == pytest.approx(
+        4 * (2 * 1 + 2) * ring
+    )  # two gathers, and a reduction of two rings
 
 
 def test_latencies_grow_as_those_of_rings() -> None:
-    one, hops = recorded(), HopRates(Rate(1e-3, 1e9), Rate(2e-3, 1e7))
-    rates = replace(one.planner_input.rates, gather=hops, reduce=hops)
-    one = replace(one, planner_input=replace(one.planner_input, rates=rates))
-    wider = replace(one.planner_input.cluster, sizes=GroupSizes(8, 2))
-    found = one._rates(wider).gather
-    assert (found.intra.latency, found.inter.latency) == (1e-3, 3 * 2e-3)
-    assert one._rates(replace(wider, latency=5e-6)).gather.inter.latency == 5e-6
+    training, hops = recorded(), HopRates(Rate(1e-3, 1e9), Rate(2e-3, 1e7))
+    rates = replace(training.planner_input.rates, gather=hops, reduce=hops)
+    training = replace(training, planner_input=replace(training.planner_input, rates=rates))
+    wider = replace(training.planner_input.cluster, sizes=GroupSizes(8, 2))
+    predicted = training._rates(wider).gather
+    assert (predicted.intra.latency, predicted.inter.latency) == (1e-3, 3 * 2e-3)
+    assert training._rates(replace(wider, latency=5e-6)).gather.inter.latency == 5e-6

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What asks for a report: the command, which runs a script as it would run without, the key, and the variable."""
+"""Requests for a report: the command, which runs a script unchanged, the key, and the environment variable."""
 
 import sys
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""What a report says in words, and the operations of DeepSpeed that a recorder hears of."""
+"""Sentences of a report, and the operations of DeepSpeed that a recorder records."""
 
 import inspect
 from typing import Any
@@ -20,8 +20,8 @@ def choice(strategy: str, step: float, gb: float = 1.0, now: bool = False, fits:
 
 
 def hop(name: str, exposed: float, rate: float = 1e8, probed: float = 1e8, nbytes: float = 1e6) -> dict[str, Any]:
-    found = {"hop": name, "bytes": nbytes, "formula_bytes": 1e6, "busy": exposed, "exposed": exposed}
-    return {**found, "predicted_exposed": exposed, "rate": rate, "probed_rate": probed}
+    row = {"hop": name, "bytes": nbytes, "formula_bytes": 1e6, "busy": exposed, "exposed": exposed}
+    return {**row, "predicted_exposed": exposed, "rate": rate, "probed_rate": probed}
 
 
 def report(**changed: Any) -> dict[str, Any]:
@@ -77,8 +77,8 @@ FINDINGS: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("changed, said", FINDINGS)
 def test_what_stands_out_is_said(changed: dict[str, Any], said: str) -> None:
-    found = page.findings(report(**changed))
-    assert any(one.startswith(said) for one in found), found
+    row = page.findings(report(**changed))
+    assert any(one.startswith(said) for one in row), row
 
 
 def test_where_nothing_stands_out_it_says_so() -> None:
@@ -101,19 +101,19 @@ def test_operations_have_the_arguments_of_deepspeeds_backend() -> None:
         method = getattr(TorchBackend, name)
         # DeepSpeed's decorator keeps the function that it wraps in its closure.
         inner = inspect.getclosurevars(method).nonlocals.get("func", method)
-        known = list(inspect.signature(inner).parameters)[1:]
-        assert known == list(operation.arguments), name
+        argument_names = list(inspect.signature(inner).parameters)[1:]
+        assert argument_names == list(operation.arguments), name
 
 
 def test_bytes_of_operations_are_those_that_a_rank_receives() -> None:
-    whole, part = torch.empty(400, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)
+    full, part = torch.empty(400, dtype=torch.uint8), torch.empty(100, dtype=torch.uint8)
 
     def received(name: str, *args: Any) -> float:
         return OPERATIONS[name].received(OPERATIONS[name].bind(args, {}), 4)
 
-    assert received("all_gather_into_tensor", whole, part) == 300
-    assert received("reduce_scatter_tensor", part, whole) == 300
-    assert received("all_reduce", whole) == 600
+    assert received("all_gather_into_tensor", full, part) == 300
+    assert received("reduce_scatter_tensor", part, full) == 300
+    assert received("all_reduce", full) == 600
     assert received("all_gather", [part] * 4, part) == 300
-    assert received("broadcast", whole, 0) == 300
-    assert received("recv", whole, 1) == 400 and received("send", whole, 1) == 0
+    assert received("broadcast", full, 0) == 300
+    assert received("recv", full, 1) == 400 and received("send", full, 1) == 0
