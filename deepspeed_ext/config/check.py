@@ -43,6 +43,7 @@ def _check_strategy(
     from deepspeed import comm as dist
     from deepspeed.utils import log_dist
 
+    # Without process groups the number of ranks is unknown; the engine checks the size later.
     if zero.paro_group_size is not None and dist.is_initialized():
         GroupSizes(sharding_ranks(config, mpu), zero.paro_group_size)
     strategy = active_strategy(config)

@@ -153,6 +153,7 @@ class ParoConfig(BaseModel):
             if value is None and cls.model_fields[key].default is None:  # None as default means that the key is absent
                 raise wrong_value_error(f"{SECTION}.{key}", cls.model_fields[key].description or "", value)
         model = parse(cls, values, SECTION)
+        # In this order: MiCS sets a strategy, and other keys imply one only if there is none.
         model._translate_mics(section)
         model._imply_strategy(section)
         if model.paro_strategy is None:
@@ -210,6 +211,7 @@ class ParoConfig(BaseModel):
             is_set = getattr(self, key) not in (None, False)
             if is_set and self.paro_strategy is None:
                 stage: Any = section.get(STAGE)
+                # True equals 1 in Python, but is not a stage.
                 if isinstance(stage, bool) or stage not in stages:
                     raise ValueError(f"{SECTION}.{key} needs {SECTION}.{alternative}, got stage {stage!r}.")
                 self.paro_strategy = STRATEGY_OF_STAGE.get(stage, "NNG")

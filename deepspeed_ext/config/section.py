@@ -71,6 +71,7 @@ def parse_section(section: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     strategy = our_fields.named_strategy
     # The stage of the fastest strategy is not known yet: use a placeholder other than 0.
     stage = strategy.stage if strategy else 1
+    # The user's own stage, in ``their_keys``, has precedence.
     return ParoZeroConfig(**{"stage": stage, **our_values, **their_keys})
 
 

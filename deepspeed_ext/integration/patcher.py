@@ -80,6 +80,7 @@ def apply(module: str) -> None:
         if isinstance(original, staticmethod):  # a plain function would receive ``self``
             replacement = staticmethod(replacement)
         history = _applied.setdefault(patch.path, [])
+        # After a reload, importers may still hold an earlier replacement.
         old_values = [original, *(applied.replacement for applied in history)]
         history.append(_Applied(owner, name, original, replacement))
         # Modules that imported the function by name keep calling the original unless replaced there, too.
@@ -235,6 +236,7 @@ def require() -> None:
     problems = [problem for problem in [unsupported_reason()] if problem]
     is_supported = not problems
     for patch in patches.PATCHES:
+        # Symbols are compared even if no code has used their modules yet.
         importlib.import_module(patch.module)
         if patch.path in _applied and not _is_in_place(patch):  # a reload has restored the original
             apply(patch.module)

@@ -106,6 +106,7 @@ def check_our_keys(
     from deepspeed_ext.integration import plugins
 
     if isinstance(config, dict):
+        # Before DeepSpeed parses the configuration, because plugins may change it.
         plugins.configure(config)
     try:
         init(self, config, mpu, mesh_device)

@@ -156,6 +156,7 @@ def plan(
     if not predictions:
         raise ValueError("no strategy is allowed.")
     predictions.sort(key=lambda row: (row.total_seconds, row.total_memory))
+    # A plain stage is compared only if the equal strategy is allowed: with zero.Init only ZeRO-3, for example.
     plain = tuple(row for row in predict_plain(sizes, model, rates) if allowed(STRATEGIES[row.strategy]))
     unsharded = [row for row in rows if row.p == Placement.N and not model.overlap_updates]
     overlapping = replace(model, overlap_updates=True)
@@ -179,5 +180,6 @@ def _best_within(budget: float | None, rows: Sequence[Prediction]) -> Prediction
 def best(rows: Sequence[T], seconds: Callable[[T], float], memory: Callable[[T], Any]) -> T:
     """Return the smallest row within ``TIE`` of the fastest; among equally small rows, the fastest."""
     quickest = min(map(seconds, rows))
+    # Within TIE, the error of the model exceeds the difference, so memory decides.
     close = [row for row in rows if seconds(row) <= (1 + TIE) * quickest]
     return min(close, key=lambda row: (memory(row), seconds(row)))

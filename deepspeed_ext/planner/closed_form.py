@@ -153,6 +153,7 @@ class Step:
             seconds = max(cores, slowest)
         else:
             seconds = cores - compute + max(compute, transfers.chained)
+        # A forward also waits for its first layer; a backward has that layer from the forward.
         exposed = (gathers * (seconds - cores) + waits * transfers.chained) / self.layers
         return _total({COMPUTE: compute}, transfers.on_cores, transfers.divide(exposed))
 
@@ -170,6 +171,7 @@ class Step:
     def _backward(self, boundary: bool) -> Seconds:
         """Return a backward pass with its reductions; ``boundary``: whether it is the last micro-batch's."""
         backward = (1 - FORWARD) * self.compute
+        # The last layer is still gathered from the forward.
         compute = self._pass(backward, self.layers - 1) if self.gathers > 1 else {COMPUTE: backward}
         moves = [self.reduce, self.cross, self.back] if boundary else [self.reduce]
         if not self.overlap.gradients:
@@ -218,6 +220,7 @@ class _Transfers:
             for part, seconds in hops.items():
                 (on_links if overlaps[part] else on_cores)[part] += seconds
             hop_seconds = max(move.within, move.between) if overlap.at_once else move.within + move.between
+            # Hops on the cores are counted as compute, so they are not part of the chain on links.
             chained += hop_seconds - (0.0 if overlap.within else move.within) + (hops[HOST] if overlap.copies else 0.0)
         return cls(on_cores, on_links, chained, not overlap.at_once)
 

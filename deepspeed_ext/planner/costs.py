@@ -137,6 +137,7 @@ def _prediction(
         gathers=model.gathers,
         accumulation=model.accumulation,
         compute=model.compute,
+        # The states on the device: 0 if they are offloaded, since the host's update is not modeled.
         update=UPDATE_TRAFFIC * memory.optimizer / rates.memory,
         overlap=overlap,
         orthogonalize=_orthogonalize_seconds(strategy, families),
@@ -145,6 +146,7 @@ def _prediction(
         strategy.name,
         loco=compression.loco is not None,
         updates=compression.updates is not None,
+        # Cached slices are on the device in addition to the copy on the host.
         memory=replace(memory, parameters=memory.parameters + host_copies.cached),
         transient=sum(transient_bytes(strategy, ranks, family, compression) for ranks, family in families)
         + host_copies.windows,
@@ -177,6 +179,7 @@ def _moves(
             volumes[index] += volume * model.times(phase)
             within += hops.intra.seconds(volume.intra, messages)
             between += hops.inter.seconds(volume.inter, messages)
+            # Families share the links, so their messages are counted together.
             units += messages
         moves.append(Move(within, between, units=min(units, model.layers)))
     moves[0] = replace(moves[0], up=host_copies.use / rates.host)

@@ -30,10 +30,12 @@ def describe_engine(engine: Engine, model: nn.Module) -> Model:
     zero = config.zero_config
     model_dtype, _ = engine.get_data_types()
     wire = engine.communication_data_type.itemsize
+    # With None, each parameter counts with its own dtype.
     width = 2 if model_dtype.itemsize == 2 else None
     accumulation = config.gradient_accumulation_steps
     description = describe(model, width, wire, accumulation, bucket=int(zero.reduce_bucket_size))
     elements = sum(map(numel_of, model.parameters()))
+    # ZeRO-3 then keeps all parameters from forward to backward.
     keeps_gathered = elements <= min(zero.max_reuse_distance, zero.max_live_parameters)
     return replace(
         description,
@@ -92,6 +94,7 @@ def max_over_ranks(model: Model) -> Model:
 
 def reduce_integers(numbers: list[float], op: dist.ReduceOp) -> list[float]:
     """Reduce integers over all ranks, and return the result."""
+    # Integers are exact; float32 would round byte counts, and ranks could choose differently.
     result = all_reduced(torch.tensor([int(number) for number in numbers]), op)
     return [float(number) for number in result.tolist()]
 

@@ -72,6 +72,7 @@ def choose_strategy(engine: Engine, model: nn.Module) -> None:
     strategies = _allowed_strategies(engine, model)
     description = max_over_ranks(describe_engine(engine, model))
     flops = _max_micro_step_flops(config, model)
+    # Without measured rates, which differ from run to run: a resumed run must find its decision.
     inputs = _inputs(config, topology, description, strategies) | {"micro_step_flops": flops}
     file = Decisions(Path(config.zero_config.paro_decision_file))
     # Rank 0 alone reads the file, and all ranks must use its answer: different strategies would hang.
@@ -229,6 +230,7 @@ class Decisions:
         """Return the strategy that was chosen for the same inputs; None without such a decision."""
         entries = self._read()
         for entry in entries:
+            # A strategy that the configuration refuses is ignored: the file may have been edited.
             # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
@@ -251,6 +253,7 @@ class Decisions:
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Decisions for other inputs, such as another number of ranks, are retained.
             text = json.dumps({"decisions": [entry, *self._read(quietly=True)]}, indent=2, allow_nan=False)
             temporary.write_text(text + "\n")
             temporary.replace(self.path)  # atomic, so that other runs never read a partial file

@@ -88,6 +88,7 @@ def sample_collective(
     """Measure like ``sample_hop``. ``runner(share)`` returns a call that receives ``share`` elements of each rank."""
     times: list[tuple[float, float]] = []
     for size in SIZES:
+        # At least one element: an empty message would have no rate.
         share = max(1, round(size / (ranks - 1) / dtype.itemsize))
         run = runner(share)
         run()  # opens connections
@@ -109,6 +110,7 @@ def _runner(hop: Hop, share: int, dtype: torch.dtype) -> Callable[[], Tensor]:
         shard = torch.zeros(share, dtype=dtype, device=device)
         return lambda: Started(hop.all_gather(shard)).finish()
     assert isinstance(hop, ReduceHop)
+    # Allocated here, because allocation is not part of a hop's time.
     flat = torch.zeros(share * hop.size, dtype=dtype, device=device)
     return lambda: Started(hop.reduce_scatter(flat, [share] * hop.size)).finish()
 

@@ -175,6 +175,7 @@ class Rates:
                 raise ValueError(f"{name} must be above 0, got {value!r}.")
         rank_bandwidth, node_bandwidth = intra_gbps * GIGA / BITS, inter_gbps * GIGA / BITS
         m, one_node = sizes.group_size, sizes.ranks <= ranks_per_node
+        # If m divides the ranks of a node, no group spans two nodes.
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
         flows, rings = min(m, ranks_per_node), _max_rings(sizes, ranks_per_node)
         hops = HopRates(
@@ -199,6 +200,7 @@ def _max_rings(sizes: GroupSizes, ranks_per_node: int) -> int:
     """Return the largest number of groups on one node that span several nodes; at least 1."""
     m, most = sizes.group_size, 1
     for first in range(0, sizes.ranks, ranks_per_node):
+        # A border inside a group means that the group spans this node and a neighbor.
         borders = (first, min(first + ranks_per_node, sizes.ranks))
         most = max(most, len({border // m for border in borders if border % m}))
     return most

@@ -76,6 +76,7 @@ class Measurement:
             _wrap(engine, "step", before_step, after_step)
 
     def _end_step(self, engine: Engine, losses: Losses) -> None:
+        # The first engine that ends a step: a script may have others, such as a frozen reference model.
         self._engine = self._engine or engine
         if engine is not self._engine:
             losses[:] = [[]]  # free the losses of an engine that is not measured
@@ -205,6 +206,7 @@ def _losses(losses: Losses) -> dict[str, list[float | None]]:
     own_means = torch.stack(means)
     first = has_loss & (dist.get_rank() == 0)
     rows = [torch.where(kind, own_means, 0.0) for kind in (has_loss, first)] + [has_loss.double(), first.double()]
+    # Ranks without a loss add zeros, and are not counted in the mean.
     sums, of_first, ranks, has_first = all_reduced(torch.stack(rows), dist.ReduceOp.SUM).tolist()
     return {
         "losses": [total / count if count else None for total, count in zip(sums, ranks, strict=True)],

@@ -103,6 +103,7 @@ def run(arguments: argparse.Namespace, patch_problems: Callable[[], list[str]]) 
     except RendezvousError as error:
         _print_error(str(error))
         status = COULD_NOT_RUN
+    # ``os._exit`` does not flush buffers.
     sys.stdout.flush()
     sys.stderr.flush()
     if report.abandoned:
@@ -206,6 +207,7 @@ def _judge(
         )
     if answers and not (check.collective and findings):
         try:
+            # An error of one check must not lose the report of the others.
             findings += check.judge(answers, launch)
         except Exception as error:
             findings.append(_failure(launch, [0], f"{type(error).__name__}: {error}"))

@@ -202,6 +202,7 @@ def _open_store(environment: Mapping[str, str], rank: int, address: str, timeout
     serves = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name, port, limit = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=timeout)
     try:
+        # Do not wait for the other ranks here: the roll call names the missing ones, a time-out would not.
         store = TCPStore(name, port, is_master=serves, timeout=limit, wait_for_workers=False, multi_tenant=True)
     except (RuntimeError, ValueError) as error:
         reason = "this rank cannot listen there" if serves else "no process answers there"

@@ -71,6 +71,7 @@ def _form_world(launch: Launch) -> None:
         store=distributed.PrefixStore("groups", launch.store),
         rank=launch.rank,
         world_size=launch.world,
+        # NCCL's watchdog must not end the process before the check has reported the hang.
         timeout=timedelta(seconds=launch.options.timeout + (0 if device.is_synchronized_device() else _WATCHDOG)),
         device_id=device_id,
     )
@@ -333,6 +334,7 @@ def _examine_clocks(launch: Launch) -> dict[str, float] | None:
     """Return on rank 0 the seconds by which the clock of each other team's first rank is ahead."""
     offsets = {}
     for first in (team[0] for team in launch.teams()[1:]):
+        # Rank 0 exchanges messages with one rank at a time: others would disturb the round trip.
         if launch.rank in (0, first):
             _, offsets[str(first)] = _ping(0 if launch.rank else first)
     return None if launch.rank else offsets

@@ -135,6 +135,7 @@ def predict_outer(
             "an outer optimizer does not support expert parallelism, since all ranks with the same experts may be in "
             "one group."
         )
+    # Inner steps send nothing between groups, so each group is a world of its own.
     one_group = GroupSizes(sizes.group_size, sizes.group_size)
     inner = predict(strategy, one_group, model, rates)
     elements, bits = model.states.gradients / model.gradient_bytes, _Bits.for_settings(settings, sizes.groups)

@@ -235,6 +235,7 @@ class Schedule:
         """
         if not step > 0:
             raise ValueError(f"how often to save needs the seconds of a step, which are predicted as {step:g}.")
+        # T + C >= L: the next save waits until the last save is good.
         steps = max(1, round(daly(held, saves.mtbf) / step), math.ceil((lasts - held) / step))
         lost = share_lost(steps * step, held, lasts, saves.mtbf, saves.restart)
         return cls(held, lasts, steps, steps * step, young(held, saves.mtbf), lost)

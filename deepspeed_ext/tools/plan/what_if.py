@@ -123,6 +123,7 @@ class WhatIf:
         return f"On this script, {gain}; {now}."
 
     def _best(self, rows: Sequence[Row]) -> Row:
+        # If no exact strategy fits, the running one takes its place.
         return best(rows or [self.now], lambda row: row.seconds, lambda row: row.prediction.total_memory)
 
     def table(self) -> str:

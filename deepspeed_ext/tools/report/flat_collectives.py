@@ -29,6 +29,7 @@ def measure(config: Config, dtype: torch.dtype) -> FlatRates:
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return FlatRates(probe.NO_COST, probe.NO_COST, probe.NO_COST)
+    # DeepSpeed reduces each part of a bucket to its owner, or all-reduces the bucket.
     owners = zero.reduce_scatter and not zero.use_multi_rank_bucket_allreduce
     kinds = (_gather, _scatter if zero.reduce_scatter else _all_reduce, _reduce_to_owners if owners else _all_reduce)
     runners = (partial(_runner, kind, ranks, group, dtype) for kind in kinds)

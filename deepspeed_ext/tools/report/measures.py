@@ -190,6 +190,7 @@ def _sum_charges(charges: Charges, *wanted: tuple[int, str]) -> float:
 def step_parts(step: Step, charges: Charges | None = None) -> dict[str, float]:
     """Return the seconds of each of ``PARTS``, which add up to the step's."""
     charges = charge_waits(step) if charges is None else charges
+    # Waits and handling interrupt forward, backward and update, and would be counted twice.
     elsewhere = union([*step.waiting, *step.phase_intervals(HANDLING)])
     seconds_of = {
         COMPUTE: length(subtract(step.phase_intervals(FORWARD, BACKWARD), elsewhere)),

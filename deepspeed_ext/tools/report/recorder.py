@@ -77,6 +77,7 @@ class Recorder:
     def waited(self, begin: Moment, communication: Communication | None) -> None:
         """Record a wait from ``begin`` until now."""
         end = self.clock.mark()
+        # Only the first wait ends a communication: later waits for the same handle return at once.
         if communication is not None and communication.end is None:
             communication.end = end
         self._waits.append(Wait(begin, end, self.clock.on_training_lane(), communication, self._module))
@@ -141,6 +142,7 @@ class Recorder:
         seconds, last = self.clock.seconds, self._ends[-1][1]
         items: list[Communication | Wait | Phase] = [*self._communications, *self._waits, *self._phases]
         for item in items:
+            # A communication that nothing waited for ends with the recording.
             item.begin, item.end = seconds(item.begin), seconds(last if item.end is None else item.end)
         ends = [(number, seconds(end)) for number, end in self._ends]
         return [

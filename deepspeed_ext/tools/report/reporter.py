@@ -87,6 +87,7 @@ class _Reporter:
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            # Checked at each call, because other code may keep this wrapper after the report.
             if not self._ended:
                 before()
             result = method(*args, **kwargs)
@@ -128,6 +129,7 @@ class _Reporter:
             self._memory_hooks.enter_context(call_before_phases(self._engine, self._record_state_bytes))
         if self._step_count < settings.after:
             return
+        # Reading memory takes time, so it ends before the first timed step.
         self._memory_hooks.close()
         if self._clock is None:
             self._clock = make_clock()
@@ -156,6 +158,7 @@ class _Reporter:
 
     def _report(self, clock: Clock, recorder: Recorder | None) -> None:
         assert recorder is not None
+        # Restored first: the report's own collectives must not be recorded.
         self._restore_engine()
         steps = recorder.steps()
         seconds = [end - begin for begin, end in itertools.pairwise(map(clock.seconds, self._ends))]
