@@ -51,7 +51,7 @@ def parse(kind: type[_Model], values: object, where: str, key_format: str = "{wh
         kind: the model; the descriptions of its fields state the expected values.
         values: the keys and their values.
         where: the name of the section, for errors.
-        inside: format of a key's name.
+        key_format: format of a key's name.
 
     Raises:
         ValueError: it is no dictionary, or has an unknown key, or a value is out of bounds or has another type.

@@ -103,7 +103,7 @@ def main(print_patches: Callable[[], None] = lambda: None, patch_problems: Calla
     """Run a command, or print the report.
 
     Args:
-        report_patches: prints which of DeepSpeed's symbols are patched, or have a hook.
+        print_patches: prints which of DeepSpeed's symbols are patched, or have a hook.
         patch_problems: returns the problems of patches and hooks.
     """
     parser = argparse.ArgumentParser(prog="python -m deepspeed_ext", description=__doc__)

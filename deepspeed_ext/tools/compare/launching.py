@@ -89,7 +89,7 @@ def environment(spec: RunSpec) -> Iterator[dict[str, str]]:
     """Yield the environment of a launch; see Note [Variables on other nodes].
 
     Args:
-        turn: the turn of its ranks.
+        spec: the turn of its ranks.
     """
     name = os.environ.get(_ENV_FILE, _DEFAULT_ENV_FILE)
     env_files = [Path(folder, name) for folder in (Path.home(), Path())]

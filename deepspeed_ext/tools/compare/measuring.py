@@ -40,7 +40,7 @@ class Measurement:
     """The steps of one engine; see Note [A script that is compared].
 
     Args:
-        turn: the turn to measure.
+        spec: the turn to measure.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -129,7 +129,7 @@ def watch(engine: Engine, spec: RunSpec) -> None:
 
     Args:
         engine: a DeepSpeedEngine with its configuration.
-        turn: the turn to measure.
+        spec: the turn to measure.
     """
     global _measurement
     if _measurement is None:

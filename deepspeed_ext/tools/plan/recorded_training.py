@@ -134,7 +134,7 @@ class RecordedTraining:
     """A recorded training; see Note [Prediction from a record].
 
     Attributes:
-        described: the report's part for the planner.
+        planner_input: the report's part for the planner.
         step: seconds of a step.
         update: seconds of the optimizer's step.
         other: seconds of a step that are neither compute, update, nor exposed.

@@ -188,7 +188,7 @@ class Predictions:
         rates: measured rates of the links.
         now: prediction of the running strategy; None if it is not predicted.
         all: predictions of every strategy in every form, and of the plain stages; the fastest first.
-        described: input of ``plan --from``; None if it does not predict such trainings.
+        planner_input: input of ``plan --from``; None if it does not predict such trainings.
     """
 
     rates: Rates

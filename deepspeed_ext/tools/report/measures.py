@@ -69,7 +69,7 @@ class Wait:
 
     Attributes:
         begin, end: bounds of the interval.
-        trains: whether the training lane waited; otherwise a thread or stream that completes transfers.
+        on_training_lane: whether the training lane waited; otherwise a thread or stream that completes transfers.
         communication: the awaited communication; None for a wait for another thread or stream.
         module: module whose parameters were awaited; empty if unknown.
     """
