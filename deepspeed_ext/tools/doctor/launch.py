@@ -147,8 +147,8 @@ class Check:
     Attributes:
         examine: runs on every rank and returns plain values for JSON; may raise.
         judge: runs on rank 0, with the answers of all ranks whose ``examine`` returned; does not communicate.
-        collective: whether ``examine`` communicates over process groups. The check is skipped after such a check failed
-            or a rank was lost, since ranks would wait for each other.
+        collective: whether ``examine`` communicates over process groups. It is skipped after such a check failed or a
+            rank was lost, since ranks would wait for each other.
         least_seconds: time limit of ``examine`` if ``--timeout`` is shorter.
     """
 

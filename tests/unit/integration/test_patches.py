@@ -175,8 +175,8 @@ VERSION = "import deepspeed\ndeepspeed.__version__ = '0.20.1'\n"
 BROKEN = {
     "missing": (MISSING, "deepspeed.runtime.zero.stage_1_and_2.all_gather_dp_groups no longer exists"),
     "changed": (CHANGED, "all_gather_dp_groups has signature (groups), expected (groups_flat, "),
-    "override": (OVERRIDE, "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor no longer exists"),
-    "private": (PRIVATE, "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads no longer exists"),
+    "override": (OVERRIDE, "stage_1_and_2.DeepSpeedZeroOptimizer.average_tensor no longer exists"),
+    "private": (PRIVATE, "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads no longer"),
     "gate": (GATE, "deepspeed.runtime.config.get_zero_config has signature (param_dict, more), expected (param_dict)"),
     "gate gone": (GATE_GONE, "deepspeed.runtime.config.get_zero_config no longer exists"),
     "version": (VERSION, "its version is 0.20.1, supported is >=0.19.8,<0.20"),
