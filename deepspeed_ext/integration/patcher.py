@@ -16,7 +16,7 @@ from deepspeed_ext.integration import activation, fork, patches
 from deepspeed_ext.integration.symbols import MARK, Patch, signature_of
 
 
-class _Applied(NamedTuple):
+class _AppliedPatch(NamedTuple):
     """A patch that is in place."""
 
     owner: Any
@@ -25,9 +25,9 @@ class _Applied(NamedTuple):
     replacement: Any
 
 
-_applied: dict[str, list[_Applied]] = {}  # by the symbol's path; several if a module was reloaded
-_hooked: list[Any] = []  # replacements, in the order of their hooks
-_unknown: list[str] = []  # hooks without a row in the table of patches
+_applied: dict[str, list[_AppliedPatch]] = {}  # by the symbol's path; several if a module was reloaded
+_hooked_functions: list[Any] = []  # replacements, in the order of their hooks
+_unknown_hooks: list[str] = []  # hooks without a row in the table of patches
 
 
 def _active_patches() -> tuple[Patch, ...]:
@@ -45,13 +45,13 @@ def unsupported_reason() -> str | None:
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
-    version = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed()
+    version = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed_version()
     if version is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(version).base_version):
         return f"its version is {version}, supported is {patches.DEEPSPEED_VERSIONS}"
     return fork.problem()
 
 
-def _installed() -> str | None:
+def _installed_version() -> str | None:
     """Return DeepSpeed's version from package metadata: ``__version__`` is not set while DeepSpeed is imported."""
     try:
         return metadata.version("deepspeed")
@@ -82,7 +82,7 @@ def apply(module: str) -> None:
         history = _applied.setdefault(patch.path, [])
         # After a reload, importers may still hold an earlier replacement.
         old_values = [original, *(applied.replacement for applied in history)]
-        history.append(_Applied(owner, name, original, replacement))
+        history.append(_AppliedPatch(owner, name, original, replacement))
         # Modules that imported the function by name keep calling the original unless replaced there, too.
         for holder in (owner, *_importers(history[-1])):
             _replace_attribute(holder, name, old_values, replacement)
@@ -110,7 +110,7 @@ def _exists(patch: Patch) -> bool:
         return False
 
 
-def _importers(applied: _Applied) -> list[Any]:
+def _importers(applied: _AppliedPatch) -> list[Any]:
     """Return the modules that may have imported a function by name (``from m import f``) from its defining module."""
     is_module_level = isinstance(applied.owner, ModuleType) and applied.owner.__name__ == applied.original.__module__
     candidates = list(sys.modules.values()) if is_module_level else []
@@ -156,13 +156,13 @@ def replaced(version: int, name: str, function: Callable[..., Any]) -> Callable[
         return function
     patch = next((patch for patch in patches.REPLACED if patch.label == name), None)
     if patch is None or patch.replace is None:
-        _unknown.append(f"{name} at {function.__module__}.{function.__qualname__}")
+        _unknown_hooks.append(f"{name} at {function.__module__}.{function.__qualname__}")
         return function
     if not patch.gate and (version != fork.VERSION or signature_of(function) != patch.signature):
         return function
     replacement = patch.replace(function, *((require,) if patch.takes_require else ()))
     setattr(replacement, MARK, name)
-    _hooked.append(replacement)
+    _hooked_functions.append(replacement)
     return replacement
 
 
@@ -173,9 +173,9 @@ def unmatched_hooks() -> list[str]:
         with contextlib.suppress(AttributeError):  # a missing symbol is reported by ``Patch.problem``
             function = patch.locate()[2]
             patched_ids.add(id(getattr(function, "__func__", function)))
-    unmatched = [hook for hook in _hooked if id(hook) not in patched_ids]
+    unmatched = [hook for hook in _hooked_functions if id(hook) not in patched_ids]
     names = [f"{getattr(hook, MARK)} at {hook.__module__}.{hook.__qualname__}" for hook in unmatched]
-    return [f"no patch corresponds to the hook {name}" for name in (*_unknown, *names)]
+    return [f"no patch corresponds to the hook {name}" for name in (*_unknown_hooks, *names)]
 
 
 def import_all() -> None:
@@ -197,19 +197,19 @@ def status() -> list[tuple[Patch, str]]:
         elif problem := patch.problem():
             state = problem
         else:
-            state = (_replaced_by(patch) or _unreplaced(patch)) if patch.replace else "as expected"
+            state = (_replacement_state(patch) or _missing_replacement(patch)) if patch.replace else "as expected"
         rows.append((patch, state))
     return rows
 
 
-def _replaced_by(patch: Patch) -> str | None:
+def _replacement_state(patch: Patch) -> str | None:
     """Return how a symbol has been replaced; None if it has not been."""
     if patch.is_hooked():
         return "hooked"
     return "applied" if patch.path in _applied and _is_in_place(patch) else None
 
 
-def _unreplaced(patch: Patch) -> str:
+def _missing_replacement(patch: Patch) -> str:
     return "not applied" if fork.version() is None else f"without its hook {patch.label}"
 
 
@@ -241,8 +241,8 @@ def require() -> None:
         if patch.path in _applied and not _is_in_place(patch):  # a reload has restored the original
             apply(patch.module)
         problem = patch.problem()  # compares the original: ``functools.wraps`` keeps its signature
-        if problem or (is_supported and patch.replace and not _replaced_by(patch)):
-            problems.append(problem or f"{patch.path} is {_unreplaced(patch)}")
+        if problem or (is_supported and patch.replace and not _replacement_state(patch)):
+            problems.append(problem or f"{patch.path} is {_missing_replacement(patch)}")
     problems += override_problems()
     if problems:
         tested = ", ".join(patches.TESTED_VERSIONS)

@@ -160,7 +160,9 @@ class Step:
     def _first_forward(self, forward: Seconds) -> Seconds:
         """Return the first forward pass with updated parameters, including their gather."""
         if self.overlap.updates:
-            return _overlapped(forward, _Transfers.for_moves([self.updates], self.overlap), self.updates.units)
+            return _pass_with_transfers(
+                forward, _Transfers.for_moves([self.updates], self.overlap), self.updates.units
+            )
         transfers = self._without_overlap([self.updates])
         waits = transfers.chained
         if self.overlap.gradients:  # all messages are queued at once, so one hop hides the other
@@ -179,7 +181,7 @@ class Step:
             return _total(compute, transfers.divide(transfers.chained))
         transfers = _Transfers.for_moves(moves, self.overlap)
         gathers = _Transfers.for_moves([self.use] if self.gathers > 1 else [], self.overlap)
-        return _overlapped(compute, transfers, self.reduce.units, gathers, self.layers)
+        return _pass_with_transfers(compute, transfers, self.reduce.units, gathers, self.layers)
 
     def _without_overlap(self, moves: Sequence[Move]) -> "_Transfers":
         """Return moves during which nothing is computed."""
@@ -231,7 +233,7 @@ class _Transfers:
         return {part: seconds * link / total for part, link in links.items()} if total else {}
 
 
-def _overlapped(
+def _pass_with_transfers(
     compute: Seconds, transfers: _Transfers, units: int, gathers_on_links: _Transfers | None = None, layers: int = 1
 ) -> Seconds:
     """Return a pass and the transfers under it; see Note [Closed form of a step].

@@ -180,7 +180,7 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
 
     def add(subject: str, since: list[int], given: object, applies: bool, finding: tuple[Level, str] | None) -> None:
         if given and version < since:
-            text = f"NCCL {_dotted(version)} ignores it; {_dotted(since)} and later have it"
+            text = f"NCCL {_version_text(version)} ignores it; {_version_text(since)} and later have it"
             findings.append(Finding(subject, Level.LOOK, text))
         elif applies and version >= since and finding:
             findings.append(Finding(subject, *finding))
@@ -195,7 +195,7 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
     return findings
 
 
-def _dotted(version: list[int]) -> str:
+def _version_text(version: list[int]) -> str:
     return ".".join(map(str, version))
 
 

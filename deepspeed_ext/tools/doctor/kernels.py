@@ -27,11 +27,11 @@ def _examine(launch: Launch) -> dict[str, Any]:
     device = "cpu" if get_accelerator().is_synchronized_device() else get_accelerator().current_device_name()
     ops.load_kernels()
     present = ops.has_kernels(device.partition(":")[0].upper())
-    wrong = differing(torch.ops.deepspeed_paro, device) if present else []
+    wrong = differing_operators(torch.ops.deepspeed_paro, device) if present else []
     return {"device": device, "kernels": present, "wrong": wrong}
 
 
-def differing(operators: Any, device: str) -> list[str]:
+def differing_operators(operators: Any, device: str) -> list[str]:
     """Return the names of operators that differ from the reference, each with the first such case.
 
     Args:

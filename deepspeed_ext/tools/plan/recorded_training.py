@@ -184,12 +184,12 @@ class RecordedTraining:
         return cls(planner_input, step, update, other)
 
     @cached_property
-    def predicted(self) -> float:
+    def predicted_seconds(self) -> float:
         """Return the predicted seconds of the recorded step, P + H."""
-        return self._formula_seconds + self.unexplained
+        return self._formula_seconds + self.unexplained_seconds
 
     @property
-    def unexplained(self) -> float:
+    def unexplained_seconds(self) -> float:
         """Return H."""
         return max(0.0, min(self.other, self.step - self._formula_seconds))
 

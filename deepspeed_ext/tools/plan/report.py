@@ -12,7 +12,7 @@ from deepspeed_ext.planner.costs import Prediction
 from deepspeed_ext.planner.rates import GIGA, Rate
 from deepspeed_ext.strategy import STRATEGIES, hyphenate
 from deepspeed_ext.tools.plan.outer import OuterPlan
-from deepspeed_ext.tools.plan.saves import SavedPrediction, Saves, format_figure
+from deepspeed_ext.tools.plan.saves import PredictionWithSaves, Saves, format_figure
 
 EXACT = "exact"
 _INFINITE = float("inf")
@@ -105,7 +105,7 @@ def table(plans: Sequence[Plan], saves: Saves | None = None) -> str:
 def reason(plan: Plan) -> str:
     """Return the reason for the choice, and its interval between saves."""
     chosen = plan.choice
-    return f"{plan.reason}; {chosen.saves.reason}" if isinstance(chosen, SavedPrediction) else plan.reason
+    return f"{plan.reason}; {chosen.saves.reason}" if isinstance(chosen, PredictionWithSaves) else plan.reason
 
 
 def outer_table(plan: OuterPlan) -> str:

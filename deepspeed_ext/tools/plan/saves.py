@@ -279,7 +279,7 @@ class SavePrediction:
 
 
 @dataclass(frozen=True)
-class SavedPrediction(Prediction):
+class PredictionWithSaves(Prediction):
     """A prediction with the cost of saves; ``host`` includes their pinned memory."""
 
     saves: SavePrediction = field(kw_only=True)
@@ -292,7 +292,7 @@ def plan_saves(plan: Plan, saves: Saves, compression: Compression) -> Plan:
         ValueError: see ``Schedule.best``.
     """
 
-    def with_saves(row: Prediction) -> SavedPrediction:
+    def with_saves(row: Prediction) -> PredictionWithSaves:
         return predict_saves(
             saves, row, plan.sizes, plan.model, plan.rates, UNCOMPRESSED if row.plain else compression
         )
@@ -309,7 +309,7 @@ def predict_saves(
     model: Model,
     rates: Rates,
     compression: Compression = UNCOMPRESSED,
-) -> SavedPrediction:
+) -> PredictionWithSaves:
     """Add the cost of saves to a prediction; see Note [Cost of a save].
 
     Args:
@@ -343,7 +343,7 @@ def predict_saves(
         Schedule.best(blocked, blocked + overlapped + writing, step, saves),
     )
     fields_of_row = {field.name: getattr(row, field.name) for field in fields(row)}
-    return SavedPrediction(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)
+    return PredictionWithSaves(**fields_of_row | {"host": row.host + save_prediction.pinned}, saves=save_prediction)
 
 
 def format_figure(value: float) -> str:

@@ -83,7 +83,7 @@ class WhatIf:
 
     def _row(self, name: str, sent: Compression = UNCOMPRESSED) -> Row:
         prediction = self.recorded.predict(name, self.cluster, self.model, sent)
-        return Row(prediction, prediction.total_seconds + self.recorded.unexplained, _bits(sent))
+        return Row(prediction, prediction.total_seconds + self.recorded.unexplained_seconds, _bits(sent))
 
     def fits(self, row: Row) -> bool:
         """Return whether a rank has enough memory."""
@@ -95,8 +95,8 @@ class WhatIf:
             "ranks": self.cluster.sizes.ranks,
             "group_size": self.cluster.sizes.group_size,
             "accumulation": self.model.accumulation,
-            "recorded": {"seconds": self.recorded.step, "predicted": self.recorded.predicted},
-            "unexplained": self.recorded.unexplained,
+            "recorded": {"seconds": self.recorded.step, "predicted": self.recorded.predicted_seconds},
+            "unexplained": self.recorded.unexplained_seconds,
             "now": self.now.as_dict(),
             "rows": [row.as_dict() | {"fits": self.fits(row)} for row in self.rows],
             "sentence": self.sentence,
@@ -106,7 +106,7 @@ class WhatIf:
     def sentence(self) -> str:
         """Return a sentence on the fastest strategies, and the time of the running one."""
         name, planner_input = hyphenate(self.now.name), self.recorded.planner_input
-        took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted:.3g} s)"
+        took = f"{self.recorded.step:.3g} s (predicted: {self.recorded.predicted_seconds:.3g} s)"
         now = f"now {name} takes {took}"
         if (self.cluster, self.model) != (planner_input.cluster, planner_input.model):
             now = f"{name}, as now, would take {self.now.seconds:.3g} s; where it was recorded, it takes {took}"
@@ -136,7 +136,7 @@ class WhatIf:
         lines = [
             f"{sizes.ranks} ranks in {sizes.groups} group(s) of {sizes.group_size}; as in the report, "
             f"{model.accumulation} micro-batch(es) of {model.compute:.3g} s of compute in a step,",
-            f"and {self.recorded.unexplained:.3g} s of unexplained host time in every row. Seconds by bits of "
+            f"and {self.recorded.unexplained_seconds:.3g} s of unexplained host time in every row. Seconds by bits of "
             "gradients (g) and updates (u)",
             "between groups; GB that a rank holds and receives from other groups without compression",
             "",

@@ -93,7 +93,7 @@ def build_report(
             {"part": part, "seconds": measured["parts"][part], "predicted": predicted.get(part)}
             for part in measures.PARTS
         ],
-        "hops": [{**row, **_predicted_of_hop(row["hop"], predictions)} for row in measured["hops"]],
+        "hops": [{**row, **_hop_prediction(row["hop"], predictions)} for row in measured["hops"]],
         "operations": measured["operations"],
         "modules": measured["modules"],
         "memory": _memory(measured["held"], now),
@@ -215,7 +215,7 @@ class Predictions:
         ]
 
 
-def _predicted_of_hop(hop: str, predictions: Predictions | None) -> dict[str, float | None]:
+def _hop_prediction(hop: str, predictions: Predictions | None) -> dict[str, float | None]:
     """Return the predicted values of a hop; None for unknown values.
 
     DeepSpeed's own collectives are over all ranks, so with several groups all their bytes are between groups.

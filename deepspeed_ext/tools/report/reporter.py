@@ -328,11 +328,11 @@ def _wrap_hooks(installed: ExitStack, handles: Iterable[Any], around: Around) ->
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
-            installed.callback(_put_back, hooks, handle.id, hooks[handle.id])
+            installed.callback(_restore_hook, hooks, handle.id, hooks[handle.id])
             hooks[handle.id] = _run_inside(hooks[handle.id], around)
 
 
-def _put_back(hooks: dict[int, Any], number: int, hook: Any) -> None:
+def _restore_hook(hooks: dict[int, Any], number: int, hook: Any) -> None:
     if number in hooks:  # unless the hook has been removed since
         hooks[number] = hook
 

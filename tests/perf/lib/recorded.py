@@ -132,7 +132,7 @@ class WhatIfMeasurement(BlocksMeasurement):
     def complete(self, row: Row, rates: Any) -> None:
         super().complete(row, rates)
         own = self._recorded[row.method]
-        row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained}
+        row.more |= {"seconds_recorded": own.step, "seconds_unexplained": own.unexplained_seconds}
         for source, recorded in (("own", own), ("plain", self._recorded[STOCK])):
             cluster = replace(recorded.planner_input.cluster, inter_gbps=(row.mbit or 0) / 1000 / FRAME)
             found = WhatIf(recorded, cluster, recorded.planner_input.model)

@@ -210,7 +210,7 @@ def operators(broken: str = "", position: int = 0) -> Any:
 
 @pytest.mark.parametrize(("name", "position"), [(name, at) for name, places in WRITTEN.items() for at in places])
 def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: int) -> None:
-    (judged,) = self_test.differing(operators(name, position), "cpu")
+    (judged,) = self_test.differing_operators(operators(name, position), "cpu")
     assert judged.startswith(name)
     assert "error feedback" in judged or position != 3 or name == "lossless_pack"
     answer = {"device": "cpu", "kernels": True, "wrong": [judged]}
@@ -221,6 +221,6 @@ def test_a_kernel_with_a_wrong_bit_is_named(kernels: bool, name: str, position: 
 
 
 def test_right_kernels_pass_and_missing_ones_are_named(kernels: bool) -> None:
-    assert self_test.differing(operators(), "cpu") == []
+    assert self_test.differing_operators(operators(), "cpu") == []
     (judged,) = self_test.judge({0: {"device": "cpu", "kernels": False, "wrong": []}}, launch("a"))
     assert judged.level == Level.LOOK and "plain PyTorch" in judged.found

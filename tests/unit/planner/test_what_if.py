@@ -37,7 +37,7 @@ def test_where_it_was_recorded_a_step_has_the_recorded_parts() -> None:
     assert parts["compute"] == pytest.approx(0.25) and parts["update"] == pytest.approx(0.03)
     assert predicted.now.seconds == sum(parts.values()) + 0.02  # "other" of the report; the rest is left as it is
     steps = [sum(parts.values()) + more for more in (-1, 0.01)]
-    assert [replace(training, step=step).unexplained for step in steps] == [0.0, pytest.approx(0.01)]
+    assert [replace(training, step=step).unexplained_seconds for step in steps] == [0.0, pytest.approx(0.01)]
     (other,) = (row for row in predicted.rows if row.prediction.name == "NNN")
     assert other.prediction.seconds["update"] == pytest.approx(4 * 0.03)  # of all states, rather than of a quarter
     exact = predict(
