@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext compare``: what it launches, prints and refuses."""
+"""``python -m deepspeed_ext compare``: its launches, output and errors."""
 
 import json
 import math
@@ -142,7 +142,7 @@ def test_a_script_that_fails(compare: Any, folder: Path, capsys: Any, script: st
 
 @pytest.mark.quick
 def test_turns_replaced_keys_and_orders(compare: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each launch is told, without one."""
+    """The settings of each launch, without launching."""
     loss = 1.0
     turns: list[tuple[str, dict[str, Any] | None]] = []
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m deepspeed_ext plan``: what it prints, writes and refuses."""
+"""``python -m deepspeed_ext plan``: its output, files and errors."""
 
 import json
 import re
@@ -25,7 +25,7 @@ Plan = Callable[..., str]
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plan:
-    """A function that runs the command with arguments, and returns what it prints."""
+    """A function that runs the command with arguments, and returns its output."""
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Commands of launchers, what reaches their ranks, and that none of them is left."""
+"""Commands of launchers, the environment of their ranks, and that no rank is left running."""
 
 import importlib
 import os
@@ -24,7 +24,7 @@ MODULE = ["-m", "package.train", "--config", "{config}"]
 
 
 def parsed(launcher: Launcher, script: list[str]) -> dict[str, Any]:
-    """Return what the stock launcher reads of our command."""
+    """Return our command as the stock launcher parses it."""
     python, minus_m, module, *words = launcher.command(script, CONFIG)
     assert (python, minus_m) == (sys.executable, "-m")
     assert module in ("torch.distributed.run", "deepspeed.launcher.runner")
@@ -67,7 +67,7 @@ def test_variables_reach_other_nodes_beside_the_users(tmp_path: Path, monkeypatc
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process has not been killed yet; a zombie has, and nobody has asked for its status."""
+    """Return whether a process has not been killed yet; a zombie has been killed, but its status was not read."""
     try:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -29,7 +29,7 @@ STEPS, WARM_UP = 3, 2
 
 @contextlib.contextmanager
 def launched(turn: RunSpec) -> Iterator[None]:
-    """Be a process that the command has launched, which ends within this context; what atexit would do is done."""
+    """Act as a process that the command has launched and that ends within this context; run its atexit functions."""
     with (
         mock.patch.dict(os.environ, {VARIABLE: turn.encode()}),
         mock.patch.object(measuring, "_measurement", None),

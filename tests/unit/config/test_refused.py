@@ -38,7 +38,7 @@ def muon(method: Any) -> dict[str, Any]:
 
 
 def cannot(key: str, strategy: str) -> str:
-    """Return the start of the message that refuses a key beside a strategy, as a pattern."""
+    """Return a pattern for the start of the message that refuses a key with a strategy."""
     return f"^{re.escape(key)} cannot be combined with zero_optimization.paro_strategy {hyphenate(strategy)}: "
 
 

@@ -122,7 +122,7 @@ def test_a_stage_left_out_is_warned_of_if_the_model_is_whole(ranks: Any) -> None
 
 
 def warnings_case() -> list[list[str]]:
-    """What engines warn of zero.Init."""
+    """Warnings of engines about zero.Init."""
 
     def warnings_of(zero_init: str | None, **zero: Any) -> list[str]:
         with logs.logged() as lines:
@@ -168,7 +168,7 @@ def test_hierarchical_gathers_of_mics_are_implied(ranks: Any) -> None:
 
 
 def mics_log_case() -> list[list[tuple[str, str]]]:
-    """Return what parsing MiCS's keys logs, without hierarchical gathers and with them."""
+    """Return the log lines of parsing MiCS's keys, without and with hierarchical gathers."""
     results = []
     for hierarchical in (False, True):
         with logged() as lines:

@@ -132,7 +132,7 @@ memory = partial(bad, checks.MEMORY, {**FREE, "disk": 10**11})
 
 
 def test_too_little_memory() -> None:
-    """NIG of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and what a step holds."""
+    """N-I-G of 1 B parameters on 4 ranks, groups of 2: 2 + 2/2 + 12/4 bytes each, and transient bytes."""
     need, on_host = checks.needed_bytes(Options(params=10**9), GroupSizes(4, 2))
     assert 6e9 < need < 12e9 and on_host == 0
     assert not memory(params=10**9)
@@ -196,7 +196,7 @@ WRITTEN = {
 
 
 def operators(broken: str = "", position: int = 0) -> Any:
-    """The operators; of one, the lowest bit of the last byte of what it writes is flipped."""
+    """The operators, one of which flips the lowest bit of the last byte that it writes."""
     judged = {name: getattr(torch.ops.deepspeed_paro, name) for name in WRITTEN}
     right = judged.get(broken)
 

@@ -18,7 +18,7 @@ NOISE = 0.05  # of a rate, either way
 
 
 def planted(players: int, slow: dict[int, float], pair: tuple[int, int] | None = None) -> dict[tuple[int, int], float]:
-    """Rates of all pairs: 1 with some noise, times what the slower one has, and a third of that for one pair."""
+    """Rates of all pairs: 1 with some noise, times the speed of the slower player; a third of that for one pair."""
     chance = random.Random(players)
     rates = {both: min(slow.get(one, 1.0) for one in both) for both in combinations(range(players), 2)}
     rates |= {} if pair is None else {pair: rates[pair] / 3}

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""A check that raises or hangs on one rank is a finding, and holds up nobody; ranks that do not come are named."""
+"""A check that raises or hangs on one rank is a finding, and blocks no other rank; missing ranks are named."""
 
 import argparse
 import json
@@ -41,7 +41,7 @@ def test_failures_of_one_rank_are_findings_and_hang_nobody(ranks: Any) -> None:
 
 
 def failing_case() -> tuple[list[Any], bool]:
-    """What the first rank has found, and whether something still runs on this one."""
+    """The findings of the first rank, and whether a check still runs on this rank."""
 
     rank = dist.get_rank()
 
@@ -112,7 +112,7 @@ REFUSED = r"rank 1 on .*could not connect to 127.0.0.1:9 \(MASTER_ADDR:MASTER_PO
     ],
 )
 def test_ranks_that_do_not_come_are_named(given: dict[str, str], said: str) -> None:
-    """With the address; and what to do where nothing listens, or no launcher has set anything."""
+    """With the address, and with advice if nothing listens or no launcher has set the variables."""
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **given}
     with pytest.raises(RendezvousError, match=said):
         connect({name: value for name, value in given.items() if value}, Options(timeout=1.0))

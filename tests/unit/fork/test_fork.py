@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The fork does what the package does with stock DeepSpeed, to the bit; and hooks that do not fit are rejected."""
+"""The fork equals the package with stock DeepSpeed bit for bit; hooks of another version are rejected."""
 
 import os
 import re
@@ -49,7 +49,7 @@ def folder(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=[("defaults", "pipeline"), *deep((("units", "LoCo"),))], ids=" ".join)
 def compared(request: pytest.FixtureRequest, folder: Path, ranks: Any) -> str:
-    """What the fork says of digests of the package, which saves checkpoints; the fork resumes from them."""
+    """The fork's comparison with digests of the package, from whose checkpoints it resumes."""
     names = ("NIG", "IIG", "GGG") if "units" in request.param else ("NIG", "IIG")  # units with neither of the two
     sets = ("--only", *request.param, "--strategies", *names)
     written, saved = str(folder / "digests.json"), str(folder / "saved")

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA with peft on a model of transformers: what the strategies for few trainable parameters are made for."""
+"""LoRA with peft on a model of transformers, the use of strategies for few trainable parameters."""
 
 from typing import Any
 

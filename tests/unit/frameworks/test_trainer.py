@@ -90,12 +90,12 @@ def test_fastest(group: Any, tmp_path: Path) -> None:
 
 
 def test_an_incomplete_checkpoint_is_not_resumed(frameworks: Any, tmp_path: Path) -> None:
-    """The only checkpoint to keep is the last complete one while the next is written; a kill leaves no file latest."""
+    """The last complete checkpoint stays while the next is written; after a kill there is no file latest."""
     assert frameworks(2).run(incomplete_case, str(tmp_path)) == [([0, 1], True)] * 2
 
 
 def incomplete_case(folder: str) -> tuple[list[int], bool]:
-    """Return at which steps two runs begin, the second without the checkpoint of step 2; whether both end alike."""
+    """Return at which steps two runs begin, the second without the checkpoint of step 2; whether both end equal."""
     import threading
     from unittest import mock
 
@@ -145,7 +145,7 @@ def test_the_example_trains_under_iig(frameworks: Any, tmp_path: Path) -> None:
 
 
 def example_case(folder: str) -> tuple[list[str], str]:
-    """What a rank logs and prints in a folder; the Trainer leaves process groups to the end of the process."""
+    """The log and output of a rank in a folder; the Trainer does not destroy process groups."""
     import os
 
     from tests.harness import examples

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of the parity table have what they promise: all pairs with each strategy, and the deep ones all triples."""
+"""The rows of the parity table cover all pairs with each strategy, and the deep rows all triples."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""Overrides are checked against what they override; and rules of layers that import-linter cannot check."""
+"""Checks of overrides against DeepSpeed's methods, and rules of layers that import-linter cannot check."""
 
 import ast
 import sys

@@ -31,7 +31,7 @@ def test_each_patch_has_a_reason_and_a_signature() -> None:
 
 
 def test_each_symbol_is_replaced_by_what_is_there() -> None:
-    """What is imported lazily is named by a string."""
+    """Functions that are imported lazily are named by a string."""
     for patch in (*patches.REPLACED, *patches.OTHER_PACKAGES):
         assert patch.replace is not None
         assert callable(pkgutil.resolve_name(f"{patch.replace.__module__}:{patch.replace.__name__}")), patch.target
@@ -143,7 +143,7 @@ def outputs() -> dict[str, str]:
 
 @pytest.mark.quick
 def test_patches_are_applied_once_and_undone(outputs: dict[str, str]) -> None:
-    """Also their signatures are seen through decorators, and undoing leaves what others have put on top."""
+    """Signatures are read through decorators, and undoing keeps replacements that other code has put on top."""
     states, parent = outputs["states"].splitlines(), outputs["parent"]
     assert states and all(line.startswith(("applied|", "as expected|")) for line in states)
     assert outputs["once"] == outputs["decorated"] == outputs["on top"] == ""

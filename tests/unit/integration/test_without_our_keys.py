@@ -69,7 +69,7 @@ def test_accelerate_reads_a_plain_section_as_it_is(section: Any) -> None:
 
 
 def cases() -> dict[str, Callable[[], Any]]:
-    """What to run with us and without; each returns what must be equal."""
+    """Cases to run with and without the package; each returns values that must be equal."""
     plain = Job(steps=2, empty=False, zero=training.SMALL, accumulation=2, clipping=0.05)
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     mixture = Job(network=mixtures.Mixtures, optimizer="Adam", empty=False, steps=2, zero={"reduce_bucket_size": 500})
@@ -159,7 +159,7 @@ def calls_seen(names: set[str]) -> Iterator[None]:
 
 
 def observed(act: Callable[[], Any]) -> tuple[Any, list[str], list[str]]:
-    """What a case returns, its collectives in order, and its log messages without their numbers."""
+    """The result of a case, its collectives in order, and its log messages without their numbers."""
     reductions = ("all_reduce", "reduce", "reduce_scatter_tensor")
     names = (*reductions, "all_gather_into_tensor", "broadcast", "all_to_all_single", "barrier", "new_group")
     calls: list[str] = []
@@ -218,7 +218,7 @@ def plain_case(several: bool) -> tuple[dict[str, Any], set[str]]:
 
 
 def added(calls: list[str], fewer: list[str]) -> list[str]:
-    """What is in the first list and not in the second; all of it if the second one is not a part in the same order."""
+    """Items of the first list that are not in the second; all items if the second is not a subsequence."""
     rest, more = [*fewer], []
     for call in calls:
         if rest and call == rest[0]:

@@ -92,7 +92,7 @@ def times(rows_by_method: dict[str, Row], method: str, other: str) -> float:
 
 
 def share(rows_by_method: dict[str, Row], method: str, other: str) -> float:
-    """What a method holds, of another's memory."""
+    """A method's memory as a share of another's."""
     return rows_by_method[method].memory / rows_by_method[other].memory
 
 

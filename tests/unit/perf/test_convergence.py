@@ -109,7 +109,7 @@ def apart(losses: list[float], run: Run) -> float:
 
 
 def crossing(method: str) -> tuple[bool, bool]:
-    """Return whether a method's gradients cross in few bits, and whether its updates do."""
+    """Return whether a method sends gradients in few bits, and whether it sends updates in few bits."""
     zero = LONG.methods[method].zero
     return "zeropp_loco_param" in zero, zero.get("paro_quantized_updates") == {"bits": 4}
 

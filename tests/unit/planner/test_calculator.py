@@ -60,7 +60,7 @@ SETTING = tuple[dict[str, Any], Plan]
 
 @pytest.fixture(scope="module")
 def settings() -> list[SETTING]:
-    """Random clusters and models: what the page is given, and the plan of the command for it."""
+    """Random clusters and models: inputs of the page, and the command's plan for them."""
     draw, drawn_settings, parser = random.Random(70), [], argparse.ArgumentParser()
     cli.add_arguments(parser)
     for _ in range(CASES):

@@ -37,7 +37,7 @@ def links(between: float, within: float = 1e-3) -> Rates:
 @pytest.mark.parametrize("between", [0.3, 1.5, 6.0])
 @pytest.mark.parametrize("name", ["NNG", "NIG", "NII", "IIG", "III", "NNI"])
 def test_the_period_is_the_bound(name: str, between: float, accumulation: int) -> None:
-    """The least possible: what of the reduction a backward cannot hide, and of the gather a forward."""
+    """The minimum: the part of the reduction that a backward cannot hide, and of the gather that a forward cannot."""
     reduction = between if name[2] == "G" else 2 * between  # sums that come back
     gather = between if name[2] == "G" else 0.0
     bound = accumulation * (FORWARD + BACKWARD)
@@ -99,7 +99,7 @@ def test_updates_come_before_the_forward_or_under_it() -> None:
 
 
 def test_a_unit_is_a_bucket() -> None:
-    """One bucket leaves when the backward is over; of two, the first half-way."""
+    """A single bucket is sent after the backward; the first of two is sent half-way."""
     for buckets, hidden in ((1, 0.0), (2, BACKWARD / 2), (LAYERS, BACKWARD * LATER)):
         model = replace(MODEL, bucket=10**9 // buckets)
         prediction = predict(STRATEGIES["NNI"], CLUSTER, model, links(3.0))
@@ -123,7 +123,7 @@ def test_what_crosses_in_each_micro_step_by_hand() -> None:
 
 
 def drawn(random: Random) -> Step:
-    """Return the step of a strategy or a plain stage, drawn from what runs and what is measured."""
+    """Return a random step of a strategy or a plain stage, as in real runs and measurements."""
     sizes = GroupSizes(*random.choice([(8, 1), (16, 4), (8, 8), (32, 8), (4, 2)]))
     states = ModelStates.of(10**9, random.choice([10**9, 10**8]))
 
@@ -211,7 +211,7 @@ def test_matrices_are_orthogonalized_while_others_travel(
 
 
 def test_plain_stages_by_hand() -> None:
-    """ZeRO-1 waits for what it has updated; hops run at the same time, so none inside a group is seen."""
+    """ZeRO-1 waits for updated parameters; its hops run at the same time, so the hop inside a group is hidden."""
     plain = {row.name: row.total_seconds for row in predict_plain(CLUSTER, MODEL, links(3.0, within=2.0))}
     reduced = 3.0 - BACKWARD * LATER
     assert plain["ZeRO-1"] == pytest.approx(3.0 + reduced + 3.0, abs=0.01)

@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""``"paro_strategy": "fastest"``: decided once, the same on all ranks, kept, and bounded by what is configured."""
+"""``"paro_strategy": "fastest"``: chosen once, identical on all ranks, stored, and limited by the configuration."""
 
 import json
 import re
@@ -56,7 +56,7 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
 
 
 def engines_case(cases: list[tuple[Any, ...]]) -> list[Any]:
-    """Return what ``engine_case`` returns of each case, in order."""
+    """Return the results of ``engine_case`` for each case, in order."""
     return [engine_case(*case) for case in cases]
 
 

@@ -32,7 +32,7 @@ def of(name: str, model: Model = MODEL, sent: Compression = UNCOMPRESSED, rates:
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_bytes_are_those_of_the_formulas(name: str) -> None:
-    """Copies at 1 GB/s: a slice in each of six gathers, and after the step what of it has been updated."""
+    """Copies at 1 GB/s: a slice in each of six gathers, and its updated part after the step."""
     row, prediction = STRATEGIES[name], of(name)
     on_device = 2.0 / CLUSTER.shards(row.p)
     assert prediction.busy["host"] == pytest.approx(6 * on_device + 0.8 / CLUSTER.shards(row.p))
@@ -63,7 +63,7 @@ def test_updates_and_offloaded_states_use_slices_on_the_host() -> None:
 
 
 def test_copies_run_under_compute_in_both_directions() -> None:
-    """A gather takes 0.5 s and a micro-step 3 s, so that only what a micro-step begins with is waited for."""
+    """A gather takes 0.5 s and a micro-step 3 s, so only the first gather of a micro-step is waited for."""
     layer = 0.5 / 20
     prediction = of("IIG", replace(MODEL, compute=3.0))
     # The first layer: its window goes down in the first micro-step, and its slice up in each of the three.

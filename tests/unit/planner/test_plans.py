@@ -1,6 +1,6 @@
 # Copyright (c) deepspeed_ext contributors
 # SPDX-License-Identifier: Apache-2.0
-"""The planner's figures against the formulas, what it chooses, and why. Pure."""
+"""The planner's figures against the formulas, its choices, and their reasons. Pure."""
 
 from dataclasses import replace
 from typing import Any
@@ -89,7 +89,7 @@ CROSSINGS = {
 def test_updates_and_sums_in_few_bits_by_hand(
     name: str, given: dict[str, Any], bits_of_sums: float, bits_of_updates: float, block: int
 ) -> None:
-    """Gradients in 4 bytes, parameters in 2; in few bits LoCo's in 4.5; one update of 10 travels as it is."""
+    """Gradients in 4 bytes, parameters in 2; in few bits LoCo's in 4.5; one update of 10 is sent unquantized."""
     row, (reduced, back, updated) = STRATEGIES[name], CROSSINGS[name]
     model = replace(MODEL, states=ModelStates.of(10**9, 6 * 10**8, gradient_bytes=4), gradient_bytes=4)
     loco, updates = LocoSettings(block_size=32), UpdateSettings(**given, resync_T=10)

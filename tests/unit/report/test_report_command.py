@@ -38,7 +38,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Non
 def test_a_script_gets_its_arguments_and_the_variable(
     report: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It also imports the modules beside it."""
+    """It also imports modules from its own folder."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("VALUE = 7\n")
     report("--steps", "2", "--no-probe", "--", "script.py", "--steps", "5", before=("--local_rank=1",))

@@ -26,7 +26,7 @@ from tests.harness.training import Job, placed, train
 
 
 def training(folder: str, name: str) -> list[str]:
-    """Return what is wrong on this rank with a training that is reported on, and on rank 0 with the report."""
+    """Return the errors of a recorded training on this rank, and on rank 0 those of the report."""
     from tests.harness import reported
 
     wrong = reported.training_of(folder, reported.SECTIONS[name], reported.TRAINED)
@@ -157,7 +157,7 @@ def test_a_pipeline_is_reported_on(ranks: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["IIG", *deep("NIG")])
 def test_a_device_with_streams_is_reported_on(ranks: Any, tmp_path: Path, name: str) -> None:
-    """Recording leaves out no wait, and waits of streams are seen."""
+    """All waits are recorded, including waits of streams."""
     for findings, _, pairs in ranks(4).run(stream_cases.watch_case, name, "reported", str(tmp_path)):
         assert not findings and pairs
     report = json.loads((tmp_path / name / "report.json").read_text())

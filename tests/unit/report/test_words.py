@@ -25,7 +25,7 @@ def hop(name: str, exposed: float, rate: float = 1e8, probed: float = 1e8, nbyte
 
 
 def report(**changed: Any) -> dict[str, Any]:
-    """A report in which nothing stands out, but for what is changed."""
+    """A report without findings, except for the changed values."""
     parts = {"compute": 0.9, "within": 0.02, "between": 0.03, "update": 0.02, "other": 0.03}
     usual: dict[str, Any] = {
         "training": {"called": "N-I-G (p=N, g=I, os=G)", "ranks": 4, "groups": 2, "group_size": 2},
