@@ -200,7 +200,7 @@ OTHER_PACKAGES: list[Row] = [
         )
         for kind in ("fp16", "bf16")
     ),
-    beside(NIG, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" is for .* of 16 bits'),
+    beside(NIG, in_zero("paro_quantized_updates.bits"), WITHOUT_LOSS, '"exact" needs .* of 16 bits'),
     beside(
         III,
         in_zero("paro_quantized_updates.bits"),
