@@ -154,5 +154,6 @@ def refuse_saves_without_strategy(config: "DeepSpeedConfig") -> None:
 
 
 def _save_keys(config: "DeepSpeedConfig") -> dict[str, Any]:
+    # The section may be null.
     section = config._param_dict.get(SaveSettings.key) or {}
     return {key: value for key, value in section.items() if key in SaveSettings.model_fields}

@@ -46,6 +46,7 @@ def unsupported_reason() -> str | None:
     from packaging.version import Version
 
     version = getattr(sys.modules.get("deepspeed"), "__version__", None) or _installed_version()
+    # Development and local versions count as their release.
     if version is not None and not SpecifierSet(patches.DEEPSPEED_VERSIONS).contains(Version(version).base_version):
         return f"its version is {version}, supported is {patches.DEEPSPEED_VERSIONS}"
     return fork.problem()

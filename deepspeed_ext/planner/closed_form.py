@@ -248,6 +248,7 @@ def _pass_with_transfers(
     base, tail = _total(compute, transfers.on_cores), transfers.chained / units
     length, stalls = sum(base.values()), Seconds()
     ready = (length if transfers.in_turn else sum(compute.values())) / units  # when the first message is on a link
+    # The seconds by which each link finishes after the pass; negative if compute hides it.
     waits = {
         part: ready + seconds + max(0.0, transfers.chained - seconds) / units - length
         for part, seconds in transfers.on_links.items()

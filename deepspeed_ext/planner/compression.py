@@ -61,6 +61,7 @@ class Compression:
         intra, inter = phase.volume.intra, phase.volume.inter
         if phase.kind == Direction.REDUCE and self.loco is not None:
             return Volume(intra, inter * self.loco.wire_bits / (BITS * gradient_bytes))
+        # Gathers for forward and backward are exact, and nothing is quantized within one group.
         if phase.kind == Direction.REDUCE or self.updates is None or phase.each_micro_step or not inter:
             return phase.volume
         if phase.name == "gather updates":

@@ -91,6 +91,7 @@ class Copies:
         if host is None or strategy.p == Placement.N:
             return cls()
         shard, updated_shard = states.parameters / sizes.shards(strategy.p), states.updated / sizes.shards(strategy.os)
+        # DeepSpeed itself copies the updated shard to the host, within the step.
         if strategy.p == strategy.os or sizes.groups == 1:
             return cls(use=shard, down=0.0 if offloaded_optimizer else updated_shard, in_step=True)
         updated, cached = states.updated / sizes.shards(strategy.p), min(host.cache, shard)

@@ -156,6 +156,7 @@ def _memory_rate() -> float:
     """Return the bytes per second that a rank reads and writes in its memory while all other ranks do the same."""
     device, nbytes = get_accelerator(), MEMORY_BYTES
     if not device.is_synchronized_device():
+        # More than the caches hold, but a small part of the free memory, since the model is built already.
         nbytes = max(nbytes, min(DEVICE_MEMORY_BYTES, device.available_memory() // 8))
     buffer = torch.ones(nbytes // 4, device=device.current_device_name())
     run = lambda: buffer.mul_(1.0)  # noqa: E731

@@ -177,6 +177,7 @@ class Rates:
         m, one_node = sizes.group_size, sizes.ranks <= ranks_per_node
         # If m divides the ranks of a node, no group spans two nodes.
         within_node = one_node or (m <= ranks_per_node and not ranks_per_node % m)
+        # Hops between groups: one flow for each rank of a node, but at most one for each rank of a group.
         flows, rings = min(m, ranks_per_node), _max_rings(sizes, ranks_per_node)
         hops = HopRates(
             intra=Rate(latency.intra, rank_bandwidth if within_node else min(rank_bandwidth, node_bandwidth / rings)),

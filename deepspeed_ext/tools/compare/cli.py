@@ -82,6 +82,7 @@ def run_command(arguments: argparse.Namespace, script: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"--folder {folder} cannot be created: {error}.") from error
+    # Without this, a signal would end the command and leave its ranks running.
     exit_on_signals()
     reports: list[list[dict[str, Any]]] = [[] for _ in contents]
     with bar(arguments.rounds * len(contents), "turns", "turn") as progress_bar:

@@ -130,6 +130,7 @@ class ConfigRuns:
     @property
     def seconds_per_sample(self) -> list[list[float]]:
         """``seconds`` divided by the samples of a step."""
+        # Configurations may have different batch sizes.
         return [[seconds / self.first["samples"] for seconds in steps] for steps in self.seconds]
 
     @property

@@ -79,6 +79,7 @@ _FILL_ADVICE = "Make the launcher fill one host after the other (srun --distribu
 def _judge_groups(answers: Answers, launch: Launch) -> list[Finding]:
     """Judge the order of ranks on hosts, and the resulting groups."""
     hosts = launch.ranks_of_hosts()
+    # The most frequent number, so hosts that differ from it are the exceptions.
     usual = statistics.mode(len(ranks) for ranks in hosts.values())
     uneven = _hosts_text({host: ranks for host, ranks in hosts.items() if len(ranks) != usual})
     uneven = uneven and f"most hosts hold {usual} rank(s), but some do not: {uneven}"
@@ -151,6 +152,7 @@ def _examine_memory(launch: Launch) -> dict[str, Any]:
 
     device = get_accelerator()
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    # The folder is created at the first build, so its nearest existing parent is examined.
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return {
         "device": None if device.is_synchronized_device() else int(device.available_memory()),
@@ -288,11 +290,13 @@ def _examine_pinned(launch: Launch) -> dict[str, float] | None:
     for direction, target, source in (("to the device", on_device, host), ("from the device", host, on_device)):
         seconds = []
         for _ in range(_REPEATS):
+            # Otherwise the time would include earlier work on the device.
             device.synchronize()
             begin = time.perf_counter()
             target.copy_(source, non_blocking=True)
             device.synchronize()
             seconds.append(time.perf_counter() - begin)
+        # The fastest repeat: other load only slows a copy down.
         rates[direction] = _COPY_BYTES / min(seconds)
     return rates
 
@@ -354,6 +358,7 @@ def _judge_compiler(answers: Answers, launch: Launch) -> list[Finding]:
         hosts = ", ".join(list(dict.fromkeys(launch.hosts[rank] for rank in missing))[:_MAX_LISTED])
         text = f"not found on {ranks_text(missing)} ({hosts}): {_WITHOUT_COMPILER}"
         findings.append(finding_for(tool, text if missing else "", _INSTALL_ADVICE[tool], ", ".join(paths)))
+    # Minor versions of CUDA are compatible with each other.
     major = {rank: [answer[name].split(".")[0] for name in ("nvcc", "torch")] for rank, answer in answers.items()}
     mismatched = [rank for rank, (nvcc, torch) in major.items() if nvcc and nvcc != torch]
     if mismatched:

@@ -147,6 +147,7 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
     if GROUPS in launch.options.skip:
         obstacle = _skipped_finding(f"it needs {GROUPS}, which are skipped", "Do not skip them")
     limits = {title: max(launch.options.timeout, check.least_seconds) for title, check in checks.items()}
+    # Rank 0 may use up the limits of all earlier checks before it reaches the next one.
     patience = 2 * sum(limit + _GRACE for limit in limits.values())
     for title, check in checks.items():
         reason = obstacle.found if obstacle else ""
@@ -156,12 +157,14 @@ def run_checks(launch: Launch, checks: Mapping[str, Check], report: Report) -> N
             continue
         outcome = _run_limited(check, launch, limits[title])
         report.abandoned |= not outcome
+        # If the check still runs, this text is the rank's answer.
         late = json.dumps({"answer": None, "error": f"it did not end within {limits[title]:g} s"})
         outcomes = launch.gather(title, outcome or late, responsive, limits[title] + _GRACE)
         if launch.rank:
             continue
         findings, answers, failed = _judge(check, launch, outcomes, responsive - set(outcomes))
         report.sections.append(Section(title, tuple(findings), answers))
+        # A rank without an answer may still be in a collective, and would block all others.
         if (failed and check.collective) or responsive - set(outcomes):
             obstacle = obstacle or _skipped_finding(f"{title} failed", "Fix that")
         responsive = set(outcomes)

@@ -105,6 +105,7 @@ def _harmful(variables: Mapping[int, Mapping[str, str]], hosts: int) -> Iterator
     for name, pattern, effect, level in HARMFUL:
         values = by_value({rank: row[name] for rank, row in variables.items() if name in row})
         for value, ranks in values.items():
+            # On one host, the loopback reaches all ranks.
             harmless = pattern == _LOOPBACK and hosts == 1
             if re.fullmatch(pattern, value.strip(), re.IGNORECASE) and not harmless:
                 yield Finding(name, level, f"{value} on {ranks_text(ranks)}: {effect}", f"Unset {name}.")

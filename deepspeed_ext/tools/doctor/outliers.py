@@ -97,6 +97,7 @@ def find_outliers(rates: Mapping[Pair, float], least: float = OUTLIER_RATIO) -> 
     usual = statistics.median(speeds.values()) if speeds else 0.0
     if len(speeds) < 3:
         return Outliers(usual, {}, {}, (), speeds)
+    # Compare speeds with the median, and then pairs with the speeds of their own players.
     slow = _far_below(speeds, dict.fromkeys(speeds, usual), least)
     expected = {pair: min(speeds[player] for player in pair) for pair in rates}
     pairs = {pair: (rates[pair], expected[pair]) for pair in _far_below(rates, expected, least)}

@@ -183,6 +183,7 @@ def run(arguments: argparse.Namespace) -> None:
 
         model = replace(model, streams=not get_accelerator().is_synchronized_device())
     budget = None if arguments.memory_gb is None else arguments.memory_gb * GIGA
+    # ``offload_param`` needs sharded parameters.
     allowed = lambda row: model.host is None or row.p != Placement.N  # noqa: E731
     plans = [plan(sizes, model, rates, budget, [form], allowed) for form in COMPRESSIONS]
     if saves is not None:
@@ -382,6 +383,7 @@ def _rates(arguments: argparse.Namespace, sizes: GroupSizes, per_node: int, laun
     if arguments.inter_gbps is not None:
         latencies = Latencies.for_groups(sizes, per_node)
         if arguments.latency_us is not None:
+            # The option sets the latency between groups; messages within groups then cost no latency.
             latencies = Latencies(inter=arguments.latency_us * MICRO)
         host = bytes_per_second(arguments.host_gbps)
         return Rates.of_links(sizes, per_node, arguments.intra_gbps, arguments.inter_gbps, latencies, host=host)

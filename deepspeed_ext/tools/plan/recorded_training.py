@@ -242,6 +242,7 @@ class RecordedTraining:
         if old.sizes.group_size > old.ranks_per_node and None in (cluster.intra_gbps, cluster.inter_gbps):
             raise ValueError("groups span nodes in the report: give both --intra-gbps and --inter-gbps.")
         intra = cluster.intra_gbps or probed.intra.bandwidth * BITS / GIGA
+        # A probed rate is one rank's share of the node's link, which all flows of the node use at once.
         inter = cluster.inter_gbps or probed.inter.bandwidth * old.flows * BITS / GIGA
         members = {"--intra-gbps": (intra, cluster.sizes.group_size), "--inter-gbps": (inter, cluster.sizes.groups)}
         for flag, (rate, ranks) in members.items():
@@ -267,6 +268,7 @@ class RecordedTraining:
             hop_latency(c.sizes.ranks, c.nodes, backend=self.planner_input.backend) for c in (old, cluster)
         )
         latency = _scale_latency(flat.latency, before, after) if cluster.latency is None else cluster.latency
+        # With one group, the collective has a single hop.
         if k == 1:
             share = 1.0
             if old.sizes.groups == 1 and probed.intra.bandwidth != inf:

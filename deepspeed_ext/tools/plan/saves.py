@@ -194,6 +194,7 @@ class SaveFiles(NamedTuple):
             ranks // family.sizes.ranks for family in families
         ]  # ranks that hold a complete family together
         writers = ranks
+        # As many first ranks write as have all states of each family together.
         if strategy.os != Placement.G:
             writers = math.lcm(families[0].sizes.shards(strategy.os), *rank_counts)
         states = sum(family.states.optimizer / family.sizes.shards(strategy.os) for family in families)
@@ -330,6 +331,7 @@ def predict_saves(
     of_states = files.states.each / rates.host if (model.held or model.states).optimizer else 0.0  # not offloaded
     waits = (of_first - files.states.each) / rates.host  # for weights and errors
     writing = saves.writing(files.all)
+    # Plain stages are in DeepSpeed's order already.
     at_once = (0.0 if row.plain else _reorder_seconds(strategy, families, rates)) + waits + of_states + writing
     # Optimizer states are copied during forward and backward, which is the step without its update.
     overlapped = min(of_states, step - row.seconds[UPDATE])

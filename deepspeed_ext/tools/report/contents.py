@@ -311,6 +311,7 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     temporary_files = {name: folder / f".{name}.part" for name in texts}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # All files are written before any is replaced, so a failure keeps the previous report complete.
         for name, text in texts.items():
             temporary_files[name].write_text(text, encoding="utf-8")
         for name, path in temporary_files.items():

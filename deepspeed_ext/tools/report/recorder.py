@@ -116,6 +116,7 @@ class Recorder:
     @contextmanager
     def fetching(self, module: str) -> Iterator[None]:
         """Record that a module's parameters are being fetched; on a host, also as handling."""
+        # The fetch of a module may run inside the fetch of another, such as its parent's.
         before, self._module = self._module, module
         try:
             with self.handling(module):

@@ -286,6 +286,7 @@ def _attach_to_loss_backward(recorder: Recorder, engine: Engine, installed: Exit
 
     def epilogue() -> Any:
         result = end()
+        # ``engine.backward`` opens and closes the phase itself; only a phase that was opened here is closed here.
         if opened:
             opened.clear()
             recorder.close(BACKWARD)
