@@ -117,8 +117,8 @@ function verdict(result) {
   const { plain, predictions, fits, choice } = result;
   if (!choice) {
     const least = predictions.reduce((a, b) => (b.total_memory < a.total_memory ? b : a));
-    const needed = bytes(least.total_memory);
-    return `Nothing fits: ${called(least)} needs least, ${needed} on each GPU. Use more GPUs, or offload.`;
+    const needed = `${called(least)} needs the least memory, ${bytes(least.total_memory)} on each GPU`;
+    return `No strategy fits: ${needed}. Use more GPUs, or offload.`;
   }
   const { total_seconds: taken, total_memory: memory } = choice;
   const rival = compared(result);

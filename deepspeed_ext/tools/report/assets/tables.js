@@ -156,7 +156,8 @@ function choiceName(row) {
   const mark = row.now ? el("span", { class: "badge" }, "now") : null;
   const unfit = row.fits === false ? el("span", { class: "badge" }, "does not fit") : null;
   const known = keysOf(row.strategy) !== null; // such a name is short
-  return el("span", known ? { class: "whole" } : {}, el("span", { class: "name" }, hyphenated(row.strategy)), mark, unfit);
+  const name = el("span", { class: "name" }, hyphenated(row.strategy));
+  return el("span", known ? { class: "whole" } : {}, name, mark, unfit);
 }
 
 // The section of ds_config that makes a strategy run, or null for a name that is not known here.
