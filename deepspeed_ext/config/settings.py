@@ -36,12 +36,12 @@ def wrong_value_error(key: str, expected: str, value: object) -> ValueError:
     return ValueError(f"{key} must be {expected}, got {value!r} of type {type(value).__name__}.")
 
 
-def unknown_key_error(where: str, key: object, known: Iterable[str], whose: str = "its keys") -> ValueError:
+def unknown_key_error(where: str, key: object, keys_of_section: Iterable[str], whose: str = "its keys") -> ValueError:
     """Return the error for an unknown key."""
-    known = list(known)
-    close = difflib.get_close_matches(str(key).lower(), known, n=1)
+    keys_of_section = list(keys_of_section)
+    close = difflib.get_close_matches(str(key).lower(), keys_of_section, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
-    return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(known)}.{hint}")
+    return ValueError(f"{where} has no key {key!r}: {whose} are {', '.join(keys_of_section)}.{hint}")
 
 
 def parse(kind: type[_Model], values: object, where: str, key_format: str = "{where}.{key}") -> _Model:

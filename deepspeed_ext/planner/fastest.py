@@ -234,8 +234,8 @@ class Decisions:
             # Compare after a round trip through JSON, which turns tuples into lists.
             if entry["inputs"] == json.loads(json.dumps(inputs)) and entry["strategy"] in inputs["strategies"]:
                 name = str(entry["strategy"])
-                shown, date = hyphenate(name), entry["date"]
-                warn(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {shown}, as decided on {date} ({self.path})')
+                hyphenated_name, date = hyphenate(name), entry["date"]
+                warn(f'{SECTION}.{STRATEGY} "{FASTEST}" stays {hyphenated_name}, as decided on {date} ({self.path})')
                 return name
         if entries:
             warn(f"{self.path} has no decision for this run: choosing again")

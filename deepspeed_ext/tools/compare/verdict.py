@@ -230,8 +230,8 @@ def _incomparable_reason(first: ConfigRuns, other: ConfigRuns) -> str:
         if any(None in report["losses"] for report in config.reports):
             return f"{config.letter} passed no losses to engine.backward"
     samples, other_samples = first.first["samples"], other.first["samples"]
-    same = samples == other_samples
-    return "" if same else f"a step of {first.letter} has {samples} samples, one of {other.letter} {other_samples}"
+    equal = samples == other_samples
+    return "" if equal else f"a step of {first.letter} has {samples} samples, one of {other.letter} {other_samples}"
 
 
 def _own_difference_clause(first: ConfigRuns, other: ConfigRuns, bound: float) -> str:

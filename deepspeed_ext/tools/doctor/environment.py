@@ -135,8 +135,8 @@ def _threads(answers: Answers, launch: Launch) -> Finding:
             problems.append((f"{text}: most cores idle (torchrun sets OMP_NUM_THREADS=1)", advice))
     if not problems:
         return Finding("OMP_NUM_THREADS", Level.OK, "threads of ranks fit the cores of their hosts")
-    (text, advice), *others = problems
-    more = f" (and {len(others)} more host(s) like it)" if others else ""
+    (text, advice), *other_problems = problems
+    more = f" (and {len(other_problems)} more host(s) like it)" if other_problems else ""
     return Finding("OMP_NUM_THREADS", Level.LOOK, text + more, advice)
 
 
@@ -179,8 +179,8 @@ def nccl_findings(version: list[int], variables: Mapping[str, str], launch: Laun
     sizes, several_hosts = launch.group_sizes(), len(launch.ranks_of_hosts()) > 1
     findings = []
 
-    def add(subject: str, since: list[int], given: object, applies: bool, finding: tuple[Level, str] | None) -> None:
-        if given and version < since:
+    def add(subject: str, since: list[int], setting: object, applies: bool, finding: tuple[Level, str] | None) -> None:
+        if setting and version < since:
             text = f"NCCL {_version_text(version)} ignores it; {_version_text(since)} and later have it"
             findings.append(Finding(subject, Level.LOOK, text))
         elif applies and version >= since and finding:

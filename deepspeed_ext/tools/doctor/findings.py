@@ -79,14 +79,14 @@ def report_text(sections: Sequence[Section], color: bool = False, width: int = W
 def _lines(finding: Finding, columns: int, color: bool, width: int) -> list[str]:
     indent = " " * (2 + _WORD + columns + 2)
 
-    def wrapped(text: str, first: str = "", others: str = "") -> list[str]:
-        first, others = indent + first, indent + others
-        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
+    def wrapped(text: str, first: str = "", rest: str = "") -> list[str]:
+        first, rest = indent + first, indent + rest
+        return textwrap.wrap(text, width, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
 
     head = f"  {_level_text(finding.level, color)}{finding.subject.ljust(columns)}  "
-    first, *others = wrapped(finding.found) or [indent]
+    first, *rest = wrapped(finding.found) or [indent]
     details = [indent + line for line in finding.details]
-    return [(head + first[len(indent) :]).rstrip(), *others, *details, *wrapped(finding.advice, "-> ", "   ")]
+    return [(head + first[len(indent) :]).rstrip(), *rest, *details, *wrapped(finding.advice, "-> ", "   ")]
 
 
 def _level_text(level: Level, color: bool) -> str:
@@ -104,8 +104,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     # In a run of consecutive ranks, rank minus position is constant.
     spans = [[rank for _, rank in span] for _, span in groupby(enumerate(ordered), lambda item: item[1] - item[0])]
-    shown = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
-    return f"rank {shown}" if len(ordered) == 1 else f"ranks {shown}"
+    spans_text = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return f"rank {spans_text}" if len(ordered) == 1 else f"ranks {spans_text}"
 
 
 def by_value(values: Mapping[int, _Value]) -> dict[_Value, list[int]]:

@@ -117,10 +117,10 @@ def outer_table(plan: OuterPlan) -> str:
     settings, width = plan.settings, max(len(hyphenate(row.average.name)) for row in plan.predictions)
     parts = "" if settings.fragments == 1 else f", in {settings.fragments} fragments"
     hidden = f", with a delay of {settings.delay}" if settings.delay else ""
-    kept = ", kept on the host" if settings.offload == "cpu" else ""
+    offloaded = ", kept on the host" if settings.offload == "cpu" else ""
     lines = [
-        f"with an outer step every {settings.steps} steps, in {settings.bits} bits{parts}{hidden}{kept}; without the "
-        f"steps of a warm-up",
+        f"with an outer step every {settings.steps} steps, in {settings.bits} bits{parts}{hidden}{offloaded}; "
+        f"without the steps of a warm-up",
         CHANGES_TRAINING,
         "",
         _titles(width, _OUTER_COLUMNS),

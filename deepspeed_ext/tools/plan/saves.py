@@ -269,8 +269,8 @@ class SavePrediction:
     def reason(self) -> str:
         """Return a clause on the interval between saves, and the costs of both kinds."""
         now = self.schedule
-        others = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
-        other, then = next((name, schedule) for name, schedule in others.items() if name != self.kind)
+        schedules = {"synchronous": self.synchronous, "asynchronous": self.asynchronous}
+        other, then = next((name, schedule) for name, schedule in schedules.items() if name != self.kind)
         return (
             f"save every {now.steps} steps ({format_figure(now.seconds)} s): {self.kind} saves block training for "
             f"{format_figure(now.held)} s and take {format_figure(now.lasts)} s, and {now.lost:.2%} of the time is "

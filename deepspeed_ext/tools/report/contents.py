@@ -53,7 +53,7 @@ _EQUAL_SECONDS = 1e-6  # relative difference of predicted seconds that count as 
 
 
 def build_report(
-    engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], held: StateBytes, probes: bool
+    engine: Engine, steps: Sequence[Step], undisturbed: Sequence[float], state_bytes: StateBytes, probes: bool
 ) -> dict[str, Any] | None:
     """Return the report on rank 0, None on other ranks. Collective over all ranks.
 
@@ -61,17 +61,17 @@ def build_report(
         engine: the recorded engine.
         steps: recorded steps of this rank.
         undisturbed: seconds of steps before and after them.
-        held: bytes of model states on this rank.
+        state_bytes: bytes of model states on this rank.
         probes: whether to measure the links and predict.
     """
     summary = measures.summary(steps)
-    summary["held"] = [held.parameters, held.gradients, held.optimizer]
+    summary["held"] = [state_bytes.parameters, state_bytes.gradients, state_bytes.optimizer]
     ranks = _rows_of_ranks(summary)
     # The slowest rank waits least, since the other ranks wait for it.
     slowest = min(ranks, key=lambda row: row["waiting"])["rank"]
     fastest = max(ranks, key=lambda row: row["waiting"])["rank"]
     step = measures.median_step(steps)
-    timelines = [_timeline(which, rank, ranks, step) for which, rank in (("slowest", slowest), ("fastest", fastest))]
+    timelines = [_timeline(role, rank, ranks, step) for role, rank in (("slowest", slowest), ("fastest", fastest))]
     measured = json.loads(broadcast_text(json.dumps(summary), slowest))
     sizes, predictions, problems = _predict(engine, measured["parts"][measures.COMPUTE], probes)
     if dist.get_rank() != 0:  # no collectives after this line: they would hang
@@ -120,10 +120,10 @@ def _rows_of_ranks(own: dict[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(text) for text in all_gather_texts(json.dumps(row))]
 
 
-def _timeline(which: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
+def _timeline(role: str, rank: int, ranks: Sequence[dict[str, Any]], step: Step) -> dict[str, Any]:
     """Return the timeline of one rank on all ranks. Collective."""
     row = {
-        "which": which,
+        "which": role,
         "rank": rank,
         "host": ranks[rank]["host"],
         "step": step.number,
@@ -171,9 +171,9 @@ def _training(engine: Engine, sizes: GroupSizes) -> dict[str, Any]:
     }
 
 
-def _memory(held: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
+def _memory(state_bytes: Sequence[float], now: Prediction | None) -> list[dict[str, Any]]:
     formulas = [None] * 3 if now is None else [now.memory.parameters, now.memory.gradients, now.memory.optimizer]
-    rows = zip(("parameters", "gradients", "optimizer states"), held, formulas, strict=True)
+    rows = zip(("parameters", "gradients", "optimizer states"), state_bytes, formulas, strict=True)
     return [{"state": name, "bytes": nbytes, "formula": formula} for name, nbytes, formula in rows]
 
 

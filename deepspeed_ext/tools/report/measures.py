@@ -141,11 +141,11 @@ def length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
 
-def subtract(intervals: Iterable[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of ``intervals`` outside ``others``; each argument must be a ``union``."""
+def subtract(intervals: Iterable[Interval], removed: Sequence[Interval]) -> list[Interval]:
+    """Return the parts of ``intervals`` outside ``removed``; each argument must be a ``union``."""
     remaining: list[Interval] = []
     for begin, end in intervals:
-        for other_begin, other_end in others:
+        for other_begin, other_end in removed:
             if other_end <= begin or other_begin >= end:
                 continue
             if other_begin > begin:
@@ -182,9 +182,9 @@ def charge_waits(step: Step) -> Charges:
     return charges
 
 
-def _sum_charges(charges: Charges, *wanted: tuple[int, str]) -> float:
+def _sum_charges(charges: Charges, *conditions: tuple[int, str]) -> float:
     """Return the seconds of charges whose keys match all (position, name) pairs."""
-    return sum(seconds for key, seconds in charges.items() if all(key[place] == name for place, name in wanted))
+    return sum(seconds for key, seconds in charges.items() if all(key[index] == name for index, name in conditions))
 
 
 def step_parts(step: Step, charges: Charges | None = None) -> dict[str, float]:

@@ -182,8 +182,8 @@ def chrome_trace(report: Report) -> dict[str, Any]:
 
 def _process(pid: int, timeline: Mapping[str, Any]) -> Iterator[Event]:
     """Yield the events of a timeline. ``pid`` is not the rank, since two timelines may have the same rank."""
-    rank, host, which, step = (timeline[key] for key in ("rank", "host", "which", "step"))
-    yield _metadata("process_name", pid, 0, name=f"rank {rank} on {host}, {which}, step {step}")
+    rank, host, role, step = (timeline[key] for key in ("rank", "host", "which", "step"))
+    yield _metadata("process_name", pid, 0, name=f"rank {rank} on {host}, {role}, step {step}")
     yield _metadata("process_sort_index", pid, 0, sort_index=pid)
     tid = 0
     for lane in timeline["lanes"]:
