@@ -44,7 +44,11 @@ def engine_case(zero: dict[str, Any], config: dict[str, Any], rates: Any = SLOW_
         return FLOPS
 
     section = {"paro_strategy": "fastest", "paro_group_size": 2, **zero}
-    with mock.patch.object(probe, "measure", measure), mock.patch.object(probe, "flops", flops), logged() as lines:
+    with (
+        mock.patch.object(probe, "measure", measure),
+        mock.patch.object(probe, "measure_flops", flops),
+        logged() as lines,
+    ):
         engine = make_engine(section, {"gradient_accumulation_steps": 4, **config}, zero_init)
     chosen = (
         engine._config.zero_config.paro_strategy,
